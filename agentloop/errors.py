@@ -1,0 +1,160 @@
+"""Every error the service raises on purpose.
+
+    AgentLoopError
+    ├── InvalidRequest                  400  the caller's fault; `param` names the field
+    │   ├── ContextLengthExceeded            the prompt does not fit
+    │   └── CheckpointUnreadable             the weights cannot be read or do not fit the model
+    ├── Unauthorized                    401
+    ├── Forbidden                       403  a good key without the right
+    ├── NotFound                        404
+    ├── Conflict                        409  not possible in the present state
+    ├── Overloaded                      429  a bound is reached; later it can work
+    ├── DeadlineExceeded                504
+    ├── EngineError                     500
+    │   ├── EnginePaused                503  retry after the resume
+    │   ├── EngineLost                  503  process or connection gone: retry on another replica
+    │   ├── EngineUnusable              503  weights of unknown state: retry on another replica
+    │   └── MalformedEngineResponse     502  lengths, ids or logprobs that cannot be; never stored
+    ├── NoHealthyReplica                503
+    ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
+    ├── TemplateError                   400  the chat template cannot be used
+    │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens
+    ├── ToolError                            becomes a tool message; never ends a trajectory
+    ├── RewardError                          becomes a failed reward; never loses a trajectory
+    └── InvariantBroken                 500  a bug: misaligned data, spans that do not tile
+
+`code` is stable and machine-readable; `retryable` says whether the same call can succeed later or elsewhere.
+All survive pickling (Ray) and `to_wire`/`from_wire` (HTTP). Nobody matches on message text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class AgentLoopError(Exception):
+    """Base of all. `str(error)` is one clear line; `param` names the request field at fault, if one is."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.param)
+
+    def to_wire(self) -> dict[str, Any]:
+        """The body of an error answer, in the OpenAI envelope."""
+        kind = "invalid_request_error" if self.http_status < 500 else "server_error"
+        body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": body}
+
+
+def _rebuild(cls: type[AgentLoopError], message: str, param: str | None) -> AgentLoopError:
+    return cls(message, param=param)
+
+
+def from_wire(body: Any, status: int) -> AgentLoopError:
+    """The error an answer carries, as its own class where `code` is known; never raises."""
+    envelope = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(envelope, dict):
+        envelope = {}
+    message = str(envelope.get("message") or f"HTTP {status} without an error body")
+    by_code = {cls.code: cls for cls in _walk(AgentLoopError)}
+    cls = by_code.get(str(envelope.get("code")))
+    if cls is None:
+        by_status = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 429: Overloaded}
+        cls = by_status.get(status, EngineLost if status == 503 else InvalidRequest if status < 500 else AgentLoopError)
+    return cls(message, param=envelope.get("param"))
+
+
+def _walk(cls: type[AgentLoopError]) -> list[type[AgentLoopError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _walk(child))]
+
+
+class InvalidRequest(AgentLoopError):
+    code, http_status = "invalid_request", 400
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class CheckpointUnreadable(InvalidRequest):
+    code = "checkpoint_unreadable"
+
+
+class Unauthorized(AgentLoopError):
+    code, http_status = "unauthorized", 401
+
+
+class Forbidden(AgentLoopError):
+    code, http_status = "forbidden", 403
+
+
+class NotFound(AgentLoopError):
+    code, http_status = "not_found", 404
+
+
+class Conflict(AgentLoopError):
+    code, http_status = "conflict", 409
+
+
+class Overloaded(AgentLoopError):
+    code, http_status, retryable = "overloaded", 429, True
+
+
+class DeadlineExceeded(AgentLoopError):
+    code, http_status = "deadline_exceeded", 504
+
+
+class EngineError(AgentLoopError):
+    code = "engine_error"
+
+
+class EnginePaused(EngineError):
+    code, http_status, retryable = "engine_paused", 503, True
+
+
+class EngineLost(EngineError):
+    code, http_status, retryable = "engine_lost", 503, True
+
+
+class EngineUnusable(EngineError):
+    code, http_status, retryable = "engine_unusable", 503, True
+
+
+class MalformedEngineResponse(EngineError):
+    code, http_status, retryable = "malformed_engine_response", 502, True
+
+
+class NoHealthyReplica(AgentLoopError):
+    code, http_status, retryable = "no_healthy_replica", 503, True
+
+
+class WeightUpdateFailed(AgentLoopError):
+    code = "weight_update_failed"
+
+
+class TemplateError(AgentLoopError):
+    code, http_status = "template_error", 400
+
+
+class TemplateNotPrefixStable(TemplateError):
+    code = "template_not_prefix_stable"
+
+
+class ToolError(AgentLoopError):
+    code = "tool_error"
+
+
+class RewardError(AgentLoopError):
+    code = "reward_error"
+
+
+class InvariantBroken(AgentLoopError):
+    code = "invariant_broken"

@@ -1,0 +1,340 @@
+"""The values that move through the service. Frozen inside a process; `codec.py` puts them on a wire.
+
+Ownership: this module imports nothing of ours. Token ids are plain `int`s while a turn is being built and
+`int32` arrays in a finished trajectory. A weight version is the trainer's counter: an integer, and 0 is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+JSON: TypeAlias = Any
+"""What `json.loads` can return."""
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+# --- generation -------------------------------------------------------------------------------------------
+
+
+class FinishReason(StrEnum):
+    """Why one generation ended."""
+
+    STOP = "stop"  # a stop token was sampled; it is the last id
+    LENGTH = "length"  # `max_tokens` were sampled
+    ABORT = "abort"  # somebody asked for it; the ids so far are valid
+
+
+class PauseMode(StrEnum):
+    """What a pause does to requests in flight."""
+
+    ABORT = "abort"  # they end now, with the tokens they have
+    WAIT = "wait"  # they run to their end first
+    KEEP = "keep"  # they freeze between two tokens and go on at resume
+
+
+class KVPolicy(StrEnum):
+    """What a weight update does to keys and values computed under older weights."""
+
+    KEEP = "keep"  # a trajectory goes on with the KV it has; new trajectories never see old KV
+    FRESH = "fresh"  # every turn starts from KV of the current version
+    RECOMPUTE = "recompute"  # KV of requests in flight too is dropped and prefilled under the new weights
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. Logprobs are reported under exactly this distribution (temperature, top-p, top-k)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_tokens: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Token ids in. `kv_version` is the weight version whose KV may be reused; None means the current one."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    timeout_s: float = 600.0
+    trajectory_id: str | None = None
+    kv_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersionSpan:
+    """Tokens `[start, end)` were sampled under weight `version`; offsets are into the list they describe."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine's load at one moment; the balancer's input."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used_tokens: int = 0
+    kv_capacity_tokens: int = 0
+    weight_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Token ids out: `token_ids` includes the stop token; one logprob (nats) an id; spans tile `[0, n)`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_versions: tuple[WeightVersionSpan, ...]
+    finish_reason: FinishReason
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    replica_id: str = ""  # stamped by the replica, not by the engine
+    load: Load = Load()
+
+
+# --- conversation -----------------------------------------------------------------------------------------
+
+
+class CallStatus(StrEnum):
+    """What the parser made of one tool call."""
+
+    OK = "ok"
+    MALFORMED = "malformed"  # marked as a call, not parseable as one
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call the policy made. A MALFORMED call has `error`, and is answered by a tool-error message."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, JSON] = field(default_factory=dict)
+    status: CallStatus = CallStatus.OK
+    error: str | None = None
+    token_start: int = 0  # the call's tokens within the turn's sampled ids: [token_start, token_end)
+    token_end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, in the terms of the OpenAI chat format."""
+
+    role: str  # system | user | assistant | tool
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answered; `content` is already capped and carries a visible mark where it was cut."""
+
+    call_id: str
+    name: str
+    content: str
+    is_error: bool = False
+    is_truncated: bool = False
+    duration_s: float = 0.0
+
+
+# --- tasks ------------------------------------------------------------------------------------------------
+
+
+class OnExcess(StrEnum):
+    """What happens when the policy exceeds a limit that can be answered instead of ending the trajectory."""
+
+    ANSWER = "answer"  # tell the policy (a tool-error message, a truncation mark) and go on
+    STOP = "stop"  # end the trajectory with the limit's StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of one trajectory. All are finite; None for the context means the engine's own limit."""
+
+    max_turns: int = 16
+    max_tool_calls_per_turn: int = 8
+    max_tool_calls: int = 64
+    max_tokens_per_turn: int = 1024
+    max_sampled_tokens: int = 8192
+    max_context_tokens: int | None = None
+    max_tool_response_bytes: int = 16_384
+    timeout_s: float = 600.0
+    on_excess_tool_calls: OnExcess = OnExcess.ANSWER
+    on_long_tool_response: OnExcess = OnExcess.ANSWER
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. Limits and failures are data: each has its own member."""
+
+    COMPLETED = "completed"  # the loop returned: for `tool_loop`, the policy answered without a tool call
+    MAX_TURNS = "max_turns"  # the last allowed turn still asked for tools
+    MAX_TOOL_CALLS_PER_TURN = "max_tool_calls_per_turn"  # one turn made too many calls
+    MAX_TOOL_CALLS = "max_tool_calls"  # the trajectory made too many calls
+    MAX_TOKENS_PER_TURN = "max_tokens_per_turn"  # one turn was cut by its token limit
+    MAX_SAMPLED_TOKENS = "max_sampled_tokens"  # the trajectory's budget of sampled tokens is spent
+    MAX_CONTEXT = "max_context"  # the next prompt does not fit the context
+    TOOL_RESPONSE_TOO_LONG = "tool_response_too_long"  # a tool answered more than allowed
+    DEADLINE = "deadline"  # the wall-clock budget is spent
+    CANCELLED = "cancelled"  # the client cancelled it
+    PROMPT_TOO_LONG = "prompt_too_long"  # the first prompt does not fit the context; nothing was sampled
+    INVALID_TASK = "invalid_task"  # unknown loop, tool or reward; nothing was sampled
+    ENGINE_FAILED = "engine_failed"  # no replica could finish a turn within the retry budget
+    LOOP_FAILED = "loop_failed"  # the user's loop raised
+
+
+FAILURES = frozenset(
+    {StopReason.INVALID_TASK, StopReason.ENGINE_FAILED, StopReason.LOOP_FAILED, StopReason.PROMPT_TOO_LONG}
+)
+"""Stop reasons of trajectories that never look trainable."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTask:
+    """What to roll out. `reference` is for the reward function only: the policy never sees it.
+
+    `loop` and `reward` are names of shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are
+    names of tools that the service was configured with.
+    """
+
+    task_id: str
+    messages: tuple[Message, ...]
+    tools: tuple[str, ...] = ()
+    loop: str = "tool_loop"
+    reward: str | None = None
+    reference: JSON = None
+    limits: Limits = Limits()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """`num_samples` trajectories of one task, placed and counted together."""
+
+    group_id: str
+    task: RolloutTask
+    num_samples: int
+    rollout_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of one trajectory to a place on a replica, for all its turns."""
+
+    lease_id: str
+    replica_id: str
+    url: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One trajectory handed to a worker: sample `sample_index` of `group`, with its lease."""
+
+    assignment_id: str  # "{group_id}/{sample_index}"
+    group_id: str
+    sample_index: int
+    task: RolloutTask
+    lease: Lease
+    attempt: int = 0
+
+
+# --- trajectories -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation within a path. `[start, end)` are its sampled tokens, as offsets into the response."""
+
+    prompt_len: int  # tokens of the whole prompt this turn was sampled from
+    start: int
+    end: int
+    finish_reason: FinishReason
+    replica_id: str
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPath:
+    """One root-to-leaf token sequence, the unit a trainer trains on. All response arrays have one length.
+
+    `response_mask` is true where the policy sampled. `logprobs` hold 0.0 elsewhere. `weight_versions` tile
+    the sampled tokens: spans are over the response, and observed tokens belong to no span.
+    """
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+    response_mask: BoolArray
+    logprobs: FloatArray
+    weight_versions: tuple[WeightVersionSpan, ...]
+    turns: tuple[Turn, ...]
+    split_reason: str | None = None  # why this path could not extend the one before; None for the first
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds spent by one trajectory; `queue_s` is before a worker took it."""
+
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    reward_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The terminal record of one sample. Usually one path; more where history could not be extended exactly.
+
+    `is_complete` is false when a call was lost or the rollout failed: such a record never looks trainable.
+    """
+
+    task_id: str
+    group_id: str
+    sample_index: int
+    paths: tuple[TokenPath, ...]
+    messages: tuple[Message, ...]
+    stop_reason: StopReason
+    is_complete: bool
+    reward: float | None = None
+    reward_error: str | None = None
+    error: str | None = None
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+    attempt: int = 0
+    timings: Timings = Timings()
+    rollout_id: str = ""
+
+    @property
+    def path(self) -> TokenPath:
+        """The last path: the only one, unless history forked. Raises IndexError if nothing was rendered."""
+        return self.paths[-1]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions its sampled tokens come from, ascending."""
+        return tuple(sorted({span.version for path in self.paths for span in path.weight_versions}))
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens the policy sampled, over all paths."""
+        return sum(int(path.response_mask.sum()) for path in self.paths)
