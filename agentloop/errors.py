@@ -68,7 +68,9 @@ def from_wire(body: Any, status: int) -> AgentLoopError:
     cls = by_code.get(str(envelope.get("code")))
     if cls is None:
         by_status = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 429: Overloaded}
-        cls = by_status.get(status, EngineLost if status == 503 else InvalidRequest if status < 500 else AgentLoopError)
+        cls = by_status.get(
+            status, EngineLost if status == 503 else InvalidRequest if status < 500 else AgentLoopError
+        )
     return cls(message, param=envelope.get("param"))
 
 

@@ -1,0 +1,167 @@
+"""What replicas, workers and the front door ask of the coordinator, and the values they exchange.
+
+Every call is idempotent or keyed, so a caller may repeat one whose answer was lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentloop.engine import EngineInfo, WeightUpdate
+from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRegistration:
+    """A replica's introduction. `url` is its private data-plane port."""
+
+    replica_id: str
+    url: str
+    info: EngineInfo
+    weight_version: int | None  # None: dummy weights, no traffic until its first commit
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's state at one moment. `running` lets a restarted coordinator learn what is in flight."""
+
+    worker_id: str
+    num_free: int
+    running: tuple[str, ...]  # assignment ids
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a worker is to do: start these, cancel those."""
+
+    start: tuple[Assignment, ...] = ()
+    cancel: tuple[str, ...] = ()  # assignment ids
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatus:
+    """One rollout's counts, in trajectories. `num_finished` counts terminal records of every kind."""
+
+    rollout_id: str
+    num_accepted: int
+    num_finished: int
+    num_running: int
+    num_queued: int
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_finished >= self.num_accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Finished trajectories in commit order, after a cursor; `cursor` continues from here."""
+
+    trajectories: tuple[Trajectory, ...]
+    cursor: int
+    status: RolloutStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUpdate:
+    """What one update meant for one replica. `error` is set if it was quarantined."""
+
+    replica_id: str
+    stage_ms: float
+    stall_ms: float  # from the pause call to the resume answer: no token was sampled in between
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The outcome of a weight update; raised as WeightUpdateFailed instead if no replica took it."""
+
+    version: int
+    previous_version: int | None
+    kv_policy: KVPolicy
+    replicas: tuple[ReplicaUpdate, ...]
+    total_ms: float
+
+    @property
+    def stall_ms(self) -> float:
+        """The longest stall of any replica."""
+        return max((replica.stall_ms for replica in self.replicas), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One line of the fleet table."""
+
+    replica_id: str
+    state: str
+    engine: str
+    weight_version: int | None
+    load: Load
+    num_leases: int
+    heartbeat_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """The service at one moment."""
+
+    is_ready: bool  # at least one replica takes traffic
+    is_paused: bool
+    weight_version: int | None
+    replicas: tuple[ReplicaStatus, ...]
+    num_workers: int
+    rollouts: tuple[RolloutStatus, ...]
+    updates: tuple[UpdateReport, ...]  # the latest, oldest first; bounded
+
+
+class CoordinatorApi(Protocol):
+    """The coordinator as its callers see it, in this process or behind a Serve handle."""
+
+    # replicas
+    async def register(self, registration: ReplicaRegistration) -> None:
+        """Join the fleet. Takes traffic once it holds the fleet's weight version."""
+
+    async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
+        """Report load. False: unknown to this coordinator, register again."""
+
+    async def deregister(self, replica_id: str) -> None:
+        """Leave the fleet; its leases move. Unknown ids: no-op."""
+
+    # workers
+    async def take(self, report: WorkerReport, wait_s: float) -> Orders:
+        """New work and cancellations; waits up to `wait_s` for either. Also the worker's heartbeat."""
+
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
+        """Another lease for a trajectory; `is_failed`: its replica did not answer. Raises NoHealthyReplica."""
+
+    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
+        """Hand in the terminal record. Returns once it is durable; repeating it changes nothing."""
+
+    # the front door
+    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+        """Accept work, durably. Raises Overloaded if the queue has no room for all of it."""
+
+    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
+        """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        """End what is queued or running; each gets a CANCELLED record. Raises NotFound."""
+
+    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+        """A place for one direct call or session. Raises NoHealthyReplica."""
+
+    async def release(self, lease: Lease) -> None:
+        """Give a place back. Unknown leases: no-op."""
+
+    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
+        """Bring every replica to a new version. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause generation on every replica until `resume`. Idempotent."""
+
+    async def resume(self) -> None:
+        """Undo `pause`. Idempotent."""
+
+    async def status(self) -> ServiceStatus:
+        """The service at this moment."""
