@@ -48,9 +48,7 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 def to_builtins(value: Any) -> Any:
     """The value as JSON-able dicts and lists; arrays become lists."""
-    return msgspec.to_builtins(
-        value, enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray) else _to_wire(v)
-    )
+    return msgspec.to_builtins(value, enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray) else _to_wire(v))
 
 
 def from_builtins(value: Any, kind: type[T]) -> T:

@@ -81,11 +81,7 @@ def _value(node: ast.expr) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if (
-        isinstance(base, int)
-        and isinstance(exponent, int)
-        and base.bit_length() * max(exponent, 0) > MAX_BITS
-    ):
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * max(exponent, 0) > MAX_BITS:
         raise OverflowError
     value = base**exponent
     if isinstance(value, complex):
