@@ -16,6 +16,7 @@
     │   ├── EngineUnusable              503  weights of unknown state: retry on another replica
     │   └── MalformedEngineResponse     502  lengths, ids or logprobs that cannot be; never stored
     ├── NoHealthyReplica                503
+    ├── ServiceUnavailable              503  a part of the service is starting, restarting or gone
     ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
     ├── TemplateError                   400  the chat template cannot be used
     │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens
@@ -69,7 +70,7 @@ def from_wire(body: Any, status: int) -> AgentLoopError:
     if cls is None:
         by_status = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 429: Overloaded}
         cls = by_status.get(
-            status, EngineLost if status == 503 else InvalidRequest if status < 500 else AgentLoopError
+            status, ServiceUnavailable if status == 503 else InvalidRequest if status < 500 else AgentLoopError
         )
     return cls(message, param=envelope.get("param"))
 
@@ -136,6 +137,10 @@ class MalformedEngineResponse(EngineError):
 
 class NoHealthyReplica(AgentLoopError):
     code, http_status, retryable = "no_healthy_replica", 503, True
+
+
+class ServiceUnavailable(AgentLoopError):
+    code, http_status, retryable = "service_unavailable", 503, True
 
 
 class WeightUpdateFailed(AgentLoopError):

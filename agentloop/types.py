@@ -256,6 +256,8 @@ class Assignment:
     task: RolloutTask
     lease: Lease
     attempt: int = 0
+    queue_s: float = 0.0  # how long it waited for a worker
+    rollout_id: str = ""
 
 
 # --- trajectories -----------------------------------------------------------------------------------------

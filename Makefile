@@ -1,0 +1,45 @@
+# `make rollout` is the product in one command; `make test` and `make check` are what CI runs, no more and no less.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
+PIP := $(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check
+
+.PHONY: rollout test check bench lock clean
+
+rollout: $(VENV)/.cpu
+	@$(BIN)/agentloop rollout $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)
+
+$(VENV)/.cpu: requirements/cpu.txt pyproject.toml
+	@echo "installing the CPU lane into $(VENV) (once, some minutes; then seconds)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -r requirements/cpu.txt
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.cpu requirements/dev.txt
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
+
+# Needs uv. Give UV_FIND_LINKS a folder with a CPU build of torch; the lock must not name its local version.
+COMPILE := uv pip compile --quiet --override requirements/overrides.txt --no-header --no-annotate
+GPU_HOST := --python-platform x86_64-manylinux_2_35
+lock:
+	$(COMPILE) --python-version 3.11 requirements/cpu.in | sed 's/+cpu$$//' > requirements/cpu.txt
+	$(COMPILE) --python-version 3.11 -c requirements/cpu.txt requirements/dev.in > requirements/dev.txt
+	$(COMPILE) --python-version 3.11 $(GPU_HOST) requirements/vllm.in > requirements/vllm.txt
+	$(COMPILE) --python-version 3.12 $(GPU_HOST) requirements/sglang.in > requirements/sglang.txt
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,73 @@
+"""Budgets of one trajectory, and the StopReason of whichever is spent first.
+
+The rules, in one place:
+- a turn that its token limit cut ends the trajectory: its text has no proper end;
+- the calls of the last allowed turn are not run: nobody could read their results;
+- calls beyond a turn's cap are answered with an error message, or stop the trajectory (`on_excess_tool_calls`);
+- a tool response beyond its cap is cut with a visible mark, or stops it (`on_long_tool_response`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentloop.types import FinishReason, Limits, OnExcess, StopReason
+
+
+class LimitReached(Exception):
+    """Ends the running loop; the worker turns it into the trajectory's stop reason."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Budget:
+    """What one trajectory has used of its limits."""
+
+    limits: Limits
+    max_context_tokens: int  # the smaller of the engine's and the task's
+    num_turns: int = 0
+    num_sampled_tokens: int = 0
+    num_tool_calls: int = 0
+
+    def tokens_for_turn(self, num_prompt_tokens: int, wanted: int | None = None) -> int:
+        """How many tokens the next turn may sample. Raises LimitReached if it may sample none."""
+        if self.num_turns >= self.limits.max_turns:
+            raise LimitReached(StopReason.MAX_TURNS)
+        if num_prompt_tokens >= self.max_context_tokens:
+            raise LimitReached(StopReason.MAX_CONTEXT if self.num_turns else StopReason.PROMPT_TOO_LONG)
+        if self.num_sampled_tokens >= self.limits.max_sampled_tokens:
+            raise LimitReached(StopReason.MAX_SAMPLED_TOKENS)
+        room = self._room(num_prompt_tokens)
+        return min(wanted, *room.values()) if wanted is not None else min(room.values())
+
+    def _room(self, num_prompt_tokens: int) -> dict[StopReason, int]:
+        """Tokens left under each limit on sampling, the most specific reason first."""
+        return {
+            StopReason.MAX_TOKENS_PER_TURN: self.limits.max_tokens_per_turn,
+            StopReason.MAX_SAMPLED_TOKENS: self.limits.max_sampled_tokens - self.num_sampled_tokens,
+            StopReason.MAX_CONTEXT: self.max_context_tokens - num_prompt_tokens,
+        }
+
+    def turn_ended(self, num_prompt_tokens: int, num_sampled: int, finish_reason: FinishReason) -> None:
+        """Count a turn. Raises LimitReached if a limit cut it."""
+        room = self._room(num_prompt_tokens)
+        self.num_turns += 1
+        self.num_sampled_tokens += num_sampled
+        if finish_reason is FinishReason.LENGTH:
+            tightest = min(room, key=lambda reason: room[reason])
+            raise LimitReached(tightest if num_sampled >= room[tightest] else StopReason.MAX_TOKENS_PER_TURN)
+
+    def calls_to_run(self, num_calls: int) -> int:
+        """How many of a turn's calls may run. Raises LimitReached where the limit says stop."""
+        if self.num_turns >= self.limits.max_turns:
+            raise LimitReached(StopReason.MAX_TURNS)
+        if num_calls > self.limits.max_tool_calls_per_turn and (self.limits.on_excess_tool_calls is OnExcess.STOP):
+            raise LimitReached(StopReason.MAX_TOOL_CALLS_PER_TURN)
+        if self.num_tool_calls + min(num_calls, self.limits.max_tool_calls_per_turn) > self.limits.max_tool_calls:
+            raise LimitReached(StopReason.MAX_TOOL_CALLS)
+        allowed = min(num_calls, self.limits.max_tool_calls_per_turn)
+        self.num_tool_calls += allowed
+        return allowed

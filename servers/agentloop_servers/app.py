@@ -1,0 +1,274 @@
+"""The wiring: the only file that constructs. Reading it is reading the architecture.
+
+One Ray Serve application of four deployments; everything that carries tokens goes over the replicas' own ports.
+`build` is what a Serve config imports; `local.py` starts the same application on a local Ray of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from agentloop.clock import RealClock
+from agentloop.engine import Engine
+from agentloop.errors import EngineLost, InvalidRequest
+from agentloop.logs import configure_logging
+from agentloop.parsers import get_parser
+from agentloop.renderer import OnUnstable, Renderer
+from agentloop.simulate import SimulatedEngine
+from agentloop.store import TrajectoryStore
+from agentloop.toolbox import Toolbox, load_tools
+from agentloop.worker import Worker, WorkerConfig
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
+from agentloop_servers.dataplane import EngineClients
+from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+from agentloop_servers.handle import CoordinatorClient
+from agentloop_servers.ingress import Keys, create_app
+from agentloop_servers.replica import Replica
+from agentloop_tools import SHIPPED_TOOLS
+
+APP_NAME = "agentloop"
+STORE_NAME = "trajectories.sqlite"
+LOG_NAME = "service.log"
+
+
+class CoordinatorDeployment(Coordinator):
+    """One per service: `Fleet`, `Balancer`, `RolloutQueue` and `WeightController` in one event loop."""
+
+    async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:
+        configure_logging(run_dir / LOG_NAME)
+        self._clients = EngineClients(secret)
+        super().__init__(
+            store=TrajectoryStore(run_dir / STORE_NAME),
+            connect=self._clients.connect,
+            config=CoordinatorConfig(
+                kv_policy=config.kv_policy, max_queued_trajectories=config.max_queued_trajectories
+            ),
+            clock=RealClock(),
+        )
+        await self.start()
+
+    async def __del__(self) -> None:
+        await self.close()
+        await self._clients.close()
+
+
+class EngineReplicaDeployment:
+    """One engine and its private port; the Serve handle is never called with tokens."""
+
+    async def __init__(
+        self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
+    ) -> None:
+        configure_logging(run_dir / LOG_NAME)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._replica = Replica(
+            replica_id, build_engine(config, run_dir), CoordinatorClient(coordinator), secret, config.host
+        )
+        await self._replica.start()
+
+    async def check_health(self) -> None:
+        await self._replica.check_health()
+
+    async def __del__(self) -> None:
+        await self._replica.close()
+
+
+class AgentLoopWorkerDeployment:
+    """Runs agent loops; takes its work from the coordinator."""
+
+    async def __init__(
+        self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
+    ) -> None:
+        configure_logging(run_dir / LOG_NAME)
+        facts = model_facts(config)
+        settings = config.workers
+        self._clients = EngineClients(secret)
+        self._toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
+        self._worker = Worker(
+            serve.get_replica_context().replica_id.unique_id,
+            CoordinatorClient(coordinator),
+            self._clients.connect,
+            Renderer.from_directory(config.model_path(), on_unstable=OnUnstable(settings.on_unstable_template)),
+            get_parser(settings.parser),
+            self._toolbox,
+            WorkerConfig(
+                capacity=settings.capacity, turn_timeout_s=settings.turn_timeout_s, kv_policy=config.kv_policy
+            ),
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=facts.vocab_size,
+        )
+        self._running = asyncio.create_task(self._worker.run(), name="worker")
+
+    async def check_health(self) -> None:
+        if self._running.done():
+            raise EngineLost("the worker's loop has ended") from self._running.exception()
+
+    async def __del__(self) -> None:
+        self._worker.close()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self._toolbox.close()
+        await self._clients.close()
+
+
+@serve.ingress()
+class IngressDeployment:
+    """The HTTP edge; no policy."""
+
+    async def __init__(
+        self,
+        config: ServiceConfig,
+        run_dir: Path,
+        secret: str,
+        coordinator: DeploymentHandle,
+        *deployed_with: DeploymentHandle,
+    ) -> None:
+        configure_logging(run_dir / LOG_NAME)
+        self._config = config
+        self._clients = EngineClients(secret)
+        self._coordinator = CoordinatorClient(coordinator)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        config = self._config
+        return create_app(
+            self._coordinator,
+            self._clients.connect,
+            keys=Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env),
+            weight_roots=config.allowed_weight_roots(),
+            tool_names=frozenset(tool_names(config)),
+        )
+
+    async def __del__(self) -> None:
+        await self._clients.close()
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application of a Serve config's `args`; see ServiceConfig."""
+    config = ServiceConfig.model_validate(args)
+    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(Path("runs"))
+    return application(config, run_dir.resolve())
+
+
+def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
+    """The four deployments, bound. Raises InvalidRequest if the model is not there."""
+    config.model_path()
+    secret = secrets.token_hex(16)
+    common = (config, run_dir, secret)
+    coordinator = serve.deployment(
+        CoordinatorDeployment,
+        name="Coordinator",
+        num_replicas=1,
+        max_ongoing_requests=10_000,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=5,
+    ).bind(*common)
+    engines = serve.deployment(
+        EngineReplicaDeployment,
+        name="EngineReplica",
+        num_replicas=config.replicas,
+        max_ongoing_requests=100,
+        ray_actor_options=engine_actor_options(config),
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=10,
+    ).bind(*common, coordinator)
+    workers = serve.deployment(
+        AgentLoopWorkerDeployment,
+        name="AgentLoopWorker",
+        num_replicas=config.workers.replicas,
+        max_ongoing_requests=100,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=5,
+    ).bind(*common, coordinator)
+    ingress = serve.deployment(
+        IngressDeployment,
+        name="Ingress",
+        num_replicas=config.ingress_replicas,
+        max_ongoing_requests=10_000,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=5,
+    )
+    # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
+    return ingress.bind(*common, coordinator, engines, workers)
+
+
+def build_engine(config: ServiceConfig, run_dir: Path) -> Engine:
+    """The engine that a replica owns, not started."""
+    settings, facts = config.engine, model_facts(config)
+    initial_version = config.model_version if settings.load_format == "auto" else None
+    if settings.kind == "simulated":
+        return SimulatedEngine(
+            vocab_size=facts.vocab_size,
+            max_context_tokens=facts.max_context_tokens,
+            max_running=settings.max_running,
+            block_size=settings.block_size,
+            initial_version=initial_version,
+        )
+    return VllmEngine(
+        VllmConfig(
+            model=str(config.model_path()),
+            initial_version=initial_version,
+            load_format=settings.load_format,
+            dtype=settings.dtype,
+            max_model_len=facts.max_context_tokens,
+            max_num_seqs=settings.max_running,
+            block_size=settings.block_size,
+            device=settings.device,
+            kv_cache_memory_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib * 2**20,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            enforce_eager=settings.enforce_eager or settings.device == "cpu",
+        )
+    )
+
+
+def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
+    """What Ray reserves for a replica, and the environment its engine reads at import."""
+    settings = config.engine
+    options: dict[str, Any] = {"num_cpus": settings.num_cpus}
+    if settings.device == "gpu" and settings.kind != "simulated":
+        options["num_gpus"] = settings.tensor_parallel_size
+    elif settings.kind == "vllm":
+        # Ray derives OMP_NUM_THREADS from num_cpus; several replicas on few cores must not each take them all.
+        threads = {"OMP_NUM_THREADS": str(settings.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        options["runtime_env"] = {"env_vars": threads}
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    max_context_tokens: int
+    vocab_size: int
+
+
+def model_facts(config: ServiceConfig) -> ModelFacts:
+    """What the model's config.json says of its sizes. Raises InvalidRequest if it does not."""
+    path = config.model_path() / "config.json"
+    try:
+        document = json.loads(path.read_text())
+        context = config.engine.max_context_tokens or int(document["max_position_embeddings"])
+        return ModelFacts(context, int(document["vocab_size"]))
+    except (ValueError, KeyError) as error:
+        raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
+
+
+def tool_names(config: ServiceConfig) -> tuple[str, ...]:
+    """The tools that tasks may use: the shipped ones and the configured ones."""
+    return tuple(sorted(SHIPPED_TOOLS | config.workers.tools))
+
+
+def new_run_dir(parent: Path) -> Path:
+    """A new directory under `parent`, named by the time and a few random digits."""
+    path = parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    path.mkdir(parents=True)
+    return path

@@ -1,0 +1,169 @@
+"""What the service costs beside the engine: one worker, 1,000 trajectories of 5 turns at once, zero-latency engine.
+
+    make bench                                   # the table
+    make bench ARGS="--trajectories 4000 --repeat 5"
+
+Rows: `in process` is the worker alone (loop, renderer, parser, tool, builder); `over HTTP` adds the data plane,
+with the simulated engine in a process of its own, as in a service. Ratios within one run are what to compare: two
+busy cores make absolute times pessimistic. CPU is the worker's process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import structlog
+from rich.console import Console
+from rich.table import Table
+
+from agentloop.engine import Engine
+from agentloop_servers.dataplane import DataPlaneServer, EngineClients
+from agentloop_servers.process import settle_heap
+from tests.support.feeder import Feeder
+from tests.support.scripted import call, running_worker, scripted_engine, task
+
+NUM_TURNS = 5
+REPLIES = (*[call("calculator", expression="12 * 34 + 5")] * (NUM_TURNS - 1), "The answer is 413.")
+SECRET = "bench"
+LAG_PROBE_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run's measurements."""
+
+    turns_per_s: float
+    turns_per_core_s: float  # turns per second of CPU time
+    cpu_ms_per_turn: float
+    lag_p99_ms: float
+    peak_mib: float
+
+
+async def lag_probe(lags_ms: list[float]) -> None:
+    """Sleep briefly for ever; how late each sleep ends is the event loop's lag."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(LAG_PROBE_S)
+        lags_ms.append(max(0.0, (time.perf_counter() - before - LAG_PROBE_S) * 1000))
+
+
+async def measure(engines: Mapping[str, Engine], num_trajectories: int, *, owns_engines: bool) -> Figures:
+    """Roll out, with everything started before the clock."""
+    tasks = [task(f"t{n}", reference="413") for n in range(num_trajectories)]
+    feeder = Feeder(tasks, urls=list(engines))
+    settle_heap()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    lags_ms: list[float] = []
+    probe = asyncio.create_task(lag_probe(lags_ms))
+    cpu, wall = time.process_time(), time.perf_counter()
+    started = engines if owns_engines else {url: _Started(engine) for url, engine in engines.items()}
+    async with running_worker(feeder, started, capacity=1000), asyncio.timeout(600):
+        await feeder.is_done.wait()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    probe.cancel()
+    num_turns = sum(len(record.path.turns) for record in feeder.records.values())
+    assert num_turns == num_trajectories * NUM_TURNS, "every trajectory takes all its turns"
+    assert all(record.reward == 1.0 for record in feeder.records.values())
+    lags_ms.sort()
+    return Figures(
+        turns_per_s=num_turns / wall,
+        turns_per_core_s=num_turns / cpu,
+        cpu_ms_per_turn=cpu * 1000 / num_turns,
+        lag_p99_ms=lags_ms[int(len(lags_ms) * 0.99)],
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+class _Started:
+    """An engine that somebody else starts and closes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.generate = engine.generate
+
+    async def start(self) -> None:
+        """Started already."""
+
+    async def close(self) -> None:
+        """Closed by its owner."""
+
+
+def in_process(num_trajectories: int) -> Figures:
+    """The engine in the worker's own event loop: its simulated steps count as the worker's CPU."""
+    return asyncio.run(measure({"sim://a": scripted_engine(*REPLIES)}, num_trajectories, owns_engines=True))
+
+
+def over_http(num_trajectories: int) -> Figures:
+    """The engine behind its data-plane port in another process."""
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        return asyncio.run(_against(ours.recv(), num_trajectories))
+    finally:
+        ours.send("stop")
+        server.join(timeout=10)
+
+
+async def _against(url: str, num_trajectories: int) -> Figures:
+    clients = EngineClients(SECRET)
+    try:
+        return await measure({url: clients.connect(url)}, num_trajectories, owns_engines=False)
+    finally:
+        await clients.close()
+
+
+def _serve(pipe: Connection) -> None:
+    async def main() -> None:
+        engine = scripted_engine(*REPLIES)
+        await engine.start()
+        server = DataPlaneServer(engine, "bench", SECRET)
+        await server.start()
+        pipe.send(server.url)
+        await asyncio.to_thread(pipe.recv)
+        await server.close()
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def spawned(run: Callable[[int], Figures], num_trajectories: int) -> Figures:
+    """One run in a process of its own, so that its peak memory is its own."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run, num_trajectories).result()
+
+
+def main() -> None:
+    """Print the table: medians and the spread over the repeats."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, default=1000)
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args()
+    table = Table(title=f"{options.trajectories} trajectories of {NUM_TURNS} turns in one worker")
+    for column in ("", "turns/s", "turns/s per core", "CPU ms/turn", "loop lag p99 ms", "peak MiB"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, run in (("in process", in_process), ("over HTTP", over_http)):
+        runs = [spawned(run, options.trajectories) for _ in range(options.repeat)]
+        table.add_row(name, *(_spread([getattr(figures, field) for figures in runs]) for field in _FIELDS))
+    Console().print(table)
+
+
+_FIELDS = ("turns_per_s", "turns_per_core_s", "cpu_ms_per_turn", "lag_p99_ms", "peak_mib")
+
+
+def _spread(values: list[float]) -> str:
+    digits = 0 if min(values) >= 100 else 2
+    return f"{statistics.median(values):,.{digits}f} [{min(values):,.{digits}f}-{max(values):,.{digits}f}]"
+
+
+if __name__ == "__main__":
+    main()

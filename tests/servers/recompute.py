@@ -1,0 +1,58 @@
+"""Logprobs of recorded tokens by an independent model: transformers on the checkpoint that a span names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
+
+
+@cache
+def model(version: int) -> Any:
+    return AutoModelForCausalLM.from_pretrained(POLICY / f"v{version}", dtype=torch.float32).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """|recorded - recomputed| of every sampled token, under the named version and under the other one."""
+
+    named: np.ndarray
+    other: np.ndarray
+
+
+def logprobs(token_ids: list[int], version: int) -> np.ndarray:
+    """The logprob of each id given the ids before it, at temperature 1; 0 for the first."""
+    with torch.inference_mode():
+        logits = model(version)(torch.tensor([token_ids])).logits[0]
+    chosen = torch.log_softmax(logits.float(), dim=-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])
+    return np.concatenate([[0.0], chosen[:, 0].numpy()])
+
+
+def difference(row: Mapping[str, Any]) -> Difference:
+    """Recompute a record of the Parquet file, conditioned on exactly its ids.
+
+    Raises AssertionError where the record is not aligned: lengths that differ, or spans that do not cover exactly
+    the sampled tokens.
+    """
+    prompt, response = list(row["prompt_ids"]), list(row["response_ids"])
+    mask, recorded = np.array(row["response_mask"], dtype=bool), np.array(row["logprobs"], dtype=np.float64)
+    assert len(response) == len(mask) == len(recorded), "the response's arrays differ in length"
+    covered = np.zeros(len(response), dtype=bool)
+    named, other = np.zeros(len(response)), np.zeros(len(response))
+    by_version = {version: logprobs(prompt + response, version)[len(prompt) :] for version in (0, 1)}
+    for span in row["weight_versions"]:
+        part = slice(span["start"], span["end"])
+        assert not covered[part].any(), "spans overlap"
+        covered[part] = True
+        named[part] = np.abs(recorded[part] - by_version[span["version"]][part])
+        other[part] = np.abs(recorded[part] - by_version[1 - span["version"]][part])
+    assert (covered == mask).all(), "spans cover other tokens than the sampled ones"
+    return Difference(named[mask], other[mask])

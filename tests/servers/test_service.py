@@ -1,0 +1,196 @@
+"""The whole service on a local Ray, with simulated engines: kills, restarts, interrupts, two side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from agentloop.client import RolloutClient
+from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NotFound
+from agentloop.types import Limits, Message, RolloutTask
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.local import running_service
+from tests.servers.processes import processes_with
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "servers" / "simulated.yaml"
+V1 = ROOT / "examples" / "tiny_policy" / "v1"
+
+
+def tasks(count: int, prefix: str = "t", **fields: object) -> list[RolloutTask]:
+    limits = Limits(max_tokens_per_turn=64, timeout_s=120)
+    given = {"messages": (Message("user", "What is 2 + 3?"),), "tools": ("calculator",), "limits": limits}
+    return [RolloutTask(task_id=f"{prefix}{n}", **{**given, **fields}) for n in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    config = ServiceConfig.load(CONFIG).model_copy(update={"port": 0})
+    async with running_service(config, tmp_path_factory.mktemp("run")) as base:
+        yield base
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(url) as connected:
+        yield connected
+
+
+async def collect(rollout) -> dict[tuple[str, int], object]:
+    found = {}
+    async with asyncio.timeout(120):
+        async for trajectory in rollout:
+            key = (trajectory.task_id, trajectory.sample_index)
+            assert key not in found, f"{key} delivered twice"
+            found[key] = trajectory
+    return found
+
+
+async def test_every_task_comes_back_once(client):
+    found = await collect(await client.submit(tasks(20), num_samples=3))
+    assert set(found) == {(f"t{n}", sample) for n in range(20) for sample in range(3)}
+    assert all(trajectory.is_complete for trajectory in found.values())
+
+
+async def test_token_in_token_out(client):
+    generation = await client.generate([1, 2, 3], max_tokens=8, temperature=0.0)
+    assert len(generation.token_ids) == len(generation.logprobs) == 8
+    again = await client.generate([1, 2, 3], max_tokens=8, temperature=0.0)
+    assert again.token_ids == generation.token_ids
+
+
+async def test_an_update_under_load_loses_nothing(client):
+    status = await client.status()
+    version = (status.weight_version or 0) + 1
+    rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=600)), num_samples=2)
+    report = await client.update_weights(str(V1), version=version)
+    found = await collect(rollout)
+    assert len(found) == 120
+    assert report.version == version
+    assert len(report.replicas) == 2
+    assert (await client.status()).weight_version == version
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": ("no_such_tool",)}, "tools"),
+        ({"loop": "no_such_loop"}, "loop"),
+        ({"reward": "no_such_reward"}, "reward"),
+    ],
+)
+async def test_a_task_that_cannot_run_is_refused_with_its_field(client, fields, param):
+    with pytest.raises(InvalidRequest) as caught:
+        await client.submit(tasks(1, **fields))
+    assert param in (caught.value.param or "")
+    assert len(await collect(await client.submit(tasks(2)))) == 2
+
+
+async def test_bad_requests_do_not_disturb_a_rollout(client, url):
+    rollout = await client.submit(tasks(40))
+    bodies = [b"{", b"", b"[]", b"null", b'{"tasks": NaN}', b'{"token_ids": [1e999]}', b"\xff\xfe", b"{" * 5000]
+    async with aiohttp.ClientSession() as session:
+        for path in ("/rollouts", "/generate", "/admin/weights"):
+            for body in bodies:
+                headers = {"content-type": "application/json"}
+                async with session.post(url + path, data=body, headers=headers) as answer:
+                    assert answer.status == 400, (path, body)
+                    assert (await answer.json())["error"]["code"]
+    assert len(await collect(rollout)) == 40
+
+
+async def test_a_prompt_longer_than_the_context_is_a_record_of_its_own(client):
+    too_long = tasks(1, "long", messages=(Message("user", "word " * 5000),))
+    found = await collect(await client.submit(too_long + tasks(5)))
+    assert found["long0", 0].stop_reason == "prompt_too_long"
+    assert not found["long0", 0].is_complete
+    assert all(found[f"t{n}", 0].is_complete for n in range(5))
+    with pytest.raises(InvalidRequest, match="context"):
+        await client.generate([1] * 100_000, max_tokens=1)
+
+
+async def test_weights_that_cannot_be_read_change_nothing(client, tmp_path):
+    before = await client.status()
+    for directory in (V1.parent / "no_such_folder", tmp_path):
+        with pytest.raises(InvalidRequest):
+            await client.update_weights(str(directory), version=1000)
+    with pytest.raises((CheckpointUnreadable, InvalidRequest)):
+        await client.update_weights(str(V1.parent), version=1000)
+    with pytest.raises((Conflict, InvalidRequest)):
+        await client.update_weights(str(V1), version=0 if before.weight_version is None else before.weight_version)
+    after = await client.status()
+    assert (after.weight_version, after.is_ready) == (before.weight_version, True)
+    assert len(await collect(await client.submit(tasks(2)))) == 2
+
+
+async def test_cancel_gives_every_trajectory_its_record(client):
+    rollout = await client.submit(tasks(50, limits=Limits(max_tokens_per_turn=2000)), num_samples=4)
+    await rollout.cancel()
+    assert len(await collect(rollout)) == 200
+    with pytest.raises(NotFound):
+        await client.cancel("no-such-rollout")
+
+
+def pids(kind: str) -> list[int]:
+    """Processes of one Serve deployment of this test's Ray."""
+    out = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in out.splitlines() if f"ServeReplica:agentloop:{kind}" in line]
+
+
+@pytest.mark.parametrize("kind", ["EngineReplica", "AgentLoopWorker", "Coordinator"])
+async def test_a_killed_part_costs_no_accepted_task(client, kind):
+    rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
+    victim = pids(kind)[0]
+    os.kill(victim, signal.SIGKILL)
+    found = await collect(rollout)
+    assert set(found) == {(f"t{n}", sample) for n in range(60) for sample in range(2)}
+    assert all(trajectory.is_complete for trajectory in found.values())
+    async with asyncio.timeout(60):
+        while len((await client.status()).replicas) < 2:
+            await asyncio.sleep(0.5)
+
+
+def start(marker: str, out: Path, count: int = 400) -> subprocess.Popen[str]:
+    arguments = ["rollout", "--config", str(CONFIG), "--out", str(out), "--samples", str(count)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentloop_servers.cli", *arguments],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, marker: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("after_s", [1.0, 4.0, 15.0])
+def test_ctrl_c_leaves_no_process(tmp_path, after_s):
+    marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
+    process = start(marker, tmp_path)
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert processes_with(marker) == []
+    assert "Traceback" not in output
+
+
+def test_two_rollouts_side_by_side(tmp_path):
+    markers = [f"AGENTLOOP_TEST_{uuid.uuid4().hex}" for _ in range(2)]
+    both = [start(marker, tmp_path / str(n), count=1) for n, marker in enumerate(markers)]
+    for process in both:
+        output, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, output
+    assert [processes_with(marker) for marker in markers] == [[], []]

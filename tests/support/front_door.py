@@ -1,0 +1,235 @@
+"""The real HTTP app on a real socket, over a coordinator and an engine without a fleet behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+
+import uvicorn
+from fastapi import FastAPI
+
+from agentloop.control import (
+    Page,
+    ReplicaStatus,
+    ReplicaUpdate,
+    RolloutStatus,
+    ServiceStatus,
+    UpdateReport,
+)
+from agentloop.engine import WeightUpdate
+from agentloop.errors import AgentLoopError, NotFound, Overloaded
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    Lease,
+    Load,
+    PauseMode,
+    RolloutGroup,
+    Trajectory,
+    WeightVersionSpan,
+)
+from tests.support.samples import make_trajectory
+
+
+class FakeCoordinator:
+    """Finishes every accepted sample at once, unless `is_holding`; queue room is counted in groups."""
+
+    def __init__(self, num_queue_groups: int = 1_000_000) -> None:
+        self.groups: dict[str, dict[str, RolloutGroup]] = {}
+        self.finished: dict[str, list[Trajectory]] = {}
+        self.leases: dict[str, Lease] = {}
+        self.num_leased = 0
+        self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
+        self.submitted: list[tuple[str, int]] = []
+        self.paused: PauseMode | None = None
+        self.is_ready = True
+        self.is_holding = False
+        self.is_cancelled = False
+        self.num_queue_groups = num_queue_groups
+        self.next_errors: list[Exception] = []
+        self._changed = asyncio.Event()
+
+    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+        self._raise_next()
+        self.submitted.append((rollout_id, len(groups)))
+        if len(groups) > self.num_queue_groups:
+            raise Overloaded("the queue is full")
+        known = self.groups.setdefault(rollout_id, {})
+        finished = self.finished.setdefault(rollout_id, [])
+        for group in groups:
+            if group.group_id not in known:
+                known[group.group_id] = group
+                if not self.is_holding:
+                    finished += self._records(group)
+        self._wake()
+        return self._status(rollout_id)
+
+    def finish_held(self, rollout_id: str) -> None:
+        """End everything that was held back."""
+        for group in self.groups[rollout_id].values():
+            self.finished[rollout_id] += self._records(group)
+        self._wake()
+
+    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
+        self._raise_next()
+        status = self._status(rollout_id)
+        if after >= len(self.finished[rollout_id]) and not status.is_done and wait_s > 0:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        found = tuple(self.finished[rollout_id][after : after + limit])
+        return Page(found, after + len(found), self._status(rollout_id))
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        self._status(rollout_id)
+        self.is_cancelled = True
+        return self._status(rollout_id)
+
+    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+        self._raise_next()
+        self.num_leased += 1
+        lease = Lease(f"lease-{self.num_leased}", f"replica-{self.num_leased}", f"url-{self.num_leased}")
+        self.leases[lease.lease_id] = lease
+        return lease
+
+    async def release(self, lease: Lease) -> None:
+        del self.leases[lease.lease_id]
+
+    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
+        self._raise_next()
+        self.updates.append((update, kv_policy))
+        replica = ReplicaUpdate("replica-1", 10.0, 20.0)
+        return UpdateReport(update.version, 0, kv_policy or KVPolicy.RECOMPUTE, (replica,), 40.0)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.paused = mode
+
+    async def resume(self) -> None:
+        self.paused = None
+
+    async def status(self) -> ServiceStatus:
+        self._raise_next()
+        replica = ReplicaStatus("replica-1", "ready", "simulated", 0, Load(), len(self.leases), 0.5)
+        rollouts = tuple(self._status(rollout_id) for rollout_id in self.groups)
+        return ServiceStatus(self.is_ready, self.paused is not None, 0, (replica,), 1, rollouts, ())
+
+    def _records(self, group: RolloutGroup) -> list[Trajectory]:
+        return [make_trajectory(group.group_id, i, rollout_id=group.rollout_id) for i in range(group.num_samples)]
+
+    def _status(self, rollout_id: str) -> RolloutStatus:
+        if rollout_id not in self.groups:
+            raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
+        num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values())
+        num_finished = len(self.finished[rollout_id])
+        return RolloutStatus(rollout_id, num_accepted, num_finished, 0, num_accepted - num_finished)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _raise_next(self) -> None:
+        if self.next_errors:
+            raise self.next_errors.pop(0)
+
+
+class FakeEngine:
+    """Answers with the prompt backwards; `errors` are raised first, `is_hanging` never answers."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, GenerateRequest]] = []
+        self.errors: list[AgentLoopError] = []
+        self.is_hanging = False
+        self.num_cancelled = 0
+        self.started = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    def connect(self, url: str) -> FakeConnection:
+        return FakeConnection(self, url)
+
+
+class FakeConnection:
+    """The part of the Engine port that the front door uses."""
+
+    def __init__(self, engine: FakeEngine, url: str) -> None:
+        self._engine = engine
+        self._url = url
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        engine = self._engine
+        engine.requests.append((self._url, request))
+        engine.started.set()
+        if engine.errors:
+            raise engine.errors.pop(0)
+        if engine.is_hanging:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                engine.num_cancelled += 1
+                engine.cancelled.set()
+                raise
+        ids = request.token_ids[::-1][: request.sampling.max_tokens]
+        spans = (WeightVersionSpan(0, 0, len(ids)),)
+        return Generation(request.request_id, ids, (-0.5,) * len(ids), spans, FinishReason.LENGTH, 3, self._url)
+
+
+@asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[str]:
+    """Serve the app on a free port of 127.0.0.1; yields its base URL."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_config=None, ws="none", lifespan="on", timeout_graceful_shutdown=2)
+        server = _QuietServer(config)
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with asyncio.timeout(30):
+                while not server.started:
+                    await asyncio.sleep(0.005)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the test runner's signal handlers alone."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@asynccontextmanager
+async def cutting_proxy(target_url: str, should_cut: Callable[[int], bool]) -> AsyncIterator[str]:
+    """A TCP proxy that drops the n-th connection halfway through the answer if `should_cut(n)`."""
+    port = int(target_url.rsplit(":", 1)[1])
+    num_connections = 0
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_bytes: int | None) -> None:
+        while data := await reader.read(65536):
+            writer.write(data if max_bytes is None else data[:max_bytes])
+            await writer.drain()
+            if max_bytes is not None:
+                break
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        max_bytes = 200 if should_cut(num_connections) else None
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(
+            carry(reader, up_writer, None), carry(up_reader, writer, max_bytes), return_exceptions=True
+        )
+        up_writer.close()
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

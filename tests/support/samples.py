@@ -1,0 +1,78 @@
+"""Trajectories and tasks that look like real ones, for tests of what stores, exports and serves them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agentloop.types import (
+    FinishReason,
+    Message,
+    RolloutGroup,
+    RolloutTask,
+    StopReason,
+    Timings,
+    TokenPath,
+    ToolCall,
+    Trajectory,
+    Turn,
+    WeightVersionSpan,
+)
+
+
+def make_task(task_id: str = "task-1") -> RolloutTask:
+    return RolloutTask(
+        task_id, (Message("user", "What is 2 + 3?"),), tools=("calculator",), reward="exact_match", reference="5"
+    )
+
+
+def make_group(group_id: str = "g-0", num_samples: int = 2, rollout_id: str = "r") -> RolloutGroup:
+    return RolloutGroup(group_id, make_task(f"task-{group_id}"), num_samples, rollout_id)
+
+
+def make_path(spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8))) -> TokenPath:
+    """Two turns of three sampled tokens with two observed ones in between."""
+    mask = np.array([1, 1, 1, 0, 0, 1, 1, 1], np.bool_)
+    return TokenPath(
+        prompt_ids=np.arange(10, dtype=np.int32),
+        response_ids=np.arange(100, 108, dtype=np.int32),
+        response_mask=mask,
+        logprobs=np.where(mask, np.float32(-0.25), np.float32(0)).astype(np.float32),
+        weight_versions=tuple(WeightVersionSpan(*span) for span in spans),
+        turns=(
+            Turn(10, 0, 3, FinishReason.STOP, "replica-0", 0),
+            Turn(15, 5, 8, FinishReason.STOP, "replica-0", 8),
+        ),
+    )
+
+
+def make_trajectory(
+    group_id: str = "g-0",
+    sample_index: int = 0,
+    *,
+    rollout_id: str = "r",
+    spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8)),
+    reward: float | None = 1.0,
+    num_tool_errors: int = 0,
+    stop_reason: StopReason = StopReason.COMPLETED,
+    paths: tuple[TokenPath, ...] | None = None,
+) -> Trajectory:
+    call = ToolCall("call-1", "calculator", {"expression": "2 + 3"}, token_start=0, token_end=3)
+    return Trajectory(
+        task_id=f"task-{group_id}",
+        group_id=group_id,
+        sample_index=sample_index,
+        paths=(make_path(spans),) if paths is None else paths,
+        messages=(
+            Message("user", "What is 2 + 3?"),
+            Message("assistant", "", (call,)),
+            Message("tool", "5", tool_call_id="call-1", name="calculator"),
+            Message("assistant", "5 \u2713\n\x00"),
+        ),
+        stop_reason=stop_reason,
+        is_complete=stop_reason is StopReason.COMPLETED,
+        reward=reward,
+        num_tool_calls=1,
+        num_tool_errors=num_tool_errors,
+        timings=Timings(0.1, 0.2, 0.3, 0.4, 1.0),
+        rollout_id=rollout_id,
+    )

@@ -1,0 +1,65 @@
+"""What goes on a wire comes back equal, and anything else is refused."""
+
+import numpy as np
+import pytest
+
+from agentloop import codec
+from agentloop.errors import InvalidRequest
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Message,
+    RolloutTask,
+    SamplingParams,
+    StopReason,
+    TokenPath,
+    ToolCall,
+    Trajectory,
+    Turn,
+    WeightVersionSpan,
+)
+
+
+def path() -> TokenPath:
+    return TokenPath(
+        prompt_ids=np.arange(3, dtype=np.int32),
+        response_ids=np.array([7, 8], dtype=np.int32),
+        response_mask=np.array([True, False]),
+        logprobs=np.array([-0.25, 0.0], dtype=np.float32),
+        weight_versions=(WeightVersionSpan(0, 0, 1),),
+        turns=(Turn(3, 0, 1, FinishReason.STOP, "a", 0),),
+    )
+
+
+def test_a_trajectory_survives():
+    call = ToolCall("c", "calculator", {"expression": "1"})
+    before = Trajectory("t", "g", 0, (path(),), (Message("assistant", "", (call,)),), StopReason.COMPLETED, True)
+    after = codec.decode(codec.encode(before), Trajectory)
+    assert after.messages == before.messages
+    assert after.stop_reason is StopReason.COMPLETED
+    for name in ("prompt_ids", "response_ids", "response_mask", "logprobs"):
+        one, two = getattr(before.path, name), getattr(after.path, name)
+        assert one.dtype == two.dtype
+        assert one.tolist() == two.tolist()
+    assert after.path.turns == before.path.turns
+    assert after.versions == (0,)
+    assert after.num_sampled_tokens == 1
+
+
+def test_a_request_survives():
+    request = GenerateRequest("r", (1, 2), SamplingParams(max_tokens=3, stop_token_ids=(0,)), kv_version=0)
+    assert codec.decode(codec.encode(request), GenerateRequest) == request
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", codec.encode({"request_id": "r"}), codec.encode([1, 2]), codec.encode({"token_ids": "text"})],
+)
+def test_what_is_no_request_is_refused(data):
+    with pytest.raises(InvalidRequest):
+        codec.decode(data, GenerateRequest)
+
+
+def test_a_refusal_names_the_field():
+    with pytest.raises(InvalidRequest, match=r"\$\.task_id"):
+        codec.from_builtins({"task_id": 3, "messages": []}, RolloutTask)

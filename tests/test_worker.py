@@ -1,0 +1,255 @@
+"""Many loops in one worker: what is recorded, how it ends, and that one failure stays one failure."""
+
+import asyncio
+
+import pytest
+
+from agentloop.errors import EngineLost, ServiceUnavailable
+from agentloop.loops import LoopContext
+from agentloop.types import KVPolicy, Limits, Message, OnExcess, PauseMode, RolloutTask, StopReason
+from agentloop_tools.calculator import calculator
+from tests.support.feeder import Feeder
+from tests.support.scripted import RENDERER, call, ids, running_worker, scripted_engine, task
+
+CALL = call("calculator", expression="2 + 3")
+ANSWER = "The answer is 5."
+
+
+async def records(feeder: Feeder, engines, timeout_s: float = 60, **config):
+    async with running_worker(feeder, engines, **config), asyncio.timeout(timeout_s):
+        await feeder.is_done.wait()
+    return feeder.records
+
+
+async def one(rollout_task: RolloutTask, *replies: str, **config):
+    feeder = Feeder([rollout_task])
+    return (await records(feeder, {"sim://a": scripted_engine(*replies)}, **config))[f"{rollout_task.task_id}/0"]
+
+
+async def test_a_tool_call_and_an_answer_become_one_exact_path():
+    trajectory = await one(task(), CALL, ANSWER)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.is_complete
+    assert trajectory.reward == 1.0
+    assert (trajectory.num_tool_calls, trajectory.num_tool_errors) == (1, 0)
+    assert [message.role for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[2].content == "5"
+    (path,) = trajectory.paths
+    stop = RENDERER.stop_token_ids[0]
+    sampled = [token for token, is_sampled in zip(path.response_ids, path.response_mask, strict=True) if is_sampled]
+    assert sampled == [*ids(CALL), stop, *ids(ANSWER), stop]
+    assert len(path.turns) == 2
+    assert path.turns[1].prompt_len == len(path.prompt_ids) + path.turns[1].start
+    assert not path.logprobs[~path.response_mask].any()
+    assert (path.logprobs[path.response_mask] < 0).all()
+
+
+async def test_every_prompt_extends_the_turn_before():
+    """Turn n's prompt is turn n-1's prompt and response, bit by bit, plus what was observed."""
+    trajectory = await one(task(), CALL, CALL, CALL, ANSWER)
+    (path,) = trajectory.paths
+    from_template = RENDERER.render(list(trajectory.messages), _definitions())
+    whole = [*path.prompt_ids.tolist(), *path.response_ids.tolist()]
+    # The scripted ids are the canonical ones, so the whole conversation rendered at once must be the same.
+    assert from_template[: len(whole)] == whole
+
+
+def _definitions():
+    return [calculator.spec.definition()]
+
+
+async def test_a_malformed_call_is_answered_not_dropped():
+    trajectory = await one(task(), "<tool_call>\n{not json\n</tool_call>", ANSWER)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.num_tool_errors == 1
+    assert trajectory.messages[2].content.startswith("Error: ")
+
+
+async def test_an_unknown_tool_and_bad_arguments_are_answered():
+    trajectory = await one(task(), call("missing", x=1) + "\n" + call("calculator", wrong=1), ANSWER)
+    assert trajectory.num_tool_errors == 2
+    errors = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert "calculator" in errors[0]
+    assert "invalid arguments" in errors[1]
+    assert trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "replies", "expected"),
+    [
+        (Limits(max_turns=2), [CALL], StopReason.MAX_TURNS),
+        (Limits(max_tool_calls=2), [CALL], StopReason.MAX_TOOL_CALLS),
+        (Limits(max_tokens_per_turn=3), [CALL], StopReason.MAX_TOKENS_PER_TURN),
+        (Limits(max_sampled_tokens=20), [CALL], StopReason.MAX_SAMPLED_TOKENS),
+        (Limits(max_context_tokens=180), [CALL], StopReason.MAX_CONTEXT),
+        (Limits(max_context_tokens=10), [CALL], StopReason.PROMPT_TOO_LONG),
+        (
+            Limits(max_tool_calls_per_turn=1, on_excess_tool_calls=OnExcess.STOP),
+            [CALL + CALL],
+            StopReason.MAX_TOOL_CALLS_PER_TURN,
+        ),
+        (
+            Limits(max_tool_response_bytes=4, on_long_tool_response=OnExcess.STOP),
+            [call("calculator", expression="1234567 * 1")],
+            StopReason.TOOL_RESPONSE_TOO_LONG,
+        ),
+    ],
+    ids=lambda value: value.value if isinstance(value, StopReason) else "",
+)
+async def test_each_limit_has_its_stop_reason(limits, replies, expected):
+    trajectory = await one(task(limits=limits), *replies)
+    assert trajectory.stop_reason is expected
+    assert trajectory.is_complete is (expected is not StopReason.PROMPT_TOO_LONG)
+
+
+async def test_excess_calls_and_long_responses_are_marked_and_go_on():
+    limits = Limits(max_tool_calls_per_turn=1, max_tool_response_bytes=4)
+    trajectory = await one(task(limits=limits), call("calculator", expression="1234567 * 1") + CALL, ANSWER)
+    tools = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert "truncated" in tools[0]
+    assert "too many calls" in tools[1]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+async def test_the_wall_clock_limit_ends_a_frozen_trajectory():
+    engine = scripted_engine(ANSWER)
+    feeder = Feeder([task(limits=Limits(timeout_s=0.2))])
+    async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(30):
+        await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    # It may have finished before the pause took hold only if it was not frozen at all.
+    assert trajectory.stop_reason in (StopReason.DEADLINE, StopReason.COMPLETED)
+    assert trajectory.is_complete is (trajectory.stop_reason is StopReason.COMPLETED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"loop": "no_such_loop"}, "no_such_loop"),
+        ({"loop": "no.such.module:Loop"}, "no.such.module"),
+        ({"tools": ("no_such_tool",)}, "no_such_tool"),
+        ({"reward": "no_such_reward"}, "no_such_reward"),
+    ],
+)
+async def test_an_invalid_task_is_a_record_and_disturbs_nobody(fields, named):
+    feeder = Feeder([task("bad", **fields), *(task(f"good{n}") for n in range(8))])
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert found["bad/0"].stop_reason is StopReason.INVALID_TASK
+    assert named in (found["bad/0"].error or "")
+    assert not found["bad/0"].is_complete
+    assert all(found[f"good{n}/0"].reward == 1.0 for n in range(8))
+
+
+class Raising:
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        raise ValueError("the loop's own bug")
+
+
+class AsksAgain:
+    """Observes a message of its own between two turns."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        ctx.observe(Message("user", "Are you sure?"))
+        await ctx.sample()
+
+
+async def test_a_users_loop_by_import_path():
+    trajectory = await one(task(loop="tests.test_worker:AsksAgain"), "Perhaps 4.", ANSWER)
+    assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert trajectory.reward == 1.0
+
+
+async def test_a_raising_loop_fails_its_trajectory_only():
+    feeder = Feeder([task("bad", loop="tests.test_worker:Raising"), task("good")])
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert found["bad/0"].stop_reason is StopReason.LOOP_FAILED
+    assert "ValueError: the loop's own bug" in (found["bad/0"].error or "")
+    assert not found["bad/0"].is_complete
+    assert found["bad/0"].path.response_mask.any(), "what was sampled is kept"
+    assert found["good/0"].reward == 1.0
+
+
+async def test_a_failing_reward_loses_no_trajectory():
+    trajectory = await one(task(reward="tests.test_worker:broken_reward"), CALL, ANSWER)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.is_complete
+    assert trajectory.reward is None
+    assert "ZeroDivisionError" in (trajectory.reward_error or "")
+
+
+def broken_reward(task, messages):
+    return 1 / 0
+
+
+async def test_a_lost_replica_costs_a_retry_elsewhere():
+    broken, healthy = scripted_engine(CALL, ANSWER), scripted_engine(CALL, ANSWER)
+    feeder = Feeder([task(f"t{n}") for n in range(10)], urls=["sim://a", "sim://b"])
+    async with running_worker(feeder, {"sim://a": broken, "sim://b": healthy}), asyncio.timeout(60):
+        broken.kill("gone")
+        feeder.dead.add("sim://a")
+        await feeder.is_done.wait()
+    assert all(trajectory.reward == 1.0 for trajectory in feeder.records.values())
+    assert {turn.replica_id for t in feeder.records.values() for turn in t.path.turns} <= {"", "sim://b"}
+
+
+async def test_no_replica_left_is_a_failed_record():
+    engine = scripted_engine(CALL, ANSWER)
+    feeder = Feeder([task()])
+    async with running_worker(feeder, {"sim://a": engine}, turn_attempts=2), asyncio.timeout(60):
+        engine.kill("gone")
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    assert trajectory.stop_reason in (StopReason.ENGINE_FAILED, StopReason.COMPLETED)
+    if trajectory.stop_reason is StopReason.ENGINE_FAILED:
+        assert EngineLost.code in (trajectory.error or "")
+
+
+async def test_an_operators_abort_goes_on_as_the_same_turn():
+    """pause(ABORT) cuts the turn; what was sampled stays and the turn goes on after the resume."""
+    engine = scripted_engine(" ".join(["word"] * 400))
+    feeder = Feeder([task(tools=(), limits=Limits(max_tokens_per_turn=2000))])
+    async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(60):
+        while engine.load().num_running == 0 and not feeder.is_done.is_set():
+            await asyncio.sleep(0)
+        await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)
+        await engine.resume()
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    (turn,) = trajectory.path.turns
+    assert trajectory.path.response_mask.all()
+    assert turn.end == len(trajectory.path.response_ids)
+
+
+async def test_cancelled_trajectories_have_their_record():
+    engine = scripted_engine(CALL, ANSWER)
+    feeder = Feeder([task(f"t{n}") for n in range(4)])
+    async with running_worker(feeder, {"sim://a": engine}) as worker, asyncio.timeout(60):
+        await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        while worker.num_running + len(feeder.records) < 4:
+            await asyncio.sleep(0.01)
+        feeder.cancel = ["t0/0", "t1/0"]
+        while "t0/0" not in feeder.records or "t1/0" not in feeder.records:
+            await asyncio.sleep(0.01)
+        await engine.resume()
+        await feeder.is_done.wait()
+    stops = {key: record.stop_reason for key, record in feeder.records.items()}
+    assert stops["t2/0"] is StopReason.COMPLETED
+    assert {stops["t0/0"], stops["t1/0"]} <= {StopReason.CANCELLED, StopReason.COMPLETED}
+
+
+async def test_a_record_is_offered_until_it_is_durable():
+    feeder = Feeder([task()])
+    feeder.finish_failures.extend([ServiceUnavailable("restarting"), ConnectionError("cut")])
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert found["t/0"].reward == 1.0
+
+
+async def test_a_thousand_trajectories_in_one_worker():
+    feeder = Feeder([task(f"t{n}") for n in range(500)], num_samples=2)
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, capacity=1000)
+    assert len(found) == 1000
+    assert all(record.reward == 1.0 for record in found.values())
