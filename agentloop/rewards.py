@@ -8,18 +8,16 @@ trajectory.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import inspect
 import math
 import re
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
 from typing import Any, TypeAlias, cast
 
 from agentloop.errors import InvalidRequest, RewardError
 from agentloop.import_path import resolve
+from agentloop.threads import in_daemon_thread
 from agentloop.types import Message, RolloutTask
 
 RewardFunction: TypeAlias = Callable[[RolloutTask, Sequence[Message]], "float | Awaitable[float]"]
@@ -114,7 +112,7 @@ async def _evaluate(
         if inspect.iscoroutinefunction(function):
             value = await function(task, messages)
         else:
-            value = await _in_thread(function, task, messages)
+            value = await in_daemon_thread(function, task, messages)
             if inspect.isawaitable(value):
                 value = await value
         return _checked(value), None
@@ -130,31 +128,3 @@ def _checked(value: object) -> float:
     if not math.isfinite(reward):
         raise RewardError(f"a reward is finite, not {reward}")
     return reward
-
-
-def _in_thread(function: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
-    """Run in a daemon thread: a shared pool would be filled, and the process's exit held up, by what hangs."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(value: object, error: Exception | None) -> None:
-        if outcome.done():  # abandoned
-            return
-        if error is None:
-            outcome.set_result(value)
-        else:
-            outcome.set_exception(error)
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = context.run(function, *arguments)
-        except BaseException as raised:  # carried to the loop, where an exit or a cancellation must not act
-            is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            error = cast(Exception, raised) if is_plain else RewardError(f"raised {type(raised).__name__}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return outcome

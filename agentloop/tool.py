@@ -7,7 +7,6 @@ concurrency: a tool itself only computes. A tool reports failure by raising `Too
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +17,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from agentloop.errors import InvalidRequest, ToolError
+from agentloop.threads import in_daemon_thread
 from agentloop.types import JSON
 
 
@@ -67,8 +67,8 @@ class Tool(Protocol):
 
 
 class FunctionTool:
-    """A tool made of one function without state. Synchronous functions run in a thread, which a timeout
-    abandons but cannot kill: what may run for long belongs in a tool with a process of its own."""
+    """A tool made of one function without state. Synchronous functions run in a thread of their own, which a
+    timeout abandons but cannot kill: what may run for long belongs in a tool with a process of its own."""
 
     def __init__(self, function: Callable[..., Any], spec: ToolSpec, arguments: type[BaseModel]) -> None:
         self._function = function
@@ -88,7 +88,7 @@ class FunctionTool:
         if inspect.iscoroutinefunction(self._function):
             answer = await cast(Awaitable[Any], self._function(**values))
         else:
-            answer = await asyncio.to_thread(self._function, **values)
+            answer = await in_daemon_thread(self._function, **values)
         return answer if isinstance(answer, str) else orjson.dumps(answer).decode()
 
     async def close(self) -> None:

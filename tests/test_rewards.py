@@ -140,10 +140,10 @@ async def test_other_values_are_failed_rewards(value: object, error: str) -> Non
         (ValueError("bad\nsecond line"), "ValueError: bad"),
         (ValueError(), "ValueError"),
         (RewardError("no reference"), "RewardError: no reference"),
-        (SystemExit(3), "RewardError: raised SystemExit"),
-        (KeyboardInterrupt(), "RewardError: raised KeyboardInterrupt"),
-        (StopIteration(), "RewardError: raised StopIteration"),
-        (asyncio.CancelledError(), "RewardError: raised CancelledError"),
+        (SystemExit(3), "AgentLoopError: raised SystemExit"),
+        (KeyboardInterrupt(), "AgentLoopError: raised KeyboardInterrupt"),
+        (StopIteration(), "AgentLoopError: raised StopIteration"),
+        (asyncio.CancelledError(), "AgentLoopError: raised CancelledError"),
     ],
 )
 async def test_whatever_a_sync_function_raises_is_a_failed_reward(raised: BaseException, error: str) -> None:
