@@ -1,7 +1,8 @@
 """The wiring: the only file that constructs. Reading it is reading the architecture.
 
 One Ray Serve application of four deployments; everything that carries tokens goes over the replicas' own ports.
-`build` is what a Serve config imports; `local.py` starts the same application on a local Ray of its own.
+`build` is what a Serve config imports; `local.py` starts the same application on a local Ray of its own. (Serve
+awaits an `async __init__`, which mypy does not know.)
 """
 
 from __future__ import annotations
@@ -24,28 +25,35 @@ from agentloop.errors import EngineLost, InvalidRequest
 from agentloop.logs import configure_logging
 from agentloop.parsers import get_parser
 from agentloop.renderer import OnUnstable, Renderer
-from agentloop.simulate import SimulatedEngine
+from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec
 from agentloop.store import TrajectoryStore
 from agentloop.toolbox import Toolbox, load_tools
 from agentloop.worker import Worker, WorkerConfig
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
+from agentloop_servers.coordinator import Coordinator
+from agentloop_servers.coordinator_config import CoordinatorConfig
 from agentloop_servers.dataplane import EngineClients
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from agentloop_servers.handle import CoordinatorClient
-from agentloop_servers.ingress import Keys, create_app
+from agentloop_servers.http_guard import Keys
+from agentloop_servers.ingress import create_app
+from agentloop_servers.process import settle_heap
 from agentloop_servers.replica import Replica
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
 STORE_NAME = "trajectories.sqlite"
 LOG_NAME = "service.log"
+SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
+SIMULATED_LATENCY = LatencyModel(
+    prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
+)  # of the order of a small model on one GPU
 
 
 class CoordinatorDeployment(Coordinator):
     """One per service: `Fleet`, `Balancer`, `RolloutQueue` and `WeightController` in one event loop."""
 
-    async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:
+    async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
         configure_logging(run_dir / LOG_NAME)
         self._clients = EngineClients(secret)
         super().__init__(
@@ -57,6 +65,7 @@ class CoordinatorDeployment(Coordinator):
             clock=RealClock(),
         )
         await self.start()
+        settle_heap()
 
     async def __del__(self) -> None:
         await self.close()
@@ -66,7 +75,7 @@ class CoordinatorDeployment(Coordinator):
 class EngineReplicaDeployment:
     """One engine and its private port; the Serve handle is never called with tokens."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
     ) -> None:
         configure_logging(run_dir / LOG_NAME)
@@ -86,7 +95,7 @@ class EngineReplicaDeployment:
 class AgentLoopWorkerDeployment:
     """Runs agent loops; takes its work from the coordinator."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
     ) -> None:
         configure_logging(run_dir / LOG_NAME)
@@ -108,6 +117,7 @@ class AgentLoopWorkerDeployment:
             vocab_size=facts.vocab_size,
         )
         self._running = asyncio.create_task(self._worker.run(), name="worker")
+        settle_heap()
 
     async def check_health(self) -> None:
         if self._running.done():
@@ -124,7 +134,7 @@ class AgentLoopWorkerDeployment:
 class IngressDeployment:
     """The HTTP edge; no policy."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self,
         config: ServiceConfig,
         run_dir: Path,
@@ -208,11 +218,15 @@ def build_engine(config: ServiceConfig, run_dir: Path) -> Engine:
     initial_version = config.model_version if settings.load_format == "auto" else None
     if settings.kind == "simulated":
         return SimulatedEngine(
-            vocab_size=facts.vocab_size,
-            max_context_tokens=facts.max_context_tokens,
-            max_running=settings.max_running,
-            block_size=settings.block_size,
-            initial_version=initial_version,
+            SimulatedSpec(
+                vocab_size=facts.vocab_size,
+                max_context_tokens=facts.max_context_tokens,
+                block_size=settings.block_size,
+                num_blocks=SIMULATED_CONTEXTS * facts.max_context_tokens // settings.block_size,
+                max_running=settings.max_running,
+                latency=SIMULATED_LATENCY,
+                initial_version=initial_version,
+            )
         )
     return VllmEngine(
         VllmConfig(
@@ -227,7 +241,8 @@ def build_engine(config: ServiceConfig, run_dir: Path) -> Engine:
             kv_cache_memory_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib * 2**20,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel_size=settings.tensor_parallel_size,
-            enforce_eager=settings.enforce_eager or settings.device == "cpu",
+            enforce_eager=settings.enforce_eager,
+            num_threads=settings.num_threads,
         )
     )
 
@@ -236,12 +251,11 @@ def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
     """What Ray reserves for a replica, and the environment its engine reads at import."""
     settings = config.engine
     options: dict[str, Any] = {"num_cpus": settings.num_cpus}
-    if settings.device == "gpu" and settings.kind != "simulated":
+    if settings.kind == "vllm" and settings.device == "cuda":
         options["num_gpus"] = settings.tensor_parallel_size
     elif settings.kind == "vllm":
-        # Ray derives OMP_NUM_THREADS from num_cpus; several replicas on few cores must not each take them all.
-        threads = {"OMP_NUM_THREADS": str(settings.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        options["runtime_env"] = {"env_vars": threads}
+        # Ray derives this variable from num_cpus, before the engine could set its own.
+        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.num_threads)}}
     return options
 
 

@@ -23,6 +23,7 @@ from ray.serve.schema import LoggingConfig
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.http_guard import Keys
 
 START_TIMEOUT_S = 600.0
 RAY_LINK = "ray"  # within the run directory: the session whose logs hold what Ray and the engines printed
@@ -34,7 +35,7 @@ async def running_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator
 
     Raises ServiceUnavailable if it is not ready within START_TIMEOUT_S; the run directory says why.
     """
-    _check_exposure(config)
+    Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env).check_bind(config.host)
     port = config.port or free_port(config.host)
     start_ray(run_dir)
     try:
@@ -71,7 +72,7 @@ def stop_ray() -> None:
     """End the application gracefully, then Ray. Safe to call when neither runs."""
     if ray.is_initialized():
         try:
-            serve.shutdown()
+            serve.delete(APP_NAME)  # replicas close their engines; Serve itself ends with Ray
         finally:
             ray.shutdown()
 
@@ -104,12 +105,3 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _check_exposure(config: ServiceConfig) -> None:
-    """Beyond loopback, both keys are required. Raises ServiceUnavailable."""
-    if config.host in ("127.0.0.1", "localhost", "::1"):
-        return
-    missing = [name for name in (config.keys.user_key_env, config.keys.admin_key_env) if not os.environ.get(name)]
-    if missing:
-        raise ServiceUnavailable(f"refusing to listen on {config.host} without keys: set {' and '.join(missing)}")

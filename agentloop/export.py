@@ -1,0 +1,215 @@
+"""Export of a store to what trainers read: Parquet or JSON lines, one row a token path.
+
+Memory is bounded by one row group. The file appears under its name only when it is whole. A trajectory that
+failed before anything was rendered still gives one row, with empty lists, so that no accepted sample is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agentloop import codec
+from agentloop.errors import InvalidRequest
+from agentloop.store import TrajectoryStore
+from agentloop.types import CallStatus, Message, TokenPath, ToolCall, Trajectory, Turn, WeightVersionSpan
+
+ExportFormat = Literal["parquet", "jsonl"]
+
+_PAGE_TRAJECTORIES = 64
+_ROW_GROUP_TOKENS = 1 << 20
+_ROW_GROUP_ROWS = 512
+
+_SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+_TURN = pa.struct(
+    [
+        ("prompt_len", pa.int32()),
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("replica_id", pa.string()),
+        ("cached_tokens", pa.int32()),
+    ]
+)
+_TIMINGS = pa.struct([(f"{part}_s", pa.float64()) for part in ("queue", "generate", "tool", "reward", "total")])
+
+_COLUMNS: dict[str, pa.DataType] = {
+    "task_id": pa.string(),
+    "group_id": pa.string(),
+    "sample_index": pa.int32(),
+    "prompt_ids": pa.list_(pa.int32()),
+    "response_ids": pa.list_(pa.int32()),
+    "response_mask": pa.list_(pa.bool_()),
+    "logprobs": pa.list_(pa.float32()),
+    "weight_versions": pa.list_(_SPAN),
+    "turns": pa.list_(_TURN),
+    "messages": pa.string(),
+    "reward": pa.float64(),
+    "stop_reason": pa.string(),
+    "complete": pa.bool_(),
+    "num_tool_calls": pa.int32(),
+    "num_tool_errors": pa.int32(),
+    "timings": _TIMINGS,
+    "branch": pa.int32(),
+    "num_branches": pa.int32(),
+    "split_reason": pa.string(),
+    "attempt": pa.int32(),
+    "error": pa.string(),
+    "reward_error": pa.string(),
+    "rollout_id": pa.string(),
+}
+
+SCHEMA = pa.schema(_COLUMNS)
+"""The columns. Offsets in spans and turns are into the response; masked-out positions have logprob 0.0."""
+
+_NO_PATH = TokenPath(
+    prompt_ids=np.empty(0, np.int32),
+    response_ids=np.empty(0, np.int32),
+    response_mask=np.empty(0, np.bool_),
+    logprobs=np.empty(0, np.float32),
+    weight_versions=(),
+    turns=(),
+)
+
+Row = dict[str, Any]
+
+
+def export(
+    store_path: str | Path, out_path: str | Path, format: ExportFormat, rollout_id: str | None = None
+) -> int:
+    """Write the store's trajectories, of one rollout or of all; returns the number of rows.
+
+    May run while the service writes: it sees what was committed so far. Raises InvalidRequest for an unknown
+    format or a path that is no store, NotFound for an unknown rollout.
+    """
+    writers: dict[str, Callable[[Iterator[Row], Path], int]] = {"parquet": _write_parquet, "jsonl": _write_jsonl}
+    if format not in writers:
+        raise InvalidRequest(f"unknown export format {format!r}: parquet or jsonl", param="format")
+    out = Path(out_path)
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
+    store = TrajectoryStore(store_path, is_read_only=True)
+    try:
+        num_rows = writers[format](_rows(store, rollout_id), unfinished)
+        os.replace(unfinished, out)
+    finally:
+        store.close()
+        unfinished.unlink(missing_ok=True)
+    return num_rows
+
+
+def read_all(store: TrajectoryStore, rollout_id: str | None = None) -> Iterator[Trajectory]:
+    """Every stored trajectory, rollout by rollout in commit order, a page in memory at a time."""
+    if rollout_id is not None:
+        store.counts(rollout_id)  # raises NotFound
+    for name in store.rollouts() if rollout_id is None else [rollout_id]:
+        cursor = 0
+        while page := store.read(name, cursor, _PAGE_TRAJECTORIES):
+            for cursor, trajectory in page:  # noqa: B007 - the last cursor goes on to the next page
+                yield trajectory
+
+
+def rows_of(trajectory: Trajectory) -> list[Row]:
+    """One row for each path, in the columns of `SCHEMA`; arrays stay arrays."""
+    paths = trajectory.paths or (_NO_PATH,)
+    messages = orjson.dumps([openai_message(message) for message in trajectory.messages]).decode()
+    return [
+        {
+            "task_id": trajectory.task_id,
+            "group_id": trajectory.group_id,
+            "sample_index": trajectory.sample_index,
+            "prompt_ids": path.prompt_ids,
+            "response_ids": path.response_ids,
+            "response_mask": path.response_mask,
+            "logprobs": path.logprobs,
+            "weight_versions": [_span(span) for span in path.weight_versions],
+            "turns": [_turn(turn) for turn in path.turns],
+            "messages": messages,
+            "reward": trajectory.reward,
+            "stop_reason": trajectory.stop_reason.value,
+            "complete": trajectory.is_complete,
+            "num_tool_calls": trajectory.num_tool_calls,
+            "num_tool_errors": trajectory.num_tool_errors,
+            "timings": dataclasses.asdict(trajectory.timings),
+            "branch": branch,
+            "num_branches": len(trajectory.paths),
+            "split_reason": path.split_reason,
+            "attempt": trajectory.attempt,
+            "error": trajectory.error,
+            "reward_error": trajectory.reward_error,
+            "rollout_id": trajectory.rollout_id,
+        }
+        for branch, path in enumerate(paths)
+    ]
+
+
+def openai_message(message: Message) -> dict[str, Any]:
+    """The message in the OpenAI chat format; absent fields are left out."""
+    out: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        out["tool_calls"] = [_openai_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        out["name"] = message.name
+    return out
+
+
+def _openai_call(call: ToolCall) -> dict[str, Any]:
+    arguments = orjson.dumps(codec.to_builtins(call.arguments)).decode()
+    out = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    if call.status is not CallStatus.OK:
+        out["error"] = call.error or call.status.value  # beyond the format: there is no call to show
+    return out
+
+
+def _span(span: WeightVersionSpan) -> Row:
+    return {"version": span.version, "start": span.start, "end": span.end}
+
+
+def _turn(turn: Turn) -> Row:
+    return {**dataclasses.asdict(turn), "finish_reason": turn.finish_reason.value}
+
+
+def _rows(store: TrajectoryStore, rollout_id: str | None) -> Iterator[Row]:
+    for trajectory in read_all(store, rollout_id):
+        yield from rows_of(trajectory)
+
+
+def _write_parquet(rows: Iterator[Row], path: Path) -> int:
+    num_rows = 0
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        for chunk in _row_groups(rows):
+            columns = [pa.array([row[field.name] for row in chunk], type=field.type) for field in SCHEMA]
+            writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(chunk))
+            num_rows += len(chunk)
+    return num_rows
+
+
+def _row_groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    chunk: list[Row] = []
+    num_tokens = 0
+    for row in rows:
+        chunk.append(row)
+        num_tokens += len(row["prompt_ids"]) + len(row["response_ids"])
+        if len(chunk) >= _ROW_GROUP_ROWS or num_tokens >= _ROW_GROUP_TOKENS:
+            yield chunk
+            chunk, num_tokens = [], 0
+    if chunk:
+        yield chunk
+
+
+def _write_jsonl(rows: Iterator[Row], path: Path) -> int:
+    num_rows = 0
+    with path.open("wb") as file:
+        for row in rows:
+            file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+            num_rows += 1
+    return num_rows

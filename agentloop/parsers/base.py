@@ -1,0 +1,100 @@
+"""What every parser takes and gives. A parser is a pure function of the sampled turn.
+
+Invariants: what a policy writes is never executed, never raises and never vanishes. Text marked as a call is a
+call, MALFORMED where it cannot be read; all other text is content. Every parser takes time linear in the text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentloop.types import JSON, CallStatus, ToolCall
+
+MAX_CALLS = 256
+"""Calls of one turn that are read. All that follow become one MALFORMED call, whose error tells their number."""
+
+MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedText:
+    """Token ids as text. `ends[i]` is the number of characters that the first i+1 ids fully produced."""
+
+    text: str
+    ends: tuple[int, ...]
+
+    def token_span(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens `[start, end)` that hold the characters `[start, end)`, at least one where there is any."""
+        first = min(bisect_right(self.ends, start), len(self.ends))
+        last = min(bisect_left(self.ends, end) + 1, len(self.ends))
+        return first, max(first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A sampled turn: its text outside calls, stripped, and its calls in the order they were written."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+
+
+class Parser(Protocol):
+    """The tool-call syntax of one model family."""
+
+    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
+        """Content and calls of a turn whose stop token is already removed. Never raises on any text.
+
+        `tools` are definitions in the OpenAI function format. Call ids are `call_{turn_index}_{i}`.
+        """
+
+
+class MalformedCall(Exception):
+    """Why a call cannot be read, in one line for the policy; `name` is the tool's, where that was legible."""
+
+    def __init__(self, error: str, name: str = "") -> None:
+        super().__init__(error)
+        self.error = error
+        self.name = name
+
+
+class TurnBuilder:
+    """Collects a turn from left to right; numbers the calls and finds their tokens."""
+
+    def __init__(self, decoded: DecodedText, turn_index: int) -> None:
+        self._decoded = decoded
+        self._turn_index = turn_index
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def is_full(self) -> bool:
+        """No further call is read: `add_rest` takes what remains."""
+        return len(self._calls) >= MAX_CALLS
+
+    def add_content(self, text: str) -> None:
+        if stripped := text.strip():
+            self._content.append(stripped)
+
+    def add_call(self, start: int, end: int, name: str, arguments: Mapping[str, JSON]) -> None:
+        first, last = self._decoded.token_span(start, end)
+        self._calls.append(ToolCall(self._next_id(), name, arguments, token_start=first, token_end=last))
+
+    def add_malformed(self, start: int, end: int, error: str, name: str = "") -> None:
+        first, last = self._decoded.token_span(start, end)
+        status = CallStatus.MALFORMED
+        self._calls.append(ToolCall(self._next_id(), name[:MAX_NAME_CHARS], {}, status, error, first, last))
+
+    def add_rest(self, start: int, open_tag: str) -> None:
+        """Report all calls from `start` on as one: what a policy repeats without end costs no more than this."""
+        text = self._decoded.text
+        num_calls = max(1, text.count(open_tag, start))
+        self.add_malformed(start, len(text), f"{num_calls} tool calls after the first {MAX_CALLS} were not read")
+
+    def finish(self) -> ParsedTurn:
+        return ParsedTurn("\n".join(self._content), tuple(self._calls))
+
+    def _next_id(self) -> str:
+        return f"call_{self._turn_index}_{len(self._calls)}"

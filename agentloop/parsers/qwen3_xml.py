@@ -1,0 +1,169 @@
+"""Calls as Qwen3-Coder writes them: `<tool_call><function=f><parameter=x>value</parameter></function></tool_call>`.
+
+One position moves through the text and never back, so time is linear. Values are not escaped in this format: a
+value runs to the first `</parameter>`, and may hold any tag but a whole call's end, which shows that the
+parameter was never closed. Values get their type from the tool's schema, by JSON: nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from agentloop.parsers import strict_json
+from agentloop.parsers.base import DecodedText, MalformedCall, ParsedTurn, TurnBuilder
+from agentloop.types import JSON
+
+MAX_PARAMETERS = 256
+
+_CALL = re.compile(r"<tool_call>|<function=")
+_CALL_OR_END = re.compile(r"</?tool_call>")
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>")
+_VALUE_END = re.compile(r"</parameter>|(</function>\s*</tool_call>)")
+_FUNCTION_END = re.compile(r"\s*</function>")
+_CALL_END = re.compile(r"\s*</tool_call>")
+_OPEN = "<tool_call>"
+
+
+class Qwen3XmlParser:
+    """XML-like tags. A missing `<tool_call>` or `</tool_call>` is forgiven, any other missing tag is not."""
+
+    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
+        """See `Parser.parse`."""
+        text = decoded.text
+        builder = TurnBuilder(decoded, turn_index)
+        schemas = _schemas(tools)
+        position = 0
+        while (found := _CALL.search(text, position)) is not None:
+            start = found.start()
+            builder.add_content(text[position:start])
+            if builder.is_full:
+                builder.add_rest(start, found[0])
+                return builder.finish()
+            reader = _CallReader(text, start)
+            try:
+                name, arguments = reader.read(schemas)
+            except MalformedCall as malformed:
+                reader.recover()
+                builder.add_malformed(start, reader.position, malformed.error, malformed.name)
+            else:
+                builder.add_call(start, reader.position, name, arguments)
+            position = reader.position
+        builder.add_content(text[position:])
+        return builder.finish()
+
+
+class _CallReader:
+    """Reads one call; `position` is where what it has read ends."""
+
+    def __init__(self, text: str, start: int) -> None:
+        self.position = start
+        self._text = text
+
+    def read(self, schemas: Mapping[str, Mapping[str, JSON]]) -> tuple[str, dict[str, JSON]]:
+        """The call's name and arguments. Raises MalformedCall; then `recover` must follow."""
+        if self._text.startswith(_OPEN, self.position):
+            self.position += len(_OPEN)
+        name = self._name()
+        properties = schemas.get(name, {})
+        arguments: dict[str, JSON] = {}
+        while (opening := self._take(_PARAMETER)) is not None:
+            key = opening[1].strip()
+            value = self._value(key, name)
+            if key in arguments:
+                raise MalformedCall(f"parameter {key!r} twice in one call", name)
+            if len(arguments) == MAX_PARAMETERS:
+                raise MalformedCall(f"more than {MAX_PARAMETERS} parameters", name)
+            try:
+                arguments[key] = _typed(value, properties.get(key))
+            except ValueError as error:
+                raise MalformedCall(f"parameter {key!r} does not have its schema's type: {error}", name) from error
+        if self._take(_FUNCTION_END) is None:
+            raise MalformedCall(
+                "the tool call has something else where <parameter=...> or </function> must stand", name
+            )
+        self._take(_CALL_END)
+        return name, arguments
+
+    def recover(self) -> None:
+        """Move past what cannot be read: through the next call end, or up to the next call."""
+        found = _CALL_OR_END.search(self._text, self.position)
+        if found is None:
+            self.position = len(self._text)
+        else:
+            self.position = found.start() if found[0] == _OPEN else found.end()
+
+    def _name(self) -> str:
+        opening = self._take(_FUNCTION)
+        if opening is None:
+            raise MalformedCall("the tool call has no <function=...>")
+        if not (name := opening[1].strip()):
+            raise MalformedCall("the tool call has an empty function name")
+        return name
+
+    def _value(self, key: str, function: str) -> str:
+        """The text up to the parameter's end; the template puts a line break before and after it."""
+        start = self.position
+        found = _VALUE_END.search(self._text, start)
+        if found is None:
+            self.position = len(self._text)  # all that follows is inside the value
+        elif found[1] is None:
+            self.position = found.end()
+            return self._text[start : found.start()].removeprefix("\n").removesuffix("\n")
+        else:
+            self.position = found.start()
+        raise MalformedCall(f"parameter {key!r} has no </parameter>", function)
+
+    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        found = pattern.match(self._text, self.position)
+        if found is not None:
+            self.position = found.end()
+        return found
+
+
+def _schemas(tools: Sequence[Mapping[str, JSON]]) -> dict[str, Mapping[str, JSON]]:
+    """Parameter schemas by tool name, with references to the tool's own `$defs` replaced."""
+    found: dict[str, Mapping[str, JSON]] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters") or {}
+        definitions = parameters.get("$defs") or {}
+        found[str(function.get("name"))] = {
+            key: definitions.get(str(schema.get("$ref", "")).removeprefix("#/$defs/"), schema)
+            for key, schema in (parameters.get("properties") or {}).items()
+            if isinstance(schema, dict)
+        }
+    return found
+
+
+def _types(schema: Mapping[str, JSON]) -> set[str]:
+    """The JSON types a schema allows; empty if it does not say."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {declared}
+    if isinstance(declared, list):
+        return {str(name) for name in declared}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if values and all(isinstance(value, str) for value in values):
+        return {"string"}
+    branches = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return {name for branch in branches if isinstance(branch, dict) for name in _types(branch)}
+
+
+def _typed(value: str, schema: Mapping[str, JSON] | None) -> JSON:
+    """The value as its schema types it; text where the schema is unknown. Raises ValueError."""
+    types = _types(schema) if schema is not None else {"string"}
+    bare = value.strip()
+    if "null" in types and bare in ("null", "None"):
+        return None
+    if "string" in types:
+        return value
+    if "boolean" in types and bare in ("True", "False"):  # older templates print Python's spelling
+        return bare == "True"
+    try:
+        return strict_json.loads(bare)
+    except ValueError:
+        if types:
+            raise
+        return value  # any type is allowed, text too

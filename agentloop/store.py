@@ -1,0 +1,203 @@
+"""The trajectory store: what was accepted and what became of it, in one SQLite file of the run directory.
+
+Ownership: one process writes (the coordinator's executor, one thread at a time); any process may read.
+Invariants: `accept` and `commit` have reached the disk when they return, so an acknowledged record survives
+`kill -9` and a power cut; a key (rollout, group, sample) holds one record, the first one committed; rows carry a
+CRC, and a row that fails it is counted and left out, never returned and never fatal to the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from agentloop import codec
+from agentloop.errors import InvalidRequest, NotFound
+from agentloop.types import RolloutGroup, Trajectory
+
+STORE_NAME = "trajectories.sqlite"
+"""The store's file within a run directory."""
+
+T = TypeVar("T")
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (
+    seq INTEGER PRIMARY KEY, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL, num_samples INTEGER NOT NULL,
+    value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (rollout_id, group_id));
+CREATE TABLE IF NOT EXISTS trajectories (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL,
+    sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL,
+    UNIQUE (rollout_id, group_id, sample_index));
+CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
+"""
+_COUNT_FINISHED = """
+SELECT COUNT(*) FROM trajectories t JOIN groups g ON g.rollout_id = t.rollout_id AND g.group_id = t.group_id
+WHERE t.rollout_id = ? AND t.sample_index < g.num_samples
+"""
+
+_BLOB = "CAST(value AS BLOB)"  # a damaged row may claim to be text
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class TrajectoryStore:
+    """Accepted groups and their terminal records. Methods block: call them off the event loop.
+
+    Raises InvalidRequest if `path` is no store (or, read-only, does not exist), and `sqlite3.Error` as it comes
+    when the disk fails: nothing was stored then.
+    """
+
+    def __init__(self, path: str | Path, *, is_read_only: bool = False) -> None:
+        self._path = Path(path)
+        self._corrupt: set[tuple[str, int]] = set()  # (table, seq)
+        if is_read_only and not self._path.is_file():
+            raise InvalidRequest(f"no trajectory store at {self._path}")
+        mode = "ro" if is_read_only else "rwc"
+        self._db = sqlite3.connect(
+            f"{self._path.resolve().as_uri()}?mode={mode}",
+            uri=True,
+            timeout=30.0,
+            isolation_level=None,  # transactions are explicit
+            check_same_thread=False,  # an executor's threads take turns
+        )
+        try:
+            self._prepare(is_read_only)
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise InvalidRequest(f"{self._path} is not a trajectory store: {error}") from error
+        except InvalidRequest:
+            self._db.close()
+            raise
+
+    def _prepare(self, is_read_only: bool) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, _SCHEMA_VERSION) or (version == 0 and is_read_only):
+            raise InvalidRequest(f"{self._path} is not a trajectory store of schema {_SCHEMA_VERSION}")
+        if is_read_only:
+            return
+        self._db.execute("PRAGMA journal_mode=WAL")
+        # In WAL mode NORMAL survives a killed process but may lose the last commits with the machine. What
+        # `commit` returned for is acknowledged to a trainer, so each commit waits for the disk: one fsync a batch.
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_SCHEMA_VERSION}; COMMIT;")
+
+    @property
+    def num_corrupt_rows(self) -> int:
+        """Distinct rows met so far whose checksum or content was wrong."""
+        return len(self._corrupt)
+
+    def accept(self, rollout_id: str, groups: Iterable[RolloutGroup]) -> None:
+        """Record work as accepted. Groups already accepted stay as they are, so a repeat is harmless."""
+        rows = []
+        for group in groups:
+            data = codec.encode(dataclasses.replace(group, rollout_id=rollout_id))
+            rows.append((rollout_id, group.group_id, group.num_samples, data, zlib.crc32(data)))
+        self._write(
+            ("INSERT OR IGNORE INTO rollouts VALUES (?)", [(rollout_id,)]),
+            (
+                "INSERT OR IGNORE INTO groups (rollout_id, group_id, num_samples, value, crc)"
+                " VALUES (?, ?, ?, ?, ?)",
+                rows,
+            ),
+        )
+
+    def commit(self, trajectories: Iterable[Trajectory]) -> int:
+        """Store terminal records in one transaction; returns how many were new. The first of a key stays."""
+        rows = []
+        for trajectory in trajectories:
+            data = codec.encode(trajectory)
+            key = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            rows.append((*key, data, zlib.crc32(data)))
+        statement = (
+            "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc)"
+            " VALUES (?, ?, ?, ?, ?)"
+        )
+        return self._write((statement, rows))
+
+    def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
+        """Up to `limit` records in commit order, each with its cursor, all greater than `after`.
+
+        Corrupt rows are passed over, so an empty answer means that there is nothing more.
+        """
+        rows = self._db.execute(
+            f"SELECT seq, {_BLOB}, crc FROM trajectories WHERE rollout_id = ? AND seq > ? ORDER BY seq",
+            (rollout_id, after),
+        )
+        found: list[tuple[int, Trajectory]] = []
+        while len(found) < limit and (row := rows.fetchone()) is not None:
+            seq, data, crc = row
+            trajectory = self._decoded("trajectories", seq, data, crc, Trajectory)
+            if trajectory is not None:
+                found.append((seq, trajectory))
+        rows.close()
+        return found
+
+    def counts(self, rollout_id: str) -> tuple[int, int]:
+        """(accepted, finished) in trajectories. Raises NotFound for a rollout nobody submitted."""
+        if self._db.execute("SELECT 1 FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is None:
+            raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
+        accepted = self._db.execute(
+            "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_id = ?", (rollout_id,)
+        ).fetchone()[0]
+        return int(accepted), int(self._db.execute(_COUNT_FINISHED, (rollout_id,)).fetchone()[0])
+
+    def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
+        """The groups that lack records, in order of acceptance, with the samples each still owes."""
+        done: dict[tuple[str, str], set[int]] = {}
+        for rollout_id, group_id, sample in self._db.execute(
+            "SELECT rollout_id, group_id, sample_index FROM trajectories"
+        ):
+            done.setdefault((rollout_id, group_id), set()).add(sample)
+        owed = []
+        columns = f"rollout_id, group_id, num_samples, seq, {_BLOB}, crc"
+        rows = self._db.execute(f"SELECT {columns} FROM groups ORDER BY seq")
+        for rollout_id, group_id, num_samples, seq, data, crc in rows:
+            finished = done.get((rollout_id, group_id), set())
+            missing = tuple(sample for sample in range(num_samples) if sample not in finished)
+            group = self._decoded("groups", seq, data, crc, RolloutGroup) if missing else None
+            if group is not None:
+                owed.append((group, missing))
+        return owed
+
+    def rollouts(self) -> list[str]:
+        """Every rollout ever accepted, by id."""
+        return [row[0] for row in self._db.execute("SELECT rollout_id FROM rollouts ORDER BY rollout_id")]
+
+    def close(self) -> None:
+        """Let go of the file. Idempotent."""
+        self._db.close()
+
+    def _write(self, *statements: tuple[str, Sequence[tuple[object, ...]]]) -> int:
+        """Run everything in one transaction; returns the rows that the last statement added."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            num_added = 0
+            for statement, rows in statements:
+                cursor = self._db.executemany(statement, rows)
+                num_added = max(cursor.rowcount, 0)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        return num_added
+
+    def _decoded(self, table: str, seq: int, data: bytes, crc: int, kind: type[T]) -> T | None:
+        reason = "checksum differs"
+        if zlib.crc32(data) == crc:
+            try:
+                return codec.decode(data, kind)
+            except InvalidRequest as error:
+                reason = error.message
+        if (table, seq) not in self._corrupt:
+            self._corrupt.add((table, seq))
+            _log.error("corrupt_row", table=table, seq=seq, reason=reason)
+        return None

@@ -1,0 +1,135 @@
+"""Checks at the engine's door, shared by every adapter: requests on the way in, generations and folders of
+weights on the way out. All are pure, and raise instead of repairing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import orjson
+
+from agentloop.engine import EngineInfo
+from agentloop.errors import (
+    CheckpointUnreadable,
+    ContextLengthExceeded,
+    InvalidRequest,
+    MalformedEngineResponse,
+)
+from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams
+
+LOGPROB_TOLERANCE = 1e-3
+"""A logprob of a near-certain token may round to just above 0 in an engine's arithmetic."""
+
+LOGPROB_SENTINEL = -9999.0
+"""What engines write where they have no logprob; anything at or below it is not one."""
+
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+def check_request(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raises InvalidRequest (naming the field) or ContextLengthExceeded if the engine cannot serve this."""
+    ids = request.token_ids
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param="token_ids")
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        bad = next(token_id for token_id in ids if not 0 <= token_id < info.vocab_size)
+        raise InvalidRequest(f"token id {bad} is outside [0, {info.vocab_size})", param="token_ids")
+    if len(ids) + 1 > info.max_context_tokens:
+        raise ContextLengthExceeded(
+            f"a prompt of {len(ids)} tokens leaves no room in a context of {info.max_context_tokens}",
+            param="token_ids",
+        )
+    _check_sampling(request.sampling)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    if sampling.max_tokens <= 0:
+        raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, not positive", param="max_tokens")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidRequest(f"temperature is {sampling.temperature}, not >= 0", param="temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p is {sampling.top_p}, not in (0, 1]", param="top_p")
+    if sampling.top_k < 0:
+        raise InvalidRequest(f"top_k is {sampling.top_k}, not >= 0", param="top_k")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise InvalidRequest(f"min_tokens is {sampling.min_tokens}, not in [0, max_tokens]", param="min_tokens")
+
+
+def room_tokens(request: GenerateRequest, info: EngineInfo) -> int:
+    """How many tokens a checked request may sample: `max_tokens`, or what its context still holds."""
+    return min(request.sampling.max_tokens, info.max_context_tokens - len(request.token_ids))
+
+
+def check_generation(request: GenerateRequest, generation: Generation, vocab_size: int) -> None:
+    """Raises MalformedEngineResponse if this cannot be an answer to `request`. Such an answer is never stored."""
+    problem = _problem(request, generation, vocab_size)
+    if problem is not None:
+        raise MalformedEngineResponse(f"request {request.request_id}: {problem}")
+
+
+def _problem(request: GenerateRequest, generation: Generation, vocab_size: int) -> str | None:
+    ids, logprobs = generation.token_ids, generation.logprobs
+    is_abort = generation.finish_reason is FinishReason.ABORT
+    if generation.request_id != request.request_id:
+        return f"the answer is for {generation.request_id}"
+    if len(ids) != len(logprobs):
+        return f"{len(ids)} ids but {len(logprobs)} logprobs"
+    if not ids:
+        return None if is_abort and not generation.weight_versions else "no tokens"
+    if len(ids) > request.sampling.max_tokens:
+        return f"{len(ids)} tokens where {request.sampling.max_tokens} were allowed"
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        return f"a token id is outside [0, {vocab_size})"
+    # NaN compares false to everything, so it fails here too, as do both infinities.
+    if not all(LOGPROB_SENTINEL < logprob <= LOGPROB_TOLERANCE for logprob in logprobs):
+        return "a logprob is not a finite number <= 0"
+    if generation.finish_reason is FinishReason.STOP and ids[-1] not in request.sampling.stop_token_ids:
+        return f"it stopped at {ids[-1]}, which is not a stop token"
+    if not 0 <= generation.cached_tokens <= len(request.token_ids):
+        return f"{generation.cached_tokens} cached tokens of a prompt of {len(request.token_ids)}"
+    return _span_problem(generation)
+
+
+def _span_problem(generation: Generation) -> str | None:
+    end, version = 0, None
+    for span in generation.weight_versions:
+        if span.start != end or span.end <= span.start:
+            return f"weight versions do not tile: [{span.start}, {span.end}) after {end}"
+        if version is not None and span.version < version:
+            return f"weight version {span.version} after {version}"
+        end, version = span.end, span.version
+    if end != len(generation.token_ids):
+        return f"weight versions cover {end} of {len(generation.token_ids)} tokens"
+    return None
+
+
+def check_checkpoint(directory: str) -> tuple[Path, ...]:
+    """The safetensors files of a folder, sorted, each with a header that parses and fits its file.
+
+    Raises CheckpointUnreadable. Reads headers only, so it says nothing of the values.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise CheckpointUnreadable(f"{folder.name} is not a folder", param="directory")
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    if not files:
+        raise CheckpointUnreadable(f"{folder.name} has no safetensors file", param="directory")
+    for path in files:
+        _check_header(path)
+    return files
+
+
+def _check_header(path: Path) -> None:
+    """The format: 8 bytes little-endian header length, a JSON object of tensors, then their bytes."""
+    try:
+        with path.open("rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+            if num_bytes > _MAX_HEADER_BYTES:
+                raise CheckpointUnreadable(f"{path.name}: no safetensors header", param="directory")
+            header = orjson.loads(file.read(num_bytes))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        file_bytes = path.stat().st_size
+        if max(ends, default=0) != file_bytes - 8 - num_bytes:
+            raise CheckpointUnreadable(f"{path.name} is cut off or has bytes to spare", param="directory")
+    except (OSError, orjson.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
+        raise CheckpointUnreadable(f"{path.name}: no safetensors header: {error}", param="directory") from error

@@ -1,0 +1,108 @@
+"""The vLLM process behind an engine: AsyncLLM, its event feed and its statistics, started and ended as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import shutil
+import tempfile
+import warnings
+from typing import Any
+
+from agentloop.engine import EngineInfo
+from agentloop.errors import AgentLoopError, EngineError
+from agentloop_servers.engines.vllm_config import VllmConfig, engine_arguments, prepare_environment
+from agentloop_servers.engines.vllm_events import KVEventFeed
+from agentloop_servers.engines.vllm_values import one_line
+
+EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded takes seconds to leave on busy cores
+
+
+class SchedulerStats:
+    """vLLM's stat-logger interface, reduced to the latest figures. They freeze while vLLM is idle or paused."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.kv_cache_usage = 0.0  # share of the blocks that requests hold
+
+    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None: ...
+    def log(self) -> None: ...
+    def record_sleep_state(self, *_: Any) -> None: ...
+
+
+class VllmProcess:
+    """One AsyncLLM (`llm`, valid after `start`), which is its engine process's only client."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._socket_dir: str | None = None
+        self.llm: Any = None
+        self.stats = SchedulerStats()
+        self.feed: KVEventFeed | None = None
+
+    async def start(self) -> None:
+        """Raises EngineError if vLLM does not come up; nothing is left behind then, or if it is cancelled."""
+        # A socket file: no port, and only this user can read it.
+        self._socket_dir = tempfile.mkdtemp(prefix="agentloop-")
+        endpoint = f"ipc://{self._socket_dir}/kv"
+        # In a thread, so that the loop (health checks, other tasks) goes on meanwhile.
+        construction = asyncio.create_task(asyncio.to_thread(self._construct, endpoint))
+        try:
+            self.llm = await asyncio.shield(construction)
+            self.feed = KVEventFeed(endpoint)
+            self.feed.start()
+            await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
+        except BaseException as error:
+            if self.llm is None:
+                # The thread cannot be stopped, and what it starts must not outlive us.
+                with contextlib.suppress(Exception):
+                    self.llm = await construction
+            await self.close()
+            if isinstance(error, Exception) and not isinstance(error, AgentLoopError):
+                raise EngineError(f"vLLM did not start: {one_line(error)}") from error
+            raise
+
+    async def close(self) -> None:
+        """End the processes and free everything. Idempotent."""
+        llm, self.llm = self.llm, None
+        if self.feed is not None:
+            await self.feed.close()
+        if llm is not None:
+            if llm.output_handler is not None:
+                # Before its sockets go, or it reports a dead engine.
+                llm.output_handler.cancel()
+                await asyncio.wait([llm.output_handler])
+            await asyncio.to_thread(llm.shutdown, EXIT_TIMEOUT_S)
+            # It is part of a cycle, and its destructor fails if it runs only when the interpreter ends.
+            del llm
+            await asyncio.to_thread(gc.collect)
+        if self._socket_dir is not None:
+            await asyncio.to_thread(shutil.rmtree, self._socket_dir, ignore_errors=True)
+
+    def describe(self) -> EngineInfo:
+        """The engine's fixed facts."""
+        config = self.llm.vllm_config
+        block_size = config.cache_config.block_size
+        return EngineInfo(
+            name="vllm",
+            max_context_tokens=config.model_config.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            block_size=block_size,
+            kv_capacity_tokens=config.cache_config.num_gpu_blocks * block_size,
+            max_running=config.scheduler_config.max_num_seqs,
+        )
+
+    def _construct(self, kv_endpoint: str) -> Any:
+        prepare_environment(self._config)
+        with warnings.catch_warnings(action="ignore"):  # what vLLM and torch say of their own imports
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            arguments = AsyncEngineArgs(**engine_arguments(self._config, kv_endpoint))
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.stats])

@@ -1,0 +1,143 @@
+"""Our requests as vLLM's, vLLM's outputs and errors as ours. Values only: no state, nothing awaited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentloop.errors import (
+    AgentLoopError,
+    EngineError,
+    EngineLost,
+    EnginePaused,
+    InvalidRequest,
+    MalformedEngineResponse,
+    Overloaded,
+)
+from agentloop.types import FinishReason, GenerateRequest, Generation, Load, SamplingParams, WeightVersionSpan
+
+
+def sampling_params(sampling: SamplingParams, max_tokens: int, *, is_streamed: bool) -> Any:
+    """vLLM's SamplingParams. Stops at `stop_token_ids` and nowhere else."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    return VllmSamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(sampling.min_tokens, max_tokens),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=False,
+        # One final output costs the front end about half of what a stream of deltas does.
+        output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def tokens_prompt(request: GenerateRequest, kv_version: int | None) -> Any:
+    """A rendered prompt, which vLLM takes without a detour over a thread; the salt keeps KV versions apart."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(list(request.token_ids), cache_salt=str(kv_version))
+
+
+def logprobs_of(completion: Any) -> tuple[float, ...]:
+    """The sampled tokens' logprobs of one vLLM CompletionOutput."""
+    flat = completion.logprobs
+    token_ids = list(completion.token_ids)
+    if not token_ids:
+        return ()
+    if flat is None or flat.token_ids != token_ids:
+        raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
+    return tuple(flat.logprobs)
+
+
+def spans_from_starts(starts: list[tuple[str, int]], end: int) -> tuple[WeightVersionSpan, ...]:
+    """Spans that tile `[0, end)` from the (version label, first token) pairs that vLLM keeps."""
+    ends = [first for _, first in starts[1:]] + [end]
+    pairs = zip(starts, ends, strict=True)
+    return tuple(WeightVersionSpan(int(label), start, stop) for (label, start), stop in pairs if start < stop)
+
+
+def clip(spans: tuple[WeightVersionSpan, ...], start: int, end: int) -> tuple[WeightVersionSpan, ...]:
+    """The part of `spans` over `[start, end)`, as offsets from `start`."""
+    cut = ((span.version, max(span.start, start), min(span.end, end)) for span in spans)
+    return tuple(WeightVersionSpan(version, a - start, b - start) for version, a, b in cut if a < b)
+
+
+def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
+    """How vLLM says a generation ended. Raises EngineError for what is not an end."""
+    reason = completion.finish_reason
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"request {request.request_id}: vLLM ended it with {reason!r}")
+    return FinishReason(reason)
+
+
+def final_spans(completion: Any) -> tuple[WeightVersionSpan, ...]:
+    """The version spans of a finished CompletionOutput."""
+    starts = [(span.version, span.start) for span in completion.weight_versions or ()]
+    return spans_from_starts(starts, completion.weight_versions[-1].end) if starts else ()
+
+
+def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tuple[WeightVersionSpan, ...] | None:
+    """Version spans of a streamed request's first `num_tokens` tokens; None if vLLM has forgotten it meanwhile.
+
+    vLLM publishes spans with the final output only. Its own record is read here because the version at the time
+    of reading may be newer than a piece that waited to be read.
+    """
+    if output.finished:
+        return final_spans(output.outputs[0])
+    processor = llm.output_processor
+    for internal_id in processor.external_req_ids.get(request_id, ()):
+        starts = processor.request_states[internal_id].weight_version_starts
+        return spans_from_starts([pair for pair in starts if pair[1] < num_tokens], num_tokens)
+    return None
+
+
+def to_generation(
+    request: GenerateRequest,
+    output: Any,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    load: Load,
+) -> Generation:
+    """The finished vLLM RequestOutput as a Generation; its ids and logprobs may have come in pieces."""
+    completion = output.outputs[0]
+    return Generation(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        weight_versions=final_spans(completion),
+        finish_reason=finish_reason(request, completion),
+        # A request that was preempted and prefilled again reports that prefill's hits, past its prompt too.
+        cached_tokens=min(output.num_cached_tokens or 0, len(request.token_ids)),
+        load=load,
+    )
+
+
+def translate(error: Exception) -> AgentLoopError:
+    """Our error for one that vLLM raised."""
+    from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if isinstance(error, AgentLoopError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return EngineLost("the vLLM engine process is gone")
+    if isinstance(error, RetryableRequestError):
+        return EnginePaused(one_line(error))
+    if isinstance(error, VLLMClientError):
+        return InvalidRequest(one_line(error))
+    if isinstance(error, GracefulHTTPError):
+        return Overloaded(one_line(error))
+    return EngineError(f"vLLM: {one_line(error)}")
+
+
+def one_line(error: BaseException) -> str:
+    """The error's last line, which is where a worker's traceback names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,169 @@
+"""What a folder of safetensors files holds, read from the headers alone (no torch), and whether a model takes it.
+
+The format: eight bytes little-endian header length, a JSON header (name -> dtype, shape, byte offsets), then the
+bytes of all tensors without a hole. Every rule is checked, so a truncated or half-written file is found here and
+not while an engine overwrites its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from agentloop.engine import WeightUpdate
+from agentloop.errors import CheckpointUnreadable, Conflict
+from agentloop.validate import check_checkpoint
+
+READ_CHUNK_BYTES = 16 * 2**20
+TIED_NAME = "lm_head.weight"
+BYTES_BY_DTYPE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: its safetensors dtype name and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """The tensors of a checkpoint folder by name, the files that hold them, and their size."""
+
+    tensors: Mapping[str, TensorInfo]
+    files: tuple[Path, ...]
+    num_bytes: int
+
+
+def inspect_checkpoint(directory: str) -> CheckpointInfo:
+    """Read and check the headers of every safetensors file. Raises CheckpointUnreadable."""
+    files = check_checkpoint(directory)
+    tensors: dict[str, TensorInfo] = {}
+    num_bytes = 0
+    for path in files:
+        entries = _read_header(path)
+        num_bytes += _check_layout(path, entries)
+        for name, entry in entries.items():
+            if name in tensors:
+                raise _unreadable(path, f"tensor {name} is in two files")
+            tensors[name] = TensorInfo(entry.dtype, tuple(entry.shape))
+    return CheckpointInfo(tensors, files, num_bytes)
+
+
+def check_fits(update: CheckpointInfo, served: CheckpointInfo, *, is_tied: bool) -> None:
+    """Raise CheckpointUnreadable unless `update` has the served model's tensors, no more and no fewer.
+
+    With tied embeddings the output head may be stored or left out on either side.
+    """
+    optional = {TIED_NAME} if is_tied else set()
+    missing = sorted(served.tensors.keys() - update.tensors.keys() - optional)
+    if missing:
+        raise CheckpointUnreadable(
+            f"the checkpoint lacks {len(missing)} tensors of the served model, {missing[0]} first",
+            param="directory",
+        )
+    unknown = sorted(update.tensors.keys() - served.tensors.keys() - optional)
+    if unknown:
+        raise CheckpointUnreadable(
+            f"the checkpoint has {len(unknown)} tensors the served model lacks, {unknown[0]} first",
+            param="directory",
+        )
+    for name in sorted(update.tensors.keys() & served.tensors.keys()):
+        have, want = update.tensors[name].shape, served.tensors[name].shape
+        if have != want:
+            raise CheckpointUnreadable(
+                f"tensor {name} has shape {have}, the served model's is {want}", param="directory"
+            )
+
+
+def has_tied_embeddings(directory: str) -> bool:
+    """Whether the folder's `config.json` ties the output head to the input embeddings."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointUnreadable(f"{path.name}: {error}", param="directory") from error
+    return isinstance(config, dict) and bool(config.get("tie_word_embeddings", False))
+
+
+def read_through(checkpoint: CheckpointInfo) -> None:
+    """Read every byte once: finds unreadable blocks now, and the commit then reads from the page cache."""
+    for path in checkpoint.files:
+        try:
+            with path.open("rb", buffering=0) as file:
+                while file.read(READ_CHUNK_BYTES):
+                    pass
+        except OSError as error:
+            raise _unreadable(path, str(error)) from error
+
+
+class Staging:
+    """The served model's form, and at most one checked checkpoint that waits for its commit."""
+
+    def __init__(self, model: str, *, is_dummy: bool) -> None:
+        """Raises CheckpointUnreadable. A dummy-loaded model's folder may be without weights: then the first
+        commit defines the form."""
+        self._is_tied = has_tied_embeddings(model)
+        has_weights = not is_dummy or any(Path(model).glob("*.safetensors"))
+        self._served = inspect_checkpoint(model) if has_weights else None
+        self._staged: tuple[WeightUpdate, CheckpointInfo] | None = None
+
+    def stage(self, update: WeightUpdate) -> None:
+        """Check and read the update; blocks. Raises CheckpointUnreadable, what was staged before then stays."""
+        checkpoint = inspect_checkpoint(update.directory)
+        if self._served is not None:
+            check_fits(checkpoint, self._served, is_tied=self._is_tied)
+        read_through(checkpoint)
+        self._staged = update, checkpoint
+
+    def take(self, version: int) -> WeightUpdate:
+        """The staged update, for one commit. Raises Conflict if it is not of this version."""
+        if self._staged is None or self._staged[0].version != version:
+            held = "nothing" if self._staged is None else f"version {self._staged[0].version}"
+            raise Conflict(f"version {version} cannot be committed: {held} is staged")
+        (update, checkpoint), self._staged = self._staged, None
+        if self._served is None:
+            self._served = checkpoint
+        return update
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """The tensors of a file whose header was checked to be JSON and to fit the file."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)
+        return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in fields.items()}
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(path, f"not a safetensors header: {error}") from error
+
+
+def _check_layout(path: Path, entries: Mapping[str, _Entry]) -> int:
+    """Return the bytes of all tensors; raise unless they are floats and lie end to end."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        size = BYTES_BY_DTYPE.get(entry.dtype)
+        if size is None:
+            raise _unreadable(path, f"tensor {name} has dtype {entry.dtype}, not a float type")
+        start, stop = entry.data_offsets
+        if start != end or stop - start != size * math.prod(entry.shape) or min(entry.shape, default=0) < 0:
+            raise _unreadable(path, f"tensor {name} has impossible offsets")
+        end = stop
+    return end
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointUnreadable:
+    return CheckpointUnreadable(f"{path.name}: {reason}", param="directory")
