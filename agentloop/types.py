@@ -250,7 +250,7 @@ class Lease:
 class Assignment:
     """One trajectory handed to a worker: sample `sample_index` of `group`, with its lease."""
 
-    assignment_id: str  # "{group_id}/{sample_index}"
+    assignment_id: str  # "{rollout_id}/{group_id}/{sample_index}"
     group_id: str
     sample_index: int
     task: RolloutTask

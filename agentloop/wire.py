@@ -43,7 +43,7 @@ _SAMPLING = SamplingParams(max_tokens=1)
 ID_PATTERN = r"^[A-Za-z0-9._\-]{1,128}$"
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
-ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_]*)?$")]
+ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=MAX_CONTENT_CHARS)]
 

@@ -83,7 +83,7 @@ class Coordinator:
         await self._fleet.close()
         await self._store.close()
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raises what ended a background task, if something did: the coordinator must then be restarted."""
         if self._watching is not None and self._watching.done():
             self._watching.result()

@@ -25,6 +25,8 @@ from agentloop import codec
 from agentloop.control import CoordinatorApi, Page
 from agentloop.engine import Engine
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, Overloaded
+from agentloop.loops import load_loop
+from agentloop.rewards import load_reward
 from agentloop.types import GenerateRequest, Generation, Lease, RolloutGroup
 from agentloop.wire import (
     ID_PATTERN,
@@ -88,8 +90,8 @@ def create_app(
 ) -> FastAPI:
     """The service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
-    Pushed weights must lie under one of `weight_roots`. With `tool_names`, tasks that name other tools are
-    refused at once; without, the worker ends them as invalid.
+    Pushed weights must lie under one of `weight_roots`. Tasks that name unknown loops or rewards are refused at
+    once, and with `tool_names` also those that name other tools; the worker ends what remains as invalid.
     """
     door = FrontDoor(coordinator, connect, limits, tool_names)
 
@@ -203,7 +205,7 @@ class FrontDoor:
 
     async def submit(self, body: Submit) -> Response:
         """Accept tasks, durably; repeating a piece of a named rollout changes nothing."""
-        self._check_tools(body)
+        self._check_names(body)
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
         groups = tuple(
             RolloutGroup(f"{rollout_id}-{index:06d}", task.to_task(), body.num_samples, rollout_id)
@@ -236,16 +238,20 @@ class FrontDoor:
         """End what is queued or running; each sample gets its record."""
         return _json(rollout_status(await self._ask(self._coordinator.cancel(rollout_id))))
 
-    def _check_tools(self, body: SubmitBody) -> None:
-        if self._tool_names is None:
-            return
+    def _check_names(self, body: SubmitBody) -> None:
+        """Refuse what no worker could run. Import paths are not resolved here: a task's own code runs in workers."""
         for index, task in enumerate(body.tasks):
-            unknown = [name for name in task.tools if name not in self._tool_names]
+            try:
+                if ":" not in task.loop:
+                    load_loop(task.loop)
+                if task.reward is not None and ":" not in task.reward:
+                    load_reward(task.reward)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, param=f"tasks.{index}.{error.param}") from error
+            unknown = [name for name in task.tools if self._tool_names is not None and name not in self._tool_names]
             if unknown:
-                known = ", ".join(sorted(self._tool_names))
-                raise InvalidRequest(
-                    f"unknown tool {unknown[0]!r}; there are: {known}", param=f"tasks.{index}.tools"
-                )
+                known = ", ".join(sorted(self._tool_names or ()))
+                raise InvalidRequest(f"unknown tool {unknown[0]!r}; there are: {known}", param=f"tasks.{index}.tools")
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         try:

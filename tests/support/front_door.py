@@ -51,6 +51,7 @@ class FakeCoordinator:
         self.is_cancelled = False
         self.num_queue_groups = num_queue_groups
         self.next_errors: list[Exception] = []
+        self.update_error: AgentLoopError | None = None
         self._changed = asyncio.Event()
 
     async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
@@ -103,6 +104,8 @@ class FakeCoordinator:
 
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
         self._raise_next()
+        if self.update_error is not None:
+            raise self.update_error
         self.updates.append((update, kv_policy))
         replica = ReplicaUpdate("replica-1", 10.0, 20.0)
         return UpdateReport(update.version, 0, kv_policy or KVPolicy.RECOMPUTE, (replica,), 40.0)

@@ -1,0 +1,64 @@
+"""What the contract suite needs to know of one engine. Each engine has a case; the suite is one.
+
+An engine is started once a session and shared by all tests, so every test leaves it resumed and usable. Weight
+versions only grow: the two checkpoints are committed again and again under new version numbers (`next_update`).
+
+What a case must see to:
+- the engine is started, usable and resumed, and its version is below `FIRST_UPDATE`;
+- it stops at `stop_token_ids` only: a model's own end-of-text ids are ordinary ids to this suite;
+- greedy decoding does not depend on what else runs, nor on whether a token's KV came from prefill or decode
+  (for a real model: float32, and prompts on which the best id leads by more than rounding);
+- the engine's context holds `PROMPT_TOKENS + 2 * long_tokens` tokens, it runs at least 16 requests at a time,
+  and its prefix cache is on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+from agentloop.engine import Engine, WeightUpdate
+from agentloop.types import GenerateRequest, SamplingParams
+
+FIRST_UPDATE = 100
+"""The first version the suite commits; a case starts its engine at a version below."""
+
+PROMPT_TOKENS = 80
+"""Length of the suite's prompts: several KV blocks of any engine it runs on, and a part of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCase:
+    """One started engine and what the suite may do with it."""
+
+    name: str
+    engine: Engine
+    checkpoints: tuple[str, str]  # two readable folders whose greedy continuations differ
+    failing_checkpoint: Callable[[], str] | None = None
+    """Gives a folder that passes `stage` and whose next `commit` fails; None skips the test of a failed commit."""
+    fresh: Callable[[WeightUpdate], Awaitable[Engine]] | None = None
+    """Starts another engine that holds these weights (the test closes it); None skips that comparison."""
+    long_tokens: int = 256  # a generation of this many tokens is long enough to be caught in its middle
+    min_prompt_id: int = 0  # prompts use ids in [min_prompt_id, max_prompt_id]; None: the vocabulary's last
+    max_prompt_id: int | None = None
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_UPDATE))
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def next_update(self) -> WeightUpdate:
+        """New weights under a new version number; the checkpoint is always the other one than last time."""
+        version = next(self.versions)
+        return WeightUpdate(version, self.checkpoints[version % 2])
+
+    def prompt(self, salt: int | None = None, num_tokens: int = PROMPT_TOKENS) -> tuple[int, ...]:
+        """Ids that no other test used (`salt` None), or the same ids for the same salt."""
+        last = self.engine.info.vocab_size - 1 if self.max_prompt_id is None else self.max_prompt_id
+        seed = f"salt {salt}" if salt is not None else f"prompt {next(self.numbers)}"
+        choose = random.Random(seed)
+        return tuple(choose.randint(self.min_prompt_id, last) for _ in range(num_tokens))
+
+    def request(self, token_ids: tuple[int, ...], max_tokens: int, **sampling: object) -> GenerateRequest:
+        """A greedy request under a new id; `sampling` overrides fields of SamplingParams."""
+        params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
+        return GenerateRequest(f"{self.name}-{next(self.numbers)}", token_ids, params)

@@ -1,0 +1,40 @@
+"""The simulated engine's case: real time, a step of half a millisecond."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agentloop.engine import Engine, WeightUpdate
+from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec
+from tests.contract.cases import EngineCase
+
+
+def write_checkpoint(directory: Path) -> str:
+    """A folder that is a readable checkpoint in form: one safetensors file with one tensor."""
+    directory.mkdir(parents=True)
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return str(directory)
+
+
+def _spec(version: int) -> SimulatedSpec:
+    latency = LatencyModel(prefill_s=0.0005, decode_s=0.0005)
+    return SimulatedSpec(max_context_tokens=1024, num_blocks=1024, latency=latency, initial_version=version)
+
+
+async def start_simulated_case(directory: Path) -> EngineCase:
+    engine = SimulatedEngine(_spec(0))
+    await engine.start()
+    checkpoints = (write_checkpoint(directory / "a"), write_checkpoint(directory / "b"))
+
+    def failing_checkpoint() -> str:
+        engine.faults.num_failed_commits += 1
+        return checkpoints[0]
+
+    async def fresh(update: WeightUpdate) -> Engine:
+        other = SimulatedEngine(_spec(update.version))
+        await other.start()
+        return other
+
+    return EngineCase("simulated", engine, checkpoints, failing_checkpoint, fresh, long_tokens=128)

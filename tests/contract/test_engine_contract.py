@@ -1,0 +1,630 @@
+"""The engine contract (`agentloop/engine.py`), proved for every engine by the same tests.
+
+How a test finds the middle of a generation: it asks for many tokens without a stop id and reads a stream until
+some have come. Nothing here sleeps for a fixed time to get there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+
+from agentloop.engine import AllBlocksCleared, BlocksStored, Delta, Engine, WeightUpdate
+from agentloop.errors import (
+    CheckpointUnreadable,
+    Conflict,
+    ContextLengthExceeded,
+    EngineError,
+    EnginePaused,
+    EngineUnusable,
+    InvalidRequest,
+    WeightUpdateFailed,
+)
+from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, WeightVersionSpan
+from agentloop.validate import check_checkpoint, check_generation
+from tests.contract.cases import EngineCase
+
+TIMEOUT_S = 60.0
+SOME_TOKENS = 6
+
+
+@pytest.fixture
+async def case(engine_case: EngineCase) -> AsyncIterator[EngineCase]:
+    """The engine, idle and serving; after the test it has to become so again."""
+    assert engine_case.engine.is_usable
+    assert not engine_case.engine.is_paused
+    yield engine_case
+    await engine_case.engine.resume()
+    await until(lambda: is_idle(engine_case.engine))
+
+
+def is_idle(engine: Engine) -> bool:
+    load = engine.load()
+    return load.num_running == 0 and load.num_waiting == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def generated(case: EngineCase, request: GenerateRequest) -> Generation:
+    """One call to its end, checked as every caller checks it."""
+    generation = await asyncio.wait_for(case.engine.generate(request), TIMEOUT_S)
+    check_generation(request, generation, case.engine.info.vocab_size)
+    return generation
+
+
+class Reading:
+    """A streamed request being read by a task, so that a test can act in its middle."""
+
+    def __init__(self, case: EngineCase, request: GenerateRequest) -> None:
+        self.request = request
+        self.deltas: list[Delta] = []
+        self._vocab_size = case.engine.info.vocab_size
+        self._task = asyncio.create_task(self._read(case.engine))
+
+    async def _read(self, engine: Engine) -> Generation:
+        last: Generation | None = None
+        async for piece in engine.stream(self.request):
+            assert last is None, "the whole Generation is the last item"
+            if isinstance(piece, Delta):
+                self.deltas.append(piece)
+            else:
+                last = piece
+        assert last is not None
+        return last
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(delta.token_ids) for delta in self.deltas)
+
+    @property
+    def is_done(self) -> bool:
+        return self._task.done()
+
+    async def middle(self, num_tokens: int = SOME_TOKENS) -> None:
+        """Wait until some tokens have come; fails if the request ended before."""
+        await until(lambda: self._task.done() or self.num_tokens >= num_tokens)
+        assert not self._task.done(), "the generation ended before its middle: raise the case's long_tokens"
+
+    async def end(self) -> Generation:
+        generation = await asyncio.wait_for(self._task, TIMEOUT_S)
+        check_generation(self.request, generation, self._vocab_size)
+        return generation
+
+    async def leave(self) -> None:
+        """Stop reading, as a client does that goes away."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+async def commit_next(case: EngineCase, kv_policy: KVPolicy) -> WeightUpdate:
+    """One whole weight update."""
+    update = case.next_update()
+    await case.engine.stage(update)
+    await case.engine.pause(PauseMode.KEEP, kv_policy)
+    await case.engine.commit(update.version)
+    await case.engine.resume()
+    return update
+
+
+def merged(spans: list[WeightVersionSpan]) -> tuple[WeightVersionSpan, ...]:
+    joined: list[WeightVersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version and joined[-1].end == span.start:
+            joined[-1] = WeightVersionSpan(span.version, joined[-1].start, span.end)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+# --- ids, logprobs, ends ----------------------------------------------------------------------------------
+
+
+async def test_greedy_ids_continue_their_own_prefix(case: EngineCase) -> None:
+    prompt = case.prompt()
+    whole = await generated(case, case.request(prompt, 24))
+    rest = await generated(case, case.request(prompt + whole.token_ids[:9], 15))
+    assert whole.finish_reason is FinishReason.LENGTH
+    assert len(whole.token_ids) == 24
+    assert rest.token_ids == whole.token_ids[9:]
+
+
+async def test_every_prompt_id_counts(case: EngineCase) -> None:
+    prompt = case.prompt()
+    other = (case.prompt()[0], *prompt[1:])
+    assert other != prompt
+    request = case.request(prompt, 8, temperature=1.0, seed=5)
+    first = await generated(case, request)
+    second = await generated(case, replace(request, request_id="changed", token_ids=other))
+    assert (first.token_ids, first.logprobs) != (second.token_ids, second.logprobs)
+
+
+async def test_the_stop_token_is_the_last_id(case: EngineCase) -> None:
+    prompt = case.prompt()
+    free = await generated(case, case.request(prompt, 32))
+    stop = free.token_ids[-1]
+    end = free.token_ids.index(stop) + 1
+    stopped = await generated(case, case.request(prompt, 64, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[:end]
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+async def test_logprobs_are_under_the_temperature(case: EngineCase) -> None:
+    """For two ids of one distribution, log p(a) - log p(b) at temperature 1/2 is twice that at 1."""
+    prompts = [case.prompt() for _ in range(4)]
+
+    async def one_token(prompt: tuple[int, ...], temperature: float, seed: int) -> tuple[int, float]:
+        generation = await generated(case, case.request(prompt, 1, temperature=temperature, seed=seed))
+        return generation.token_ids[0], generation.logprobs[0]
+
+    num_compared = 0
+    for prompt in prompts:
+        drawn = await asyncio.gather(*(one_token(prompt, t, seed) for t in (1.0, 0.5) for seed in range(24)))
+        warm, cool = dict(drawn[:24]), dict(drawn[24:])
+        for a, b in combinations(sorted(warm.keys() & cool.keys()), 2):
+            assert cool[a] - cool[b] == pytest.approx(2 * (warm[a] - warm[b]), abs=0.05)
+            num_compared += abs(warm[a] - warm[b]) > 0.2
+    assert num_compared > 0, "no prompt gave two common ids of clearly different probability"
+
+
+async def test_a_seed_repeats_and_seeds_differ(case: EngineCase) -> None:
+    prompt = case.prompt()
+
+    async def sampled(seed: int) -> Generation:
+        return await generated(case, case.request(prompt, 24, temperature=1.0, seed=seed))
+
+    first, again = await sampled(1), await sampled(1)
+    others = [await sampled(seed) for seed in (2, 3, 4)]
+    assert again.token_ids == first.token_ids
+    assert again.logprobs == pytest.approx(first.logprobs, abs=1e-3)
+    assert {other.token_ids for other in others} != {first.token_ids}
+
+
+async def test_stream_pieces_concatenate_to_the_generation(case: EngineCase) -> None:
+    prompt = case.prompt()
+    reading = Reading(case, case.request(prompt, 48))
+    whole = await reading.end()
+    unstreamed = await generated(case, case.request(prompt, 48))
+    assert len(reading.deltas) > 1
+    assert tuple(i for delta in reading.deltas for i in delta.token_ids) == whole.token_ids == unstreamed.token_ids
+    assert tuple(p for delta in reading.deltas for p in delta.logprobs) == whole.logprobs
+
+
+async def test_an_undisturbed_generation_has_one_span(case: EngineCase) -> None:
+    version = case.engine.weight_version
+    assert version is not None
+    generation = await generated(case, case.request(case.prompt(), 16))
+    assert generation.weight_versions == (WeightVersionSpan(version, 0, 16),)
+    assert generation.load.weight_version == version
+
+
+async def test_max_tokens_is_cut_to_the_context(case: EngineCase) -> None:
+    prompt = case.prompt(num_tokens=case.engine.info.max_context_tokens - 4)
+    generation = await generated(case, case.request(prompt, 100))
+    assert len(generation.token_ids) == 4
+    assert generation.finish_reason is FinishReason.LENGTH
+
+
+# --- bad requests -----------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_without_room_is_refused(case: EngineCase) -> None:
+    prompt = case.prompt(num_tokens=case.engine.info.max_context_tokens)
+    with pytest.raises(ContextLengthExceeded):
+        await case.engine.generate(case.request(prompt, 1))
+
+
+@pytest.mark.parametrize("kind", ["empty", "negative", "too large", "no tokens", "bad temperature", "bad top_p"])
+async def test_a_bad_request_is_refused_and_disturbs_nobody(case: EngineCase, kind: str) -> None:
+    prompt = case.prompt()
+    good = case.request(prompt, case.long_tokens)
+    bad = {
+        "empty": case.request((), 4),
+        "negative": case.request((*prompt, -1), 4),
+        "too large": case.request((*prompt, case.engine.info.vocab_size), 4),
+        "no tokens": case.request(prompt, 0),
+        "bad temperature": case.request(prompt, 4, temperature=float("nan")),
+        "bad top_p": case.request(prompt, 4, top_p=0.0),
+    }[kind]
+    reading = Reading(case, good)
+    await reading.middle()
+    with pytest.raises(InvalidRequest):
+        await case.engine.generate(bad)
+    assert len((await reading.end()).token_ids) == case.long_tokens
+
+
+# --- pause and resume -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_policy", list(KVPolicy))
+async def test_a_kept_pause_changes_no_token(case: EngineCase, kv_policy: KVPolicy) -> None:
+    prompt = case.prompt()
+    unpaused = await generated(case, case.request(prompt, case.long_tokens))
+    reading = Reading(case, case.request(prompt, case.long_tokens))
+    waiting = asyncio.create_task(generated(case, case.request(prompt, case.long_tokens)))
+    for num_tokens in (SOME_TOKENS, 3 * SOME_TOKENS):
+        await reading.middle(num_tokens)
+        await case.engine.pause(PauseMode.KEEP, kv_policy)
+        assert case.engine.is_paused
+        await case.engine.check_health()
+        await case.engine.resume()
+        assert not case.engine.is_paused
+    assert (await reading.end()).token_ids == unpaused.token_ids
+    assert (await waiting).token_ids == unpaused.token_ids
+
+
+async def test_no_token_is_sampled_during_a_pause(case: EngineCase) -> None:
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    await case.engine.pause(PauseMode.KEEP)
+    # What was sampled before the pause may still be on its way to the reader; after that nothing may come.
+    await asyncio.sleep(0.1)
+    num_before = reading.num_tokens
+    await asyncio.sleep(0.2)
+    assert reading.num_tokens == num_before
+    assert not reading.is_done
+    await case.engine.resume()
+    await reading.end()
+
+
+async def test_pause_and_resume_are_idempotent(case: EngineCase) -> None:
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    await case.engine.resume()
+    for _ in range(3):
+        await case.engine.pause(PauseMode.KEEP)
+    assert case.engine.is_paused
+    for _ in range(3):
+        await case.engine.resume()
+    assert not case.engine.is_paused
+    assert len((await reading.end()).token_ids) == case.long_tokens
+
+
+@pytest.mark.parametrize("first", list(PauseMode))
+@pytest.mark.parametrize("second", list(PauseMode))
+async def test_a_second_pause_of_another_mode(case: EngineCase, first: PauseMode, second: PauseMode) -> None:
+    prompt = case.prompt()
+    reading = Reading(case, case.request(prompt, case.long_tokens))
+    await reading.middle()
+    await asyncio.wait_for(case.engine.pause(first), TIMEOUT_S)
+    await asyncio.wait_for(case.engine.pause(second), TIMEOUT_S)
+    assert case.engine.is_paused
+    await case.engine.resume()
+    generation = await reading.end()
+    is_whole = len(generation.token_ids) == case.long_tokens
+    assert is_whole == (generation.finish_reason is FinishReason.LENGTH)
+    assert is_whole or PauseMode.ABORT in (first, second)
+
+
+async def test_pause_abort_gives_the_tokens_so_far(case: EngineCase) -> None:
+    prompt = case.prompt()
+    whole = await generated(case, case.request(prompt, case.long_tokens))
+    reading = Reading(case, case.request(prompt, case.long_tokens))
+    await reading.middle()
+    await case.engine.pause(PauseMode.ABORT)
+    partial = await reading.end()  # before the resume: it ended now
+    assert partial.finish_reason is FinishReason.ABORT
+    assert SOME_TOKENS <= len(partial.token_ids) < case.long_tokens
+    assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
+
+
+async def test_pause_wait_lets_them_finish(case: EngineCase) -> None:
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    await asyncio.wait_for(case.engine.pause(PauseMode.WAIT), TIMEOUT_S)
+    assert case.engine.is_paused
+    whole = await reading.end()  # before the resume
+    assert whole.finish_reason is FinishReason.LENGTH
+    assert len(whole.token_ids) == case.long_tokens
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_a_request_sent_while_paused_is_never_lost(case: EngineCase, mode: PauseMode) -> None:
+    prompt = case.prompt()
+    expected = await generated(case, case.request(prompt, 8))
+    await case.engine.pause(mode)
+    call = asyncio.create_task(case.engine.generate(case.request(prompt, 8)))
+    await asyncio.wait([call], timeout=0.2)
+    if call.done():
+        assert isinstance(call.exception(), EnginePaused)
+        await case.engine.resume()
+        answer = await generated(case, case.request(prompt, 8))
+    else:
+        await case.engine.resume()
+        answer = await asyncio.wait_for(call, TIMEOUT_S)
+    assert answer.token_ids == expected.token_ids
+
+
+# --- abort and cancellation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_abort_gives_the_tokens_so_far(case: EngineCase, is_paused: bool) -> None:
+    prompt = case.prompt()
+    whole = await generated(case, case.request(prompt, case.long_tokens))
+    target = Reading(case, case.request(prompt, case.long_tokens))
+    neighbour = Reading(case, case.request(prompt, case.long_tokens))
+    await target.middle()
+    if is_paused:
+        await case.engine.pause(PauseMode.KEEP)
+    await case.engine.abort(target.request.request_id)
+    partial = await target.end()  # also while paused
+    await case.engine.resume()
+    assert partial.finish_reason is FinishReason.ABORT
+    assert SOME_TOKENS <= len(partial.token_ids) < case.long_tokens
+    assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
+    assert (await neighbour.end()).token_ids == whole.token_ids
+
+
+async def test_abort_of_an_unknown_id_changes_nothing(case: EngineCase) -> None:
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    await case.engine.abort("nobody")
+    await case.engine.abort(reading.request.request_id[:-1])  # ids are not prefixes
+    assert (await reading.end()).finish_reason is FinishReason.LENGTH
+
+
+async def leaves_only(case: EngineCase, neighbour: Reading) -> None:
+    """The engine runs nothing but `neighbour`, and gets there before `neighbour`, which has far fewer tokens to
+    go than what was cancelled: so that did not just run to its end."""
+    await until(lambda: neighbour.is_done or case.engine.load().num_running == 1)
+    assert not neighbour.is_done
+    await neighbour.end()
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_a_cancelled_generate_aborts_in_the_engine(case: EngineCase, is_paused: bool) -> None:
+    requests = [case.request(case.prompt(), 2 * case.long_tokens) for _ in range(4)]
+    calls = [asyncio.create_task(case.engine.generate(request)) for request in requests]
+    await until(lambda: case.engine.load().num_running == len(calls))
+    if is_paused:
+        await case.engine.pause(PauseMode.KEEP)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert all(call.cancelled() for call in calls)
+    neighbour = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await case.engine.resume()
+    await neighbour.middle()
+    await leaves_only(case, neighbour)
+
+
+async def test_a_stream_left_aborts_in_the_engine(case: EngineCase) -> None:
+    reading = Reading(case, case.request(case.prompt(), 2 * case.long_tokens))
+    await reading.middle()
+    await reading.leave()
+    assert reading.num_tokens < case.long_tokens
+    neighbour = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await neighbour.middle()
+    await leaves_only(case, neighbour)
+
+
+# --- weight updates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_policy", list(KVPolicy))
+async def test_a_commit_in_the_middle_opens_a_second_span(case: EngineCase, kv_policy: KVPolicy) -> None:
+    prompt = case.prompt()
+    old_version = case.engine.weight_version
+    old = await generated(case, case.request(prompt, case.long_tokens))
+    readings = [Reading(case, case.request(prompt, case.long_tokens)) for _ in range(2)]
+    for reading in readings:
+        await reading.middle()
+    update = await commit_next(case, kv_policy)
+    assert case.engine.weight_version == update.version
+    for reading in readings:
+        both = await reading.end()
+        first, second = both.weight_versions
+        assert (first.version, second.version) == (old_version, update.version)
+        assert first.end >= SOME_TOKENS
+        assert both.token_ids[: first.end] == old.token_ids[: first.end]
+        assert len(both.token_ids) == case.long_tokens
+        streamed: list[WeightVersionSpan] = []
+        start = 0
+        for delta in reading.deltas:
+            assert delta.weight_versions[0].start == 0
+            assert delta.weight_versions[-1].end == len(delta.token_ids)
+            streamed += [
+                WeightVersionSpan(s.version, s.start + start, s.end + start) for s in delta.weight_versions
+            ]
+            start += len(delta.token_ids)
+        assert merged(streamed) == both.weight_versions
+
+
+@pytest.mark.parametrize("is_paused_before", [False, True], ids=["running", "paused by somebody else before"])
+async def test_recompute_goes_on_as_the_new_weights_would(case: EngineCase, is_paused_before: bool) -> None:
+    prompt = case.prompt()
+    reading = Reading(case, case.request(prompt, case.long_tokens))
+    await reading.middle()
+    if is_paused_before:
+        await case.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+    update = await commit_next(case, KVPolicy.RECOMPUTE)
+    both = await reading.end()
+    swap = both.weight_versions[0].end
+    prefix = prompt + both.token_ids[:swap]
+    rest = await generated(case, case.request(prefix, case.long_tokens - swap))
+    assert 0 < swap < case.long_tokens
+    assert both.token_ids[swap:] == rest.token_ids
+    if case.fresh is not None:
+        other = await case.fresh(update)
+        fresh = await other.generate(case.request(prefix, case.long_tokens - swap))
+        await other.close()
+        assert both.token_ids[swap:] == fresh.token_ids
+
+
+async def test_the_two_checkpoints_answer_differently(case: EngineCase) -> None:
+    prompt = case.prompt()
+    answers = []
+    for _ in range(2):
+        await commit_next(case, KVPolicy.RECOMPUTE)
+        answers.append(await generated(case, case.request(prompt, 48)))
+    assert answers[0].token_ids != answers[1].token_ids
+
+
+async def test_staging_disturbs_nothing(case: EngineCase) -> None:
+    prompt = case.prompt()
+    version = case.engine.weight_version
+    whole = await generated(case, case.request(prompt, case.long_tokens))
+    reading = Reading(case, case.request(prompt, case.long_tokens))
+    await reading.middle()
+    await case.engine.stage(case.next_update())
+    assert case.engine.weight_version == version
+    staged = await reading.end()
+    assert staged.token_ids == whole.token_ids
+    assert len(staged.weight_versions) == 1
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "garbage", "cut off", "a file"])
+async def test_an_unreadable_checkpoint_is_refused(case: EngineCase, kind: str, tmp_path: Path) -> None:
+    directory = tmp_path / "weights"
+    if kind == "a file":
+        directory.write_bytes(b"")
+    elif kind != "missing":
+        directory.mkdir()
+    if kind == "garbage":
+        (directory / "model.safetensors").write_bytes(b"this is no safetensors file at all")
+    if kind == "cut off":
+        good = check_checkpoint(case.checkpoints[0])[0]
+        (directory / "model.safetensors").write_bytes(good.read_bytes()[:-2])
+    version = case.engine.weight_version
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    with pytest.raises(CheckpointUnreadable):
+        await case.engine.stage(replace(case.next_update(), directory=str(directory)))
+    assert (await reading.end()).finish_reason is FinishReason.LENGTH
+    assert case.engine.is_usable
+    assert case.engine.weight_version == version
+
+
+async def test_a_commit_needs_a_pause_and_its_own_stage(case: EngineCase) -> None:
+    before = case.engine.weight_version
+    update = case.next_update()
+    await case.engine.stage(update)
+    with pytest.raises(Conflict):
+        await case.engine.commit(update.version)
+    await case.engine.pause(PauseMode.KEEP)
+    with pytest.raises(Conflict):
+        await case.engine.commit(update.version + 1_000_000)
+    assert case.engine.weight_version == before
+    assert case.engine.is_usable
+    await case.engine.commit(update.version)
+    assert case.engine.weight_version == update.version
+    with pytest.raises(Conflict):
+        await case.engine.commit(update.version)  # staged weights are used up
+    await case.engine.resume()
+    assert (await generated(case, case.request(case.prompt(), 4))).weight_versions[0].version == update.version
+
+
+async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase) -> None:
+    if case.failing_checkpoint is None:
+        pytest.skip("this engine has no checkpoint that passes stage and fails commit")
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    update = replace(case.next_update(), directory=case.failing_checkpoint())
+    await case.engine.stage(update)
+    await case.engine.pause(PauseMode.KEEP)
+    with pytest.raises(WeightUpdateFailed):
+        await case.engine.commit(update.version)
+    assert not case.engine.is_usable
+    with pytest.raises(EngineUnusable):
+        await case.engine.generate(case.request(case.prompt(), 4))
+    good = await commit_next(case, KVPolicy.RECOMPUTE)
+    assert case.engine.is_usable
+    # What was in flight was refused to its caller, or went on under the good weights; it saw no half-written ones.
+    (outcome,) = await asyncio.gather(reading.end(), return_exceptions=True)
+    if isinstance(outcome, Generation):
+        assert update.version not in {span.version for span in outcome.weight_versions}
+    else:
+        assert isinstance(outcome, EngineError)
+        assert outcome.retryable
+    after = await generated(case, case.request(case.prompt(), 4))
+    assert after.weight_versions[0].version == good.version
+
+
+async def test_many_requests_across_an_update_are_all_whole(case: EngineCase) -> None:
+    num_tokens = min(case.long_tokens, 128)
+    before = case.engine.weight_version
+    marker = Reading(case, case.request(case.prompt(), case.long_tokens))
+    requests = [case.request(case.prompt(), num_tokens, temperature=1.0, seed=seed) for seed in range(64)]
+    calls = [asyncio.create_task(generated(case, request)) for request in requests]
+    await marker.middle()
+    await until(lambda: case.engine.load().num_running > 8)
+    update = await commit_next(case, KVPolicy.RECOMPUTE)
+    generations = await asyncio.gather(*calls)
+    await marker.end()
+    for generation in generations:
+        assert len(generation.token_ids) == num_tokens
+        assert {span.version for span in generation.weight_versions} <= {before, update.version}
+        assert all(a.version < b.version for a, b in pairwise(generation.weight_versions))
+    assert any(len(generation.weight_versions) == 2 for generation in generations)
+
+
+# --- KV reuse and its events ------------------------------------------------------------------------------
+
+
+async def test_a_repeated_prompt_reuses_kv(case: EngineCase) -> None:
+    prompt = case.prompt()
+    first = await generated(case, case.request(prompt, 4))
+    second = await generated(case, case.request(prompt, 4))
+    assert first.cached_tokens == 0
+    assert 0 < second.cached_tokens < len(prompt)
+
+
+@pytest.mark.parametrize("kv_policy", list(KVPolicy))
+async def test_an_update_ends_reuse(case: EngineCase, kv_policy: KVPolicy) -> None:
+    prompt = case.prompt()
+    await generated(case, case.request(prompt, 4))
+    await commit_next(case, kv_policy)
+    assert (await generated(case, case.request(prompt, 4))).cached_tokens == 0
+    assert (await generated(case, case.request(prompt, 4))).cached_tokens > 0
+
+
+async def test_a_trajectory_may_ask_for_its_older_kv(case: EngineCase) -> None:
+    prompt = case.prompt()
+    version = case.engine.weight_version
+    await generated(case, case.request(prompt, 4))
+    await commit_next(case, KVPolicy.KEEP)
+    older = await generated(case, replace(case.request(prompt, 4), kv_version=version))
+    newer = await generated(case, case.request(prompt, 4))
+    assert older.cached_tokens > 0
+    assert newer.cached_tokens == 0
+
+
+async def test_kv_events_tell_what_is_reusable(case: EngineCase) -> None:
+    events = case.engine.kv_events()
+    prompt = case.prompt()
+    size = case.engine.info.block_size
+    await generated(case, case.request(prompt, 4))
+    stored: dict[int, tuple[int, ...]] = {}  # hash of a block: all ids up to its end
+    async with asyncio.timeout(TIMEOUT_S):
+        while prompt[: 2 * size] not in stored.values():
+            event = await anext(events)
+            if isinstance(event, BlocksStored):
+                assert len(event.token_ids) == size * len(event.block_hashes)
+                ids = stored.get(event.parent_hash, ()) if event.parent_hash is not None else ()
+                for index, block_hash in enumerate(event.block_hashes):
+                    ids += event.token_ids[index * size : (index + 1) * size]
+                    stored[block_hash] = ids
+        await commit_next(case, KVPolicy.RECOMPUTE)
+        while not isinstance(await anext(events), AllBlocksCleared):
+            pass
+
+
+async def test_load_shows_requests_and_capacity(case: EngineCase) -> None:
+    readings = [Reading(case, case.request(case.prompt(), case.long_tokens)) for _ in range(3)]
+    for reading in readings:
+        await reading.middle()
+    await until(lambda: case.engine.load().num_running == 3)
+    load = case.engine.load()
+    assert load.weight_version == case.engine.weight_version
+    assert load.kv_capacity_tokens == case.engine.info.kv_capacity_tokens
+    for reading in readings:
+        await reading.end()

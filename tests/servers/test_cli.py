@@ -1,0 +1,221 @@
+"""The command line, and the part of a rollout run that is not Ray's, over the real HTTP app."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from agentloop.client import RolloutClient
+from agentloop.control import ReplicaUpdate, UpdateReport
+from agentloop.errors import WeightUpdateFailed
+from agentloop.store import STORE_NAME, TrajectoryStore
+from agentloop.types import KVPolicy
+from agentloop_servers.commands import app
+from agentloop_servers.doctor import Check, examine
+from agentloop_servers.ingress import Keys, create_app
+from agentloop_servers.rollout_run import (
+    Collected,
+    PlainProgress,
+    WeightPush,
+    collect,
+    link_latest,
+    summary_table,
+    write_results,
+)
+from tests.support.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.samples import make_group, make_task, make_trajectory
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "20260101-000000-abcd"
+    path.mkdir()
+    store = TrajectoryStore(path / STORE_NAME)
+    store.accept("r", [make_group("a", 2), make_group("b", 1)])
+    store.commit([make_trajectory("a", 0), make_trajectory("a", 1, spans=((1, 0, 3),)), make_trajectory("b", 0)])
+    store.close()
+    return path
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[tuple[str, FakeCoordinator]]:
+    """The HTTP app in a thread of its own: the commands run event loops themselves."""
+    coordinator = FakeCoordinator()
+    ready, stop = threading.Event(), asyncio.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        front_door = create_app(coordinator, FakeEngine().connect, Keys.of([], "admin"), weight_roots=[tmp_path])
+        async with serving(front_door) as url:
+            found.append(url)
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(30)
+    yield found[0], coordinator
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+    loop.close()
+
+
+@pytest.mark.parametrize("name", ["parquet", "jsonl"])
+def test_export_writes_beside_the_store(run_dir: Path, name: str) -> None:
+    result = runner.invoke(app, ["export", str(run_dir), "--format", name])
+    assert result.exit_code == 0, result.output
+    assert "3 rows" in result.output
+    out = run_dir / f"trajectories.{name}"
+    rows = pq.read_table(out).num_rows if name == "parquet" else len(out.read_bytes().splitlines())
+    assert rows == 3
+
+
+def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    arguments = ["export", str(run_dir / STORE_NAME), "--format", "jsonl", "--out", str(out)]
+    assert runner.invoke(app, [*arguments, "--rollout-id", "r"]).exit_code == 0
+    assert len(out.read_bytes().splitlines()) == 3
+    result = runner.invoke(app, [*arguments, "--rollout-id", "nobody"])
+    assert result.exit_code == 1
+    assert "error: unknown rollout 'nobody'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["export", "no-such-run"], 1, "error: no run 'no-such-run'"),
+        (["export", "x", "--format", "csv"], 2, "csv"),
+        (["rollout", "--samples", "0"], 2, "samples"),
+        (["rollout", "--push-after", "2"], 2, "push-after"),
+        (["rollout", "--config", "absent.yaml"], 1, "error: cannot read the config"),
+        (["rollout", "--tasks", "absent.jsonl"], 1, "error: cannot read tasks"),
+        (["serve", "--config", "absent.yaml"], 1, "error: cannot read the config"),
+        (["status", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
+    ],
+)
+def test_wrong_use_is_told_in_one_line(arguments: list[str], exit_code: int, message: str) -> None:
+    result = runner.invoke(app, arguments, env={"NO_COLOR": "1", "COLUMNS": "200"})
+    assert result.exit_code == exit_code
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_status_shows_the_fleet(service: tuple[str, FakeCoordinator]) -> None:
+    result = runner.invoke(app, ["status", "--url", service[0]])
+    assert result.exit_code == 0, result.output
+    assert "ready, weight version 0, 1 worker(s)" in result.output
+    assert "replica-1" in result.output
+
+
+def test_weights_push_needs_the_admin_key(service: tuple[str, FakeCoordinator], tmp_path: Path) -> None:
+    url, coordinator = service
+    arguments = ["weights", "push", str(tmp_path), "--version", "3", "--url", url]
+    refused = runner.invoke(app, arguments, env={"AGENTLOOP_ADMIN_KEY": ""})
+    assert (refused.exit_code, coordinator.updates) == (1, [])
+    result = runner.invoke(app, [*arguments, "--kv-policy", "keep"], env={"AGENTLOOP_ADMIN_KEY": "admin"})
+    assert result.exit_code == 0, result.output
+    assert "version 3 live" in result.output
+    assert coordinator.updates[0][1] is KVPolicy.KEEP
+
+
+def test_doctor_says_what_is_there() -> None:
+    checks = {check.name: check for check in examine()}
+    assert checks["python"].is_ok
+    assert checks["ray"].is_ok
+    assert checks["sandbox"] == Check("sandbox", True, checks["sandbox"].detail)
+    result = runner.invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    is_broken = any(check.is_needed and not check.is_ok for check in checks.values())
+    assert result.exit_code == int(is_broken)
+    assert ("BROKEN" in result.output) == is_broken
+    assert "6 * 7 = 42" in result.output
+
+
+def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        link_latest(tmp_path / name)
+        assert (tmp_path / "latest").resolve() == (tmp_path / name).resolve()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.6])
+def test_ctrl_c_during_start_up_is_quiet(after_s: float) -> None:
+    command = [sys.executable, "-m", "agentloop_servers.cli", "export", "no-such-run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert "Traceback" not in output
+    assert process.returncode in (130, 1)  # 1: it was faster, and said that there is no such run
+
+
+# --- a run, without Ray -----------------------------------------------------------------------------------
+
+
+async def run(coordinator: FakeCoordinator, tmp_path: Path, push: WeightPush | None) -> tuple[Collected, str]:
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    front_door = create_app(coordinator, FakeEngine().connect, Keys(), weight_roots=[tmp_path])
+    async with serving(front_door) as url, RolloutClient(url) as client:
+        tasks = [make_task(f"t{index}") for index in range(50)]
+        with PlainProgress(console) as progress:
+            collected = await collect(client, tasks, 2, push, progress)
+    return collected, output.getvalue()
+
+
+async def test_a_run_collects_everything_and_pushes_once_in_the_middle(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    collected, output = await run(coordinator, tmp_path, WeightPush(tmp_path, 1, 0.25))
+    assert (collected.num_accepted, collected.num_received, collected.push_error) == (100, 100, None)
+    [(update, policy)] = coordinator.updates
+    assert (update.version, policy) == (1, KVPolicy.RECOMPUTE)
+    assert [report.version for report in collected.updates] == [1]
+    assert "rollout  100/100" in output
+    assert "tok/s" in output
+    assert "version 1 live, decoding stood still for 20 ms" in output
+
+
+@pytest.mark.parametrize("after_share", [0.0, 1.0])
+async def test_a_push_at_either_end_happens(tmp_path: Path, after_share: float) -> None:
+    coordinator = FakeCoordinator()
+    await run(coordinator, tmp_path, WeightPush(tmp_path, 1, after_share))
+    assert len(coordinator.updates) == 1
+
+
+async def test_a_failed_push_costs_no_trajectory(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.update_error = WeightUpdateFailed("replica-1: no such tensor")
+    collected, output = await run(coordinator, tmp_path, WeightPush(tmp_path, 1, 0.5))
+    assert collected.num_received == 100
+    assert isinstance(collected.push_error, WeightUpdateFailed)
+    assert "version 1 not pushed: replica-1: no such tensor" in output
+
+
+def test_the_results_are_those_of_the_store(run_dir: Path) -> None:
+    report = UpdateReport(1, 0, KVPolicy.RECOMPUTE, (ReplicaUpdate("replica-1", 5.0, 7.0),), 20.0)
+    summary = write_results(run_dir, Collected(4, 3, 2.0, (report,), None))
+    assert (summary.lost, summary.records) == (1, 3)  # accepted 4: one has no record
+    written = orjson.loads((run_dir / "summary.json").read_bytes())
+    assert written["updates"][0]["pause_to_resume_ms"] == 7.0
+    assert pq.read_table(run_dir / "trajectories.parquet").num_rows == 3
+    output = io.StringIO()
+    Console(file=output, width=200).print(summary_table(summary))
+    assert "3 of 4 accepted, 1 lost" in output.getvalue()
+    assert "success v1" in output.getvalue()

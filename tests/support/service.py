@@ -1,0 +1,135 @@
+"""A coordinator with a real store and fake replicas that heartbeat, in virtual time; restartable."""
+
+import asyncio
+import sqlite3
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import wraps
+
+from agentloop.clock import VirtualClock
+from agentloop.control import WorkerReport
+from agentloop.fleet import FleetConfig
+from agentloop.store import TrajectoryStore
+from agentloop.types import Load, StopReason
+from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
+from tests.support.engines import FakeEngine
+from tests.support.samples import make_trajectory
+
+CONFIG = CoordinatorConfig(
+    max_queued_trajectories=50,
+    worker_timeout_s=10.0,
+    placement_wait_s=5.0,
+    restart_grace_s=3.0,
+    fleet=FleetConfig(suspect_after_s=3.0, dead_after_s=6.0),
+)
+
+
+class Inline(Executor):
+    """Runs a call at once: a thread would not exist for virtual time."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+class FlakyStore(TrajectoryStore):
+    """A store whose disk fails when told to."""
+
+    is_broken = False
+    num_commits = 0
+
+    def commit(self, trajectories):
+        self.num_commits += 1
+        if self.is_broken or any(trajectory.group_id == "poison" for trajectory in trajectories):
+            raise sqlite3.OperationalError("disk I/O error")
+        return super().commit(trajectories)
+
+
+class Service:
+    """A coordinator with fake replicas that heartbeat, on one run directory; restartable."""
+
+    def __init__(self, clock, path, config=CONFIG):
+        self.clock, self.path, self.config = clock, path, config
+        self.engines = {}
+        self.silent = set()
+
+    async def start(self):
+        self.store = FlakyStore(self.path / "trajectories.sqlite")
+        self.coordinator = Coordinator(self.store, self.connect, self.config, self.clock, executor=Inline())
+        await self.coordinator.start()
+        self.heartbeats = asyncio.create_task(self.heartbeat())
+        return self.coordinator
+
+    async def stop(self):
+        await self.coordinator.check_health()
+        self.coordinator._work.queue.check()
+        self.heartbeats.cancel()
+        await asyncio.gather(self.heartbeats, return_exceptions=True)
+        await self.coordinator.close()
+        await self.coordinator.close()
+
+    def connect(self, url):
+        return self.engines[url.removeprefix("fake://")]
+
+    async def join(self, *replica_ids, version=0):
+        for replica_id in replica_ids:
+            self.engines[replica_id] = FakeEngine(self.clock, f"fake://{replica_id}", version)
+            await self.coordinator.register(self.engines[replica_id].registration())
+        await self.clock.sleep(0.1)
+
+    async def heartbeat(self):
+        while True:
+            for replica_id, engine in self.engines.items():
+                if replica_id not in self.silent:
+                    load = Load(weight_version=engine.weight_version)
+                    if not await self.coordinator.heartbeat(replica_id, load, engine.is_usable):
+                        await self.coordinator.register(engine.registration())
+            await self.clock.sleep(1.0)
+
+    async def states(self):
+        return {one.replica_id: one.state for one in (await self.coordinator.status()).replicas}
+
+
+def service(*replica_ids, config=CONFIG):
+    """Run an async test that takes a started service (and its coordinator) in virtual time."""
+
+    def decorate(test):
+        @wraps(test)
+        def run(tmp_path):
+            clock = VirtualClock()
+
+            async def main():
+                site = Service(clock, tmp_path, config)
+                await site.start()
+                await site.join(*replica_ids)
+                try:
+                    async with asyncio.timeout(1e5):
+                        await test(site, site.coordinator)
+                finally:
+                    await site.stop()
+
+            clock.run(main())
+
+        del run.__wrapped__
+        return run
+
+    return decorate
+
+
+def report(worker_id="w", num_free=8, *running):
+    return WorkerReport(worker_id, num_free, running)
+
+
+def record(assignment, stop_reason=StopReason.COMPLETED):
+    trajectory = make_trajectory(
+        assignment.group_id, assignment.sample_index, rollout_id=assignment.rollout_id, stop_reason=stop_reason
+    )
+    return replace(trajectory, attempt=assignment.attempt)
+
+
+def ids(assignments):
+    return [assignment.assignment_id for assignment in assignments]

@@ -1,0 +1,69 @@
+"""A fleet of fake engines and its weight controller, and a decorator that runs async tests in virtual time."""
+
+from functools import wraps
+
+from agentloop.clock import VirtualClock
+from agentloop.engine import WeightUpdate
+from agentloop.fleet import Fleet
+from agentloop.types import KVPolicy
+from agentloop.weights import WeightConfig, WeightController
+from tests.support.engines import FakeEngine
+
+CONFIG = WeightConfig(
+    stage_timeout_s=100.0,
+    pause_timeout_s=10.0,
+    commit_timeout_s=20.0,
+    resume_timeout_s=10.0,
+    max_catch_up_attempts=3,
+    num_reports=3,
+)
+KEEP = KVPolicy.KEEP
+
+
+class Site:
+    """A fleet of fake engines and its controller."""
+
+    def __init__(self, clock, *replica_ids, version=0):
+        self.clock = clock
+        self.engines = {}
+        self.fleet = Fleet()
+        self.num_commits = 0
+        self.controller = WeightController(self.fleet, self.connect, clock, CONFIG, on_commit=self.on_commit)
+        for replica_id in replica_ids:
+            self.register(replica_id, version)
+            replica = self.fleet.get(replica_id)
+            if version is not None:
+                self.fleet.begin_update(replica)
+                self.fleet.admit(replica)
+
+    def on_commit(self):
+        self.num_commits += 1
+
+    def connect(self, url):
+        return self.engines[url.removeprefix("fake://")]
+
+    def register(self, replica_id, version=0):
+        self.engines[replica_id] = FakeEngine(self.clock, f"fake://{replica_id}", version)
+        self.fleet.register(self.engines[replica_id].registration(), self.clock.now())
+        return self.engines[replica_id]
+
+    def state(self, replica_id):
+        return self.fleet.get(replica_id).state
+
+    def placeable(self):
+        return [replica.replica_id for replica in self.fleet.placeable()]
+
+    async def update(self, version, kv_policy=KEEP):
+        return await self.controller.update(WeightUpdate(version, f"dir{version}"), kv_policy)
+
+
+def virtual(test):
+    """Run an async test that takes a clock on that clock's own loop."""
+
+    @wraps(test)
+    def run(**arguments):
+        clock = VirtualClock()
+        clock.run(test(clock=clock, **arguments))
+
+    del run.__wrapped__  # pytest would look for a fixture named clock
+    return run

@@ -1,0 +1,194 @@
+"""Bringing replicas to the fleet's weights outside an update, and the operator's pause."""
+
+import asyncio
+
+import pytest
+
+from agentloop.errors import (
+    EngineLost,
+    WeightUpdateFailed,
+)
+from agentloop.fleet import ReplicaState
+from agentloop.types import KVPolicy, PauseMode
+from tests.support.engines import FakeEngine
+from tests.support.weights import CONFIG, Site, virtual
+
+
+@virtual
+async def test_all_fail_and_the_version_before_is_brought_back(clock):
+    site = Site(clock, "a")
+    await site.update(1)
+    site.engines["a"].fail("commit", times=1)
+    with pytest.raises(WeightUpdateFailed):
+        await site.update(2)
+    assert await site.controller.catch_up("a")
+    assert site.engines["a"].weight_version == 1
+    assert site.placeable() == ["a"]
+
+
+@virtual
+async def test_a_late_joiner_is_brought_to_the_fleets_version(clock):
+    site = Site(clock, "a")
+    await site.update(1, KVPolicy.RECOMPUTE)
+    late = site.register("late", version=0)
+    assert site.placeable() == ["a"]
+    assert await site.controller.catch_up("late")
+    assert late.calls == ["stage", "pause:keep:recompute", "commit", "resume"]
+    assert late.weight_version == 1
+    assert site.placeable() == ["a", "late"]
+
+
+@virtual
+async def test_a_replica_at_the_fleets_version_is_only_resumed(clock):
+    site = Site(clock)
+    engine = site.register("a", version=0)  # its own version is the fleet's, because there is no other
+    engine.is_paused = True  # an earlier coordinator died with the replica paused
+    assert await site.controller.catch_up("a")
+    assert engine.calls == ["resume"]
+    assert site.placeable() == ["a"]
+    assert await site.controller.catch_up("a")  # nothing to do
+    assert engine.calls == ["resume"]
+
+
+@virtual
+async def test_without_an_update_there_is_nothing_to_catch_up_to(clock):
+    site = Site(clock, "a")
+    site.register("dummy", version=None)
+    assert not await site.controller.catch_up("dummy")
+    assert not await site.controller.catch_up("unknown")
+    assert site.state("dummy") is ReplicaState.JOINING
+
+
+@virtual
+async def test_catching_up_is_tried_again_with_a_pause_in_between(clock):
+    site = Site(clock, "a")
+    await site.update(1)
+    late = site.register("late")
+    late.fail("stage", times=2)
+    assert await site.controller.catch_up("late")
+    assert late.calls.count("stage") == 3
+
+
+@pytest.mark.parametrize(
+    ("verb", "state"),
+    [
+        ("stage", ReplicaState.JOINING),
+        ("pause", ReplicaState.JOINING),
+        ("commit", ReplicaState.QUARANTINED),
+        ("resume", ReplicaState.QUARANTINED),
+    ],
+)
+def test_catching_up_ends_after_its_attempts(verb, state):
+    @virtual
+    async def test(clock):
+        site = Site(clock, "a")
+        await site.update(1)
+        late = site.register("late")
+        late.hangs = {verb}
+        with pytest.raises(TimeoutError):
+            await site.controller.catch_up("late")
+        assert sum(call.startswith(verb) for call in late.calls) == CONFIG.max_catch_up_attempts
+        assert site.state("late") is state
+        assert site.placeable() == ["a"]
+
+    test()
+
+
+@virtual
+async def test_a_replica_that_joins_during_an_update_gets_the_new_version(clock):
+    site = Site(clock, "a")
+    site.engines["a"].seconds = {"stage": 5.0}
+    updating = asyncio.create_task(site.update(1))
+    await clock.sleep(1.0)
+    late = site.register("late")
+    catching_up = asyncio.create_task(site.controller.catch_up("late"))
+    await clock.sleep(1.0)
+    assert late.calls == []
+    await updating
+    assert await catching_up
+    assert late.weight_version == 1
+
+
+@virtual
+async def test_an_update_during_a_catch_up_ends_with_everybody_at_the_newest(clock):
+    site = Site(clock, "a")
+    await site.update(1)
+    late = site.register("late")
+    late.seconds = {"stage": 5.0}
+    catching_up = asyncio.create_task(site.controller.catch_up("late"))
+    await clock.sleep(1.0)
+    report = await site.update(2)
+    assert [one.replica_id for one in report.replicas] == ["a"]
+    assert await catching_up
+    assert late.calls.count("commit") == 2
+    assert late.weight_version == 2
+    assert site.placeable() == ["a", "late"]
+
+
+@virtual
+async def test_a_replica_restarted_during_an_update_is_not_taken_for_the_new_process(clock):
+    site = Site(clock, "a", "b")
+    site.engines["b"].seconds = {"commit": 5.0}
+    updating = asyncio.create_task(site.update(1))
+    await clock.sleep(1.0)
+    fresh = FakeEngine(clock, "fake://b2", version=0)
+    site.engines["b2"] = fresh
+    registration = fresh.registration()
+    site.fleet.register(type(registration)("b", registration.url, registration.info, 0), clock.now())
+    await updating
+    assert site.state("b") is ReplicaState.JOINING
+    assert await site.controller.catch_up("b")
+    assert fresh.weight_version == 1
+
+
+@virtual
+async def test_operator_pause_and_resume_are_idempotent(clock):
+    site = Site(clock, "a", "b")
+    for _ in range(2):
+        await site.controller.pause(PauseMode.WAIT)
+        assert site.controller.is_paused
+        assert all(engine.is_paused for engine in site.engines.values())
+    for _ in range(2):
+        await site.controller.resume()
+        assert not site.controller.is_paused
+        assert not any(engine.is_paused for engine in site.engines.values())
+
+
+@virtual
+async def test_an_update_during_an_operator_pause_leaves_the_fleet_paused(clock):
+    site = Site(clock, "a")
+    await site.controller.pause(PauseMode.KEEP)
+    await site.update(1)
+    late = site.register("late", version=0)
+    await site.controller.catch_up("late")
+    same = site.register("same", version=1)
+    await site.controller.catch_up("same")
+    for engine in site.engines.values():
+        assert engine.is_paused
+        assert engine.weight_version == 1
+        assert "resume" not in engine.calls
+    assert same.calls == ["pause:keep:keep"]
+    assert late.calls[-1] == "pause:keep:keep"
+    await site.controller.resume()
+    assert not any(engine.is_paused for engine in site.engines.values())
+
+
+@virtual
+async def test_an_operator_pause_during_an_update_comes_after_it(clock):
+    site = Site(clock, "a")
+    site.engines["a"].seconds = {"commit": 5.0}
+    updating = asyncio.create_task(site.update(1))
+    await clock.sleep(1.0)
+    await site.controller.pause(PauseMode.KEEP)
+    await updating
+    assert site.engines["a"].is_paused
+
+
+@virtual
+async def test_an_operator_pause_names_who_did_not_follow(clock):
+    site = Site(clock, "a", "b")
+    site.engines["b"].fail("pause")
+    with pytest.raises(EngineLost, match="b: pause"):
+        await site.controller.pause(PauseMode.KEEP)
+    assert site.engines["a"].is_paused
+    assert site.controller.is_paused

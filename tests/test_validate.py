@@ -1,0 +1,161 @@
+"""Requests, generations and checkpoints that must not pass, one field wrong at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.engine import EngineInfo
+from agentloop.errors import (
+    CheckpointUnreadable,
+    ContextLengthExceeded,
+    InvalidRequest,
+    MalformedEngineResponse,
+)
+from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightVersionSpan
+from agentloop.validate import check_checkpoint, check_generation, check_request, room_tokens
+
+INFO = EngineInfo("fake", max_context_tokens=10, vocab_size=100, block_size=4, kv_capacity_tokens=40, max_running=2)
+REQUEST = GenerateRequest("r", (1, 2, 99), SamplingParams(max_tokens=3, stop_token_ids=(7,)))
+GOOD = Generation(
+    "r",
+    (5, 6, 7),
+    (-0.5, 0.0, -3.0),
+    (WeightVersionSpan(0, 0, 1), WeightVersionSpan(2, 1, 3)),
+    FinishReason.STOP,
+    cached_tokens=2,
+)
+
+
+def test_a_good_request_passes_and_knows_its_room() -> None:
+    check_request(REQUEST, INFO)
+    assert room_tokens(REQUEST, INFO) == 3
+    assert room_tokens(replace(REQUEST, token_ids=(1,) * 8), INFO) == 2
+
+
+@pytest.mark.parametrize(("param", "token_ids"), [("token_ids", ()), ("token_ids", (1, -1)), ("token_ids", (100,))])
+def test_bad_ids_are_refused(param: str, token_ids: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(replace(REQUEST, token_ids=token_ids), INFO)
+    assert caught.value.param == param
+
+
+def test_a_prompt_needs_room_for_one_token() -> None:
+    check_request(replace(REQUEST, token_ids=(1,) * 9), INFO)
+    with pytest.raises(ContextLengthExceeded):
+        check_request(replace(REQUEST, token_ids=(1,) * 10), INFO)
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -3),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("min_tokens", -1),
+        ("min_tokens", 4),
+    ],
+)
+def test_bad_sampling_is_refused(param: str, value: float) -> None:
+    changes: dict[str, Any] = {param: value}
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(replace(REQUEST, sampling=replace(REQUEST.sampling, **changes)), INFO)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        GOOD,
+        replace(GOOD, token_ids=(5, 6, 8), finish_reason=FinishReason.LENGTH),
+        replace(GOOD, token_ids=(5, 6, 8), finish_reason=FinishReason.ABORT),
+        replace(GOOD, logprobs=(-0.5, 9e-4, -3.0)),
+        Generation("r", (), (), (), FinishReason.ABORT),
+    ],
+)
+def test_a_good_generation_passes(generation: Generation) -> None:
+    check_generation(REQUEST, generation, 100)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"request_id": "other"},
+        {"logprobs": (-0.5, 0.0)},
+        {"logprobs": (-0.5, 0.0, -1.0, -1.0)},
+        {"logprobs": (-0.5, 0.01, -3.0)},
+        {"logprobs": (-0.5, math.nan, -3.0)},
+        {"logprobs": (-0.5, math.inf, -3.0)},
+        {"logprobs": (-0.5, -math.inf, -3.0)},
+        {"logprobs": (-0.5, -9999.0, -3.0)},
+        {"token_ids": (100, 6, 7)},
+        {"token_ids": (-1, 6, 7)},
+        {"token_ids": (5, 6, 8)},
+        {"token_ids": (), "logprobs": (), "weight_versions": ()},
+        {"token_ids": (), "logprobs": (), "finish_reason": FinishReason.ABORT},
+        {"token_ids": (5, 6, 8, 7), "logprobs": (0.0,) * 4, "weight_versions": (WeightVersionSpan(0, 0, 4),)},
+        {"cached_tokens": -1},
+        {"cached_tokens": 4},
+        {"weight_versions": ()},
+        {"weight_versions": (WeightVersionSpan(0, 0, 2),)},
+        {"weight_versions": (WeightVersionSpan(0, 0, 4),)},
+        {"weight_versions": (WeightVersionSpan(0, 1, 3),)},
+        {"weight_versions": (WeightVersionSpan(2, 0, 1), WeightVersionSpan(0, 1, 3))},
+        {"weight_versions": (WeightVersionSpan(0, 0, 2), WeightVersionSpan(1, 1, 3))},
+        {"weight_versions": (WeightVersionSpan(0, 0, 0), WeightVersionSpan(0, 0, 3))},
+    ],
+)
+def test_a_malformed_generation_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(MalformedEngineResponse):
+        check_generation(REQUEST, replace(GOOD, **change), 100)
+
+
+def _file(header: bytes, num_data_bytes: int, length: int | None = None) -> bytes:
+    size = len(header) if length is None else length
+    return size.to_bytes(8, "little") + header + bytes(num_data_bytes)
+
+
+_HEADER = json.dumps(
+    {"__metadata__": {"a": "b"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+).encode()
+
+
+def test_checkpoint_files_are_found_in_order(tmp_path: Path) -> None:
+    for name in ("b.safetensors", "a.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(_file(_HEADER, 8))
+    assert [path.name for path in check_checkpoint(str(tmp_path))] == ["a.safetensors", "b.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"short",
+        _file(b"{", 0),
+        _file(b"[]", 0),
+        _file(b'{"w": 1}', 0),
+        _file(b'{"w": {}}', 0),
+        _file(b'{"w": {"data_offsets": []}}', 0),
+        _file(b'{"w": {"data_offsets": [0, "8"]}}', 8),
+        _file(_HEADER, 7),
+        _file(_HEADER, 9),
+        _file(_HEADER, 8, length=2**63),
+        _file(_HEADER, 8, length=0),
+    ],
+)
+def test_a_broken_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.safetensors").write_bytes(_file(_HEADER, 8))
+    (tmp_path / "b.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointUnreadable):
+        check_checkpoint(str(tmp_path))
