@@ -23,7 +23,7 @@ MAX_PROBLEMS = 10
 MAX_PROBLEM_CHARS = 300
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_STOP_TOKEN_IDS = 64
-MAX_TASKS = 1024  # of one submit; a client sends more in several
+MAX_TASKS = 4096  # of one submit; a client sends more in several
 MAX_SAMPLES = 1024
 MAX_MESSAGES = 1024
 MAX_CONTENT_CHARS = 1 << 20
@@ -196,14 +196,12 @@ class TaskBody(Body):
 class SubmitBody(Body):
     """What `POST /rollouts` takes: tasks, each sampled `num_samples` times.
 
-    A rollout may be sent in several pieces under one `rollout_id`; `first_index` is then the number of tasks
-    sent before. Group ids follow from both, so a piece whose answer was lost can be sent again.
+    With a `rollout_id` of the caller's own, a submit whose answer was lost can be sent again: it counts once.
     """
 
     tasks: Annotated[list[TaskBody], FailFast()] = Field(min_length=1, max_length=MAX_TASKS)
     num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     rollout_id: Id | None = None
-    first_index: int = Field(default=0, ge=0, le=_INT32_MAX)
 
 
 # --- control ----------------------------------------------------------------------------------------------

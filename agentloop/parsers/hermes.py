@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentloop.parsers import strict_json
 from agentloop.parsers.base import MAX_NAME_CHARS, DecodedText, MalformedCall, ParsedTurn, TurnBuilder
+from agentloop.parsers.strict_json import loads
 from agentloop.types import JSON
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -78,7 +78,7 @@ def _read_call(body: str) -> tuple[str, dict[str, JSON]]:
     if not (body := body.strip()):
         raise MalformedCall("the tool call is empty")
     try:
-        call = strict_json.loads(body)
+        call = loads(body)
     except ValueError as error:
         raise MalformedCall(f"the tool call is not valid JSON: {error}") from error
     if not isinstance(call, dict):
@@ -91,7 +91,7 @@ def _read_call(body: str) -> tuple[str, dict[str, JSON]]:
     arguments = call["arguments"]
     if isinstance(arguments, str):
         try:
-            arguments = strict_json.loads(arguments)
+            arguments = loads(arguments)
         except ValueError as error:
             raise MalformedCall(f'"arguments" is a string that is not valid JSON: {error}', name) from error
     if not isinstance(arguments, dict):

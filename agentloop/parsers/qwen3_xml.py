@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from agentloop.parsers import strict_json
 from agentloop.parsers.base import DecodedText, MalformedCall, ParsedTurn, TurnBuilder
+from agentloop.parsers.strict_json import loads
 from agentloop.types import JSON
 
 MAX_PARAMETERS = 256
@@ -162,7 +162,7 @@ def _typed(value: str, schema: Mapping[str, JSON] | None) -> JSON:
     if "boolean" in types and bare in ("True", "False"):  # older templates print Python's spelling
         return bare == "True"
     try:
-        return strict_json.loads(bare)
+        return loads(bare)
     except ValueError:
         if types:
             raise

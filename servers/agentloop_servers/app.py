@@ -22,11 +22,11 @@ from ray.serve.handle import DeploymentHandle
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
 from agentloop.errors import EngineLost, InvalidRequest
-from agentloop.logs import configure_logging
+from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.parsers import get_parser
 from agentloop.renderer import OnUnstable, Renderer
 from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec
-from agentloop.store import TrajectoryStore
+from agentloop.store import STORE_NAME, TrajectoryStore
 from agentloop.toolbox import Toolbox, load_tools
 from agentloop.worker import Worker, WorkerConfig
 from agentloop_servers.config import ServiceConfig
@@ -42,8 +42,6 @@ from agentloop_servers.replica import Replica
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
-STORE_NAME = "trajectories.sqlite"
-LOG_NAME = "service.log"
 SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
 SIMULATED_LATENCY = LatencyModel(
     prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5

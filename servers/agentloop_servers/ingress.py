@@ -204,12 +204,12 @@ class FrontDoor:
         return _json(answer)
 
     async def submit(self, body: Submit) -> Response:
-        """Accept tasks, durably; repeating a piece of a named rollout changes nothing."""
+        """Accept tasks, durably; repeating a named submit changes nothing."""
         self._check_names(body)
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
         groups = tuple(
             RolloutGroup(f"{rollout_id}-{index:06d}", task.to_task(), body.num_samples, rollout_id)
-            for index, task in enumerate(body.tasks, start=body.first_index)
+            for index, task in enumerate(body.tasks)
         )
         return _json(rollout_status(await self._ask(self._coordinator.submit(rollout_id, groups))))
 
@@ -239,7 +239,7 @@ class FrontDoor:
         return _json(rollout_status(await self._ask(self._coordinator.cancel(rollout_id))))
 
     def _check_names(self, body: SubmitBody) -> None:
-        """Refuse what no worker could run. Import paths are not resolved here: a task's own code runs in workers."""
+        """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""
         for index, task in enumerate(body.tasks):
             try:
                 if ":" not in task.loop:
@@ -251,7 +251,9 @@ class FrontDoor:
             unknown = [name for name in task.tools if self._tool_names is not None and name not in self._tool_names]
             if unknown:
                 known = ", ".join(sorted(self._tool_names or ()))
-                raise InvalidRequest(f"unknown tool {unknown[0]!r}; there are: {known}", param=f"tasks.{index}.tools")
+                raise InvalidRequest(
+                    f"unknown tool {unknown[0]!r}; there are: {known}", param=f"tasks.{index}.tools"
+                )
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         try:

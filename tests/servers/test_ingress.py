@@ -153,14 +153,14 @@ async def test_rollouts_from_submit_to_the_last_page(door: Door) -> None:
     status, answer, _ = await door.call("POST", "/rollouts", json=body)
     assert (status, answer["num_accepted"], answer["is_done"]) == (200, 6, True)
     again = await door.call("POST", "/rollouts", json=body)
-    assert again[1] == answer  # the same piece again
-    more = await door.call("POST", "/rollouts", json={**body, "first_index": 2})
-    assert more[1]["num_accepted"] == 12
-    assert list(door.coordinator.groups["mine"]) == [f"mine-{index:06d}" for index in range(4)]
-    assert (await door.call("GET", "/rollouts/mine"))[1]["num_finished"] == 12
-    status, page, _ = await door.call("GET", "/rollouts/mine/trajectories?after=10&limit=5")
+    assert again[1] == answer  # the same submit again
+    other = await door.call("POST", "/rollouts", json={**body, "num_samples": 1})
+    assert (other[0], other[1]["error"]["code"]) == (409, "conflict")
+    assert list(door.coordinator.groups["mine"]) == ["mine-000000", "mine-000001"]
+    assert (await door.call("GET", "/rollouts/mine"))[1]["num_finished"] == 6
+    status, page, _ = await door.call("GET", "/rollouts/mine/trajectories?after=4&limit=5")
     PageBody.model_validate(page)
-    assert (len(page["trajectories"]), page["cursor"]) == (2, 12)
+    assert (len(page["trajectories"]), page["cursor"]) == (2, 6)
     assert (await door.call("POST", "/rollouts/mine/cancel"))[0] == 200
     assert door.coordinator.is_cancelled
 

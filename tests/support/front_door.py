@@ -19,7 +19,7 @@ from agentloop.control import (
     UpdateReport,
 )
 from agentloop.engine import WeightUpdate
-from agentloop.errors import AgentLoopError, NotFound, Overloaded
+from agentloop.errors import AgentLoopError, Conflict, NotFound, Overloaded
 from agentloop.types import (
     FinishReason,
     GenerateRequest,
@@ -59,13 +59,14 @@ class FakeCoordinator:
         self.submitted.append((rollout_id, len(groups)))
         if len(groups) > self.num_queue_groups:
             raise Overloaded("the queue is full")
-        known = self.groups.setdefault(rollout_id, {})
-        finished = self.finished.setdefault(rollout_id, [])
-        for group in groups:
-            if group.group_id not in known:
-                known[group.group_id] = group
-                if not self.is_holding:
-                    finished += self._records(group)
+        given = {group.group_id: group for group in groups}
+        if rollout_id not in self.groups:
+            self.groups[rollout_id] = given
+            self.finished[rollout_id] = []
+            if not self.is_holding:
+                self.finished[rollout_id] += [record for group in groups for record in self._records(group)]
+        elif self.groups[rollout_id] != given:
+            raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
         self._wake()
         return self._status(rollout_id)
 

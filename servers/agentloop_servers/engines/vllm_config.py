@@ -89,6 +89,10 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics
         "enable_log_requests": False,
     }
-    if not is_cpu:
+    if is_cpu:
+        # A seeded request whose prefill is cut in chunks kills vLLM 0.32's CPU worker ("CPU Generator does not
+        # use offset").
+        arguments["enable_chunked_prefill"] = False
+    else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import shutil
 import tempfile
+import threading
 import warnings
 from typing import Any
 
@@ -15,6 +15,8 @@ from agentloop.errors import AgentLoopError, EngineError
 from agentloop_servers.engines.vllm_config import VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm_events import KVEventFeed
 from agentloop_servers.engines.vllm_values import one_line
+
+_IMPORT_LOCK = threading.Lock()
 
 EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded takes seconds to leave on busy cores
 
@@ -79,9 +81,8 @@ class VllmProcess:
                 llm.output_handler.cancel()
                 await asyncio.wait([llm.output_handler])
             await asyncio.to_thread(llm.shutdown, EXIT_TIMEOUT_S)
-            # It is part of a cycle, and its destructor fails if it runs only when the interpreter ends.
-            del llm
-            await asyncio.to_thread(gc.collect)
+            # Its destructor shuts it down once more, and fails where the interpreter has ended by then.
+            llm.shutdown = lambda *_: None
         if self._socket_dir is not None:
             await asyncio.to_thread(shutil.rmtree, self._socket_dir, ignore_errors=True)
 
@@ -100,9 +101,10 @@ class VllmProcess:
 
     def _construct(self, kv_endpoint: str) -> Any:
         prepare_environment(self._config)
-        with warnings.catch_warnings(action="ignore"):  # what vLLM and torch say of their own imports
+        # What vLLM and torch say of their own imports. The filters are the process's, so one thread at a time.
+        with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             arguments = AsyncEngineArgs(**engine_arguments(self._config, kv_endpoint))
-            return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.stats])
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.stats])

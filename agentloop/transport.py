@@ -1,0 +1,157 @@
+"""One HTTP exchange with the service, and its repeats: the client's only owner of sockets, keys and retries.
+
+What can succeed later (connection lost, 429, 503) is repeated until the retry budget is spent, honouring
+Retry-After. Errors leave as those of `errors.py`.
+"""
+
+from __future__ import annotations
+
+import io
+
+import aiohttp
+import orjson
+from pydantic import BaseModel
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_before_delay, wait_exponential_jitter
+
+from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable, from_wire
+
+_MAX_RETRY_AFTER_S = 60.0
+_MAX_CONNECTIONS = 2048  # concurrent calls beyond it wait here for one of the others
+
+_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1)
+
+
+class Retryable(Exception):
+    """A failure that may pass, and when the service said to come back."""
+
+    def __init__(self, error: AgentLoopError, retry_after_s: float | None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.retry_after_s = retry_after_s
+
+
+class Transport:
+    """A connection pool to one service. Open it before the first call, on the loop that makes the calls."""
+
+    def __init__(
+        self, url: str, api_key: str | None, admin_key: str | None, timeout_s: float, retry_timeout_s: float
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._api_key = api_key
+        self._admin_key = admin_key
+        self._retry_timeout_s = retry_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Get ready."""
+        connector = aiohttp.TCPConnector(limit=_MAX_CONNECTIONS)
+        self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+
+    async def close(self) -> None:
+        """Let go of every connection. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        accept: str = "application/json",
+        is_admin: bool = False,
+        extra_s: float = 0.0,
+        repeat_overloaded: bool = True,
+    ) -> bytes:
+        """One call with its repeats. Overloaded escapes as Retryable if it is not to be repeated here."""
+
+        def may_repeat(failure: BaseException) -> bool:
+            is_full = isinstance(failure, Retryable) and isinstance(failure.error, Overloaded)
+            return isinstance(failure, Retryable) and (repeat_overloaded or not is_full)
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(may_repeat),
+            stop=stop_before_delay(self._retry_timeout_s),
+            wait=_wait_s,
+            reraise=True,
+        )
+        try:
+            return await retrying(
+                self.exchange, method, path, body=body, accept=accept, is_admin=is_admin, extra_s=extra_s
+            )
+        except Retryable as failure:
+            if may_repeat(failure):
+                raise failure.error from failure
+            raise
+
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        accept: str = "application/json",
+        is_admin: bool = False,
+        extra_s: float = 0.0,
+    ) -> bytes:
+        """One request and its answer. Raises Retryable or what the service raised."""
+        if self._session is None:
+            raise InvalidRequest("use the client as a context manager: `async with RolloutClient(url) as client`")
+        headers = {"accept": accept}
+        key = self._admin_key if is_admin and self._admin_key is not None else self._api_key
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        data = None
+        if body is not None:
+            headers["content-type"] = "application/json"
+            data = io.BytesIO(body.model_dump_json().encode())
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=data,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=self.timeout_s + extra_s, sock_connect=10),
+            ) as answer:
+                content = await answer.read()
+        except aiohttp.InvalidURL as error:
+            raise InvalidRequest(f"not a URL: {self.url}") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            lost = ServiceUnavailable(f"no answer from {self.url}: {type(error).__name__} {error}".rstrip())
+            raise Retryable(lost, None) from error
+        if answer.status == 200:
+            return content
+        failure = _failure(answer.status, content)
+        if failure.retryable:
+            raise Retryable(failure, _retry_after_s(answer.headers.get("retry-after")))
+        raise failure
+
+
+def _wait_s(state: RetryCallState) -> float:
+    failure = state.outcome.exception() if state.outcome is not None else None
+    if isinstance(failure, Retryable) and failure.retry_after_s is not None:
+        return failure.retry_after_s
+    return _backoff(state)
+
+
+def _failure(status: int, content: bytes) -> AgentLoopError:
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        body = None
+    has_envelope = isinstance(body, dict) and isinstance(body.get("error"), dict)
+    if status >= 500 and not has_envelope:
+        # Not from our front door but from the proxy before it, while that has nobody to pass the call to.
+        return ServiceUnavailable(f"HTTP {status}: {content[:200].decode(errors='replace')}")
+    return from_wire(body, status)
+
+
+def _retry_after_s(header: str | None) -> float | None:
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return min(max(seconds, 0.0), _MAX_RETRY_AFTER_S)

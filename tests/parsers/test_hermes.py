@@ -1,0 +1,213 @@
+"""Calls between tags: what is read, what is reported as malformed, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop.errors import InvalidRequest
+from agentloop.parsers import DecodedText, ParsedTurn, get_parser
+from agentloop.parsers.base import MAX_CALLS
+from agentloop.types import CallStatus
+
+HOSTILE_CHARS = 500_000
+
+
+def parse(text: str, turn_index: int = 0) -> ParsedTurn:
+    """One token a character, so that spans are offsets into the text."""
+    return get_parser("hermes").parse(DecodedText(text, tuple(range(1, len(text) + 1))), [], turn_index)
+
+
+def call_text(name: str, arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_text_without_a_call_is_content():
+    assert parse("\nThe answer is 4.\n") == ParsedTurn("The answer is 4.", ())
+    assert parse("") == ParsedTurn("", ())
+
+
+def test_calls_have_ids_arguments_and_spans():
+    first, second = call_text("add", {"a": 1, "b": [2.5, None]}), call_text("sub", {})
+    text = f"Let me see.\n{first}\n{second}"
+
+    turn = parse(text, turn_index=3)
+
+    assert turn.content == "Let me see."
+    assert [(c.id, c.name, dict(c.arguments), c.status) for c in turn.calls] == [
+        ("call_3_0", "add", {"a": 1, "b": [2.5, None]}, CallStatus.OK),
+        ("call_3_1", "sub", {}, CallStatus.OK),
+    ]
+    assert [text[c.token_start : c.token_end] for c in turn.calls] == [first, second]
+
+
+def test_spans_cover_tokens_that_hold_part_of_a_call():
+    text = "xé<tool_call>{}</tool_call>y"
+    # tokens: "x" + first byte of é | second byte of é + "<tool" | the rest of the call and "y"
+    turn = get_parser("hermes").parse(DecodedText(text, (1, 7, len(text))), [], 0)
+    assert [(c.token_start, c.token_end) for c in turn.calls] == [(1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "error"),
+    [
+        ("", "", "empty"),
+        ("{", "", "not valid JSON"),
+        ("[1]", "", "not a JSON object"),
+        ("5", "", "not a JSON object"),
+        ('{"arguments": {}}', "", '"name"'),
+        ('{"name": "", "arguments": {}}', "", '"name"'),
+        ('{"name": 7, "arguments": {}}', "", '"name"'),
+        ('{"name": "add"}', "add", '"arguments"'),
+        ('{"name": "add", "arguments": [1]}', "add", "not a JSON object"),
+        ('{"name": "add", "arguments": null}', "add", "not a JSON object"),
+        ('{"name": "add", "arguments": "{"}', "add", "string that is not valid JSON"),
+        ('{"name": "add", "arguments": "[1]"}', "add", "not a JSON object"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "", "not valid JSON"),
+        ('{"name": "add", "arguments": {"a": -Infinity}}', "", "not valid JSON"),
+        ('{"name": "add", "arguments": {"a": 1e999}}', "", "infinity"),
+        ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "", "same key twice"),
+        ('{"name": "add", "arguments": {"a": 1180591620717411303424}}', "", "64 bits"),
+        ('{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}", "", "not valid JSON"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "", "surrogate"),
+        ('{"name": "add", "arguments": {"a": ' + "[" * 65 + "]" * 65 + "}}", "", "levels deep"),
+        ('{"name": "add", "arguments": {}} and more', "", "not valid JSON"),
+        ("{'name': 'add', 'arguments': {}}", "", "not valid JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_reported(body: str, name: str, error: str):
+    turn = parse(f"before <tool_call>{body}</tool_call> after {call_text('add', {})}")
+
+    broken, sound = turn.calls
+    assert (broken.status, broken.name, dict(broken.arguments)) == (CallStatus.MALFORMED, name, {})
+    assert broken.error is not None
+    assert error in broken.error
+    assert "\n" not in broken.error
+    assert (sound.status, sound.id) == (CallStatus.OK, "call_0_1")
+    assert turn.content == "before\nafter"
+
+
+def test_arguments_given_as_a_string_are_decoded_once():
+    (call,) = parse(call_text("add", json.dumps({"a": '{"b": 1}'}))).calls
+    assert dict(call.arguments) == {"a": '{"b": 1}'}
+
+
+def test_a_missing_close_tag_is_forgiven_if_the_json_is_complete():
+    complete = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
+    assert [c.status for c in parse(complete).calls] == [CallStatus.OK]
+    assert [c.status for c in parse(complete + complete).calls] == [CallStatus.OK] * 2
+    assert [c.status for c in parse(complete[:-10]).calls] == [CallStatus.MALFORMED]
+
+
+def test_tags_inside_a_json_string_belong_to_the_string():
+    arguments = {"code": "print('</tool_call><tool_call>{}</tool_call>')"}
+    turn = parse(f"a{call_text('python', arguments)}b")
+    assert [dict(c.arguments) for c in turn.calls] == [arguments]
+    assert turn.content == "a\nb"
+
+
+def test_an_unclosed_call_does_not_hide_the_next_one():
+    turn = parse(f'<tool_call>{{"name": "add", "argu{call_text("sub", {})}')
+    assert [(c.status, c.name) for c in turn.calls] == [(CallStatus.MALFORMED, ""), (CallStatus.OK, "sub")]
+
+
+def test_calls_beyond_the_cap_are_reported_as_one():
+    turn = parse(call_text("add", {}) * (MAX_CALLS + 1000))
+    assert [c.status for c in turn.calls] == [CallStatus.OK] * MAX_CALLS + [CallStatus.MALFORMED]
+    assert turn.calls[-1].error == f"1000 tool calls after the first {MAX_CALLS} were not read"
+    assert turn.calls[-1].token_start == turn.calls[-2].token_end
+
+
+def repeated(unit: str, num_chars: int) -> str:
+    return (unit * (num_chars // len(unit) + 1))[:num_chars]
+
+
+@pytest.mark.parametrize(
+    ("head", "unit", "tail"),
+    [
+        ("", "<tool_call>", ""),
+        ("", "<tool_call>", "</tool_call>"),
+        ("", '<tool_call>{"', ""),
+        ("", "<tool_call>{</tool_call>", ""),
+        ("", '<tool_call>{"name":"a","arguments":{}}</tool_call>', ""),
+        ('<tool_call>{"name":"a","arguments":', "[", ""),
+        ("<tool_call>", '"\\', "</tool_call>"),
+        ('<tool_call>{"', "</tool_call>", ""),
+        ("<tool_call>", " ", ""),
+        ('<tool_call>{"a":"', "é", ""),
+    ],
+)
+def test_hostile_text_takes_linear_time(head: str, unit: str, tail: str):
+    def cpu_s(num_chars: int) -> float:
+        text = head + repeated(unit, num_chars) + tail
+        decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
+        times = []
+        for _ in range(3):
+            started = time.process_time()
+            turn = get_parser("hermes").parse(decoded, [], 0)
+            times.append(time.process_time() - started)
+        assert turn.calls
+        assert len(turn.calls) <= MAX_CALLS + 1
+        return min(times)
+
+    quarter, whole = cpu_s(HOSTILE_CHARS // 4), cpu_s(HOSTILE_CHARS)
+    assert whole < 10 * quarter + 0.05  # quadratic code takes seconds here
+    assert whole < 0.5
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "a", "arguments": {}}',
+        '{"name": "',
+        '"',
+        "{",
+        "}",
+        "\n",
+        "é",
+        "x ",
+        "\\",
+    ]
+)
+
+
+@given(st.lists(FRAGMENTS | st.text(max_size=4), max_size=30).map("".join))
+def test_no_text_raises_and_no_call_vanishes(text: str):
+    turn = parse(text)
+    starts = [call.token_start for call in turn.calls]
+    assert starts == sorted(starts)
+    assert bool(turn.calls) == ("<tool_call>" in text)
+    outside, position = "", 0
+    for call in turn.calls:
+        assert text.startswith("<tool_call>", call.token_start)
+        assert call.token_start >= position
+        outside += text[position : call.token_start]
+        position = call.token_end
+    outside += text[position:]
+    assert "".join(turn.content.split()) == "".join(outside.split())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), json_values, max_size=4))
+def test_any_arguments_come_back(arguments: dict[str, object]):
+    text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
+    (call,) = parse(text).calls
+    assert (call.status, dict(call.arguments)) == (CallStatus.OK, arguments)
+
+
+def test_an_unknown_parser_is_refused():
+    with pytest.raises(InvalidRequest, match="hermes") as caught:
+        get_parser("nonsense")
+    assert caught.value.param == "parser"

@@ -1,0 +1,244 @@
+"""Weight updates on real vLLM (CPU), proved against transformers: an engine compared with itself would not notice
+that a layer kept its old weights.
+
+The tied model is the shipped policy in bfloat16; the untied one is random, and its engine starts with dummy weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agentloop.engine import Delta, WeightUpdate
+from agentloop.errors import CheckpointUnreadable, EngineLost, EngineUnusable, WeightUpdateFailed
+from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+
+pytestmark = pytest.mark.engine
+
+POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
+SAME = 0.02  # mean absolute difference of logprobs: bfloat16 against float32
+DIFFERENT = 0.1
+TIE = 0.15  # nats between two ids that bfloat16 may swap
+
+
+def config(model: Path, **changed: object) -> VllmConfig:
+    fields: dict[str, object] = {
+        "model": str(model),
+        "initial_version": 0,
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "kv_cache_memory_bytes": 64 * 2**20,
+    }
+    return VllmConfig(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two random checkpoints without tied embeddings, in two files each."""
+    fields = json.loads((POLICY / "v0" / "config.json").read_text())
+    fields |= {"tie_word_embeddings": False, "initializer_range": 0.06, "num_hidden_layers": 2}
+    folders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**fields)).to(torch.bfloat16)
+        folder = tmp_path_factory.mktemp("untied") / f"v{seed}"
+        model.save_pretrained(folder, max_shard_size="1MB")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+@pytest.fixture(scope="module")
+async def tied_engine() -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(config(POLICY / "v0"))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+async def dummy_engine(
+    untied: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[VllmEngine]:
+    folder = tmp_path_factory.mktemp("no weights")
+    (folder / "config.json").write_bytes((untied[0] / "config.json").read_bytes())
+    engine = VllmEngine(config(folder, initial_version=None, load_format="dummy"))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def prompts() -> list[tuple[int, ...]]:
+    tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
+    questions = ("What is 37 * 12 + 5?", "What is 8 + 9?", "What is (4 + 6) * 11?", "What is 90 - 17?")
+    texts = (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in questions)
+    return [tuple(tokenizer.encode(text).ids) for text in texts]
+
+
+def logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+    """The independent model: float32 logits of every position."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def mean_difference(folder: Path, prompt: tuple[int, ...], generation: Generation) -> float:
+    ids = (*prompt, *generation.token_ids)
+    logprobs = logits(folder, ids[:-1])[len(prompt) - 1 :].log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+    return float((own - torch.tensor(generation.logprobs)).abs().mean())
+
+
+async def sampled(engine: VllmEngine, name: str) -> list[tuple[tuple[int, ...], Generation]]:
+    requests = [
+        GenerateRequest(f"{name}-{index}", prompt, SamplingParams(max_tokens=64, seed=index))
+        for index, prompt in enumerate(prompts())
+    ]
+    generations = await asyncio.gather(*(engine.generate(request) for request in requests))
+    return [(request.token_ids, generation) for request, generation in zip(requests, generations, strict=True)]
+
+
+async def assert_holds(engine: VllmEngine, folder: Path, other: Path) -> None:
+    for prompt, generation in await sampled(engine, "proof"):
+        assert mean_difference(folder, prompt, generation) < SAME
+        assert mean_difference(other, prompt, generation) > DIFFERENT
+
+
+async def update(engine: VllmEngine, version: int, folder: Path, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
+    await engine.stage(WeightUpdate(version, str(folder)))
+    await engine.pause(PauseMode.KEEP, kv_policy)
+    await engine.commit(version)
+    await engine.resume()
+
+
+async def test_a_tied_model_computes_with_the_committed_weights(tied_engine: VllmEngine) -> None:
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+    await update(tied_engine, 1, POLICY / "v1")
+    await assert_holds(tied_engine, POLICY / "v1", POLICY / "v0")
+    await update(tied_engine, 2, POLICY / "v0")
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+async def test_a_dummy_loaded_engine_serves_from_its_first_commit(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path]
+) -> None:
+    request = GenerateRequest("early", (1, 2, 3), SamplingParams(max_tokens=4))
+    assert dummy_engine.weight_version is None
+    assert not dummy_engine.is_usable
+    with pytest.raises(EngineUnusable):
+        await dummy_engine.generate(request)
+    await update(dummy_engine, 7, untied[0])
+    assert dummy_engine.weight_version == 7
+    assert dummy_engine.is_usable
+    await assert_holds(dummy_engine, untied[0], untied[1])
+
+
+async def test_an_untied_model_computes_with_the_committed_weights(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path]
+) -> None:
+    await update(dummy_engine, 8, untied[1])
+    await assert_holds(dummy_engine, untied[1], untied[0])
+
+
+async def test_a_load_that_breaks_half_way_is_repaired_by_the_next(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The second file loses a tensor after it was staged, so a layer gets some of its weights and no more."""
+    for source in untied[0].glob("*.safetensors"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    await dummy_engine.stage(WeightUpdate(9, str(tmp_path)))
+    broken = next(path for path in sorted(tmp_path.iterdir()) if any("k_proj" in name for name in load_file(path)))
+    tensors = load_file(broken)
+    save_file({name: tensor for name, tensor in tensors.items() if "k_proj" not in name}, broken)
+    await dummy_engine.pause(PauseMode.KEEP)
+    with pytest.raises(WeightUpdateFailed, match="layer model.layers"):
+        await dummy_engine.commit(9)
+    assert not dummy_engine.is_usable
+    assert dummy_engine.weight_version is None
+    await update(dummy_engine, 10, untied[0])
+    await assert_holds(dummy_engine, untied[0], untied[1])
+
+
+async def test_a_checkpoint_of_another_model_is_refused(dummy_engine: VllmEngine, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnreadable, match="served model"):
+        await dummy_engine.stage(WeightUpdate(11, str(POLICY / "v0")))
+    save_file({"model.embed_tokens.weight": torch.zeros(4, 4, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointUnreadable, match="not a float type"):
+        await dummy_engine.stage(WeightUpdate(11, str(tmp_path)))
+    assert dummy_engine.is_usable
+
+
+async def greedy_across_update(engine: VllmEngine, prompt: tuple[int, ...], folder: Path) -> Generation:
+    """A greedy generation whose weights are swapped under RECOMPUTE after some tokens."""
+    version = engine.weight_version
+    assert version is not None
+    request = GenerateRequest("across", prompt, SamplingParams(max_tokens=160, temperature=0.0))
+    num_tokens, update_task = 0, None
+    async for piece in engine.stream(request):
+        if isinstance(piece, Generation):
+            assert update_task is not None
+            await update_task
+            return piece
+        assert isinstance(piece, Delta)
+        num_tokens += len(piece.token_ids)
+        if num_tokens >= 8 and update_task is None:
+            update_task = asyncio.create_task(update(engine, version + 1, folder, KVPolicy.RECOMPUTE))
+    raise AssertionError("a stream ends with its generation")
+
+
+async def test_recompute_goes_on_as_a_fresh_engine_with_the_new_weights_does(tied_engine: VllmEngine) -> None:
+    """Equal ids; in bfloat16 two ids may lie closer than prefill and decode round, so where the paths part, the
+    independent model must find the two ids tied."""
+    prompt, folder = prompts()[0], POLICY / "v1"
+    both = await greedy_across_update(tied_engine, prompt, folder)
+    old, new = both.weight_versions
+    assert (old.start, new.end) == (0, 160)
+    prefix = prompt + both.token_ids[: old.end]
+    children = set(multiprocessing.active_children())
+    fresh = VllmEngine(config(folder, initial_version=1))
+    await fresh.start()
+    (process,) = set(multiprocessing.active_children()) - children
+    try:
+        rest = SamplingParams(max_tokens=160 - old.end, temperature=0.0)
+        expected = await fresh.generate(GenerateRequest("fresh", prefix, rest))
+        assert_same_greedy_path(folder, prefix, both.token_ids[old.end :], expected.token_ids)
+        await assert_dies_cleanly(fresh, process.pid)
+    finally:
+        await fresh.close()
+
+
+def assert_same_greedy_path(
+    folder: Path, prefix: tuple[int, ...], ids: Sequence[int], others: Sequence[int]
+) -> None:
+    pairs = enumerate(zip(ids, others, strict=True))
+    parted = next((index for index, (a, b) in pairs if a != b), None)
+    if parted is not None:
+        last = logits(folder, (*prefix, *ids[:parted]))[-1]
+        assert abs(float(last[ids[parted]] - last[others[parted]])) < TIE
+    assert parted is None or parted >= 8
+
+
+async def assert_dies_cleanly(engine: VllmEngine, pid: int | None) -> None:
+    """A killed engine process: calls in flight, and later ones, raise EngineLost."""
+    assert pid is not None
+    request = GenerateRequest("last", prompts()[0], SamplingParams(max_tokens=400))
+    call = asyncio.create_task(engine.generate(request))
+    while engine.load().num_running == 0:
+        await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        await asyncio.wait_for(call, 30)
+    with pytest.raises(EngineLost):
+        await engine.check_health()

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from agentloop.errors import InvalidRequest, NotFound
+from agentloop.export import export
+from agentloop.store import TrajectoryStore
+from agentloop.types import CallStatus, Message, StopReason, ToolCall
+from tests.support.samples import make_group, make_path, make_trajectory
+
+ISSUE_COLUMNS = [
+    "task_id",
+    "group_id",
+    "sample_index",
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "logprobs",
+    "weight_versions",
+    "turns",
+    "messages",
+    "reward",
+    "stop_reason",
+    "complete",
+    "num_tool_calls",
+    "num_tool_errors",
+    "timings",
+]
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    path = tmp_path / "trajectories.sqlite"
+    store = TrajectoryStore(path)
+    store.accept("r", [make_group("a", 2), make_group("b", 1)])
+    store.accept("s", [make_group("a", 1)])
+    store.commit(
+        [
+            make_trajectory("a", 0),
+            make_trajectory("a", 1, paths=(), reward=None, stop_reason=StopReason.PROMPT_TOO_LONG),
+            make_trajectory("b", 0, paths=(make_path(), make_path(((1, 0, 3), (2, 5, 8))))),
+            make_trajectory("a", 0, rollout_id="s"),
+        ]
+    )
+    store.close()
+    return path
+
+
+def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    assert export(store_path, out, "parquet", "r") == 4
+    table = pq.read_table(out)
+    assert table.column_names[: len(ISSUE_COLUMNS)] == ISSUE_COLUMNS
+    assert table.schema.field("prompt_ids").type.value_type == pa.int32()
+    assert table.schema.field("logprobs").type.value_type == pa.float32()
+    assert table.schema.field("response_mask").type.value_type == pa.bool_()
+    row = table.to_pylist()[0]
+    assert row["response_ids"] == list(range(100, 108))
+    assert row["logprobs"] == [-0.25, -0.25, -0.25, 0.0, 0.0, -0.25, -0.25, -0.25]
+    assert row["weight_versions"] == [{"version": 0, "start": 0, "end": 3}, {"version": 0, "start": 5, "end": 8}]
+    assert row["turns"][1] == {
+        "prompt_len": 15,
+        "start": 5,
+        "end": 8,
+        "finish_reason": "stop",
+        "replica_id": "replica-0",
+        "cached_tokens": 8,
+    }
+    assert row["timings"] == {"queue_s": 0.1, "generate_s": 0.2, "tool_s": 0.3, "reward_s": 0.4, "total_s": 1.0}
+    assert (row["complete"], row["reward"], row["stop_reason"]) == (True, 1.0, "completed")
+
+
+def test_jsonl_says_the_same_as_parquet(store_path: Path, tmp_path: Path) -> None:
+    export(store_path, tmp_path / "out.parquet", "parquet")
+    export(store_path, tmp_path / "out.jsonl", "jsonl")
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(line) for line in lines] == pq.read_table(tmp_path / "out.parquet").to_pylist()
+
+
+def test_messages_are_in_the_openai_format(store_path: Path, tmp_path: Path) -> None:
+    export(store_path, tmp_path / "out.parquet", "parquet", "r")
+    messages = orjson.loads(pq.read_table(tmp_path / "out.parquet")["messages"][0].as_py())
+    call = messages[1]["tool_calls"][0]
+    assert call == {
+        "id": "call-1",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": '{"expression":"2 + 3"}'},
+    }
+    assert messages[2] == {"role": "tool", "content": "5", "tool_call_id": "call-1", "name": "calculator"}
+    assert messages[3]["content"] == "5 \u2713\n\x00"
+
+
+def test_a_malformed_call_keeps_its_error(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "s")
+    store.accept("r", [make_group()])
+    call = ToolCall("call-1", "", status=CallStatus.MALFORMED, error="no name")
+    trajectory = make_trajectory()
+    object.__setattr__(trajectory, "messages", (Message("assistant", "", (call,)),))
+    store.commit([trajectory])
+    store.close()
+    export(tmp_path / "s", tmp_path / "o", "jsonl")
+    [message] = orjson.loads(orjson.loads((tmp_path / "o").read_bytes())["messages"])
+    assert message["tool_calls"][0]["error"] == "no name"
+
+
+def test_a_forked_trajectory_gives_a_row_a_path_and_a_pathless_one_an_empty_row(
+    store_path: Path, tmp_path: Path
+) -> None:
+    export(store_path, tmp_path / "out.parquet", "parquet", "r")
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [(row["group_id"], row["branch"], row["num_branches"]) for row in rows] == [
+        ("a", 0, 1),
+        ("a", 0, 0),
+        ("b", 0, 2),
+        ("b", 1, 2),
+    ]
+    empty = rows[1]
+    assert (empty["prompt_ids"], empty["turns"], empty["reward"], empty["complete"]) == ([], [], None, False)
+
+
+def test_row_groups_bound_memory(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "s")
+    store.accept("r", [make_group(num_samples=1200)])
+    store.commit([make_trajectory(sample_index=index) for index in range(1200)])
+    store.close()
+    assert export(tmp_path / "s", tmp_path / "o", "parquet") == 1200
+    file = pq.ParquetFile(tmp_path / "o")
+    assert file.metadata.num_row_groups == 3
+    assert np.array_equal(file.read(["sample_index"])["sample_index"].to_numpy(), np.arange(1200))
+    file.close()
+
+
+def test_an_empty_store_gives_a_readable_file(tmp_path: Path) -> None:
+    TrajectoryStore(tmp_path / "s").close()
+    assert export(tmp_path / "s", tmp_path / "o", "parquet") == 0
+    assert pq.read_table(tmp_path / "o").num_rows == 0
+
+
+def test_failures_leave_no_file_behind(store_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        export(store_path, tmp_path / "out.parquet", "parquet", "nobody")
+    with pytest.raises(InvalidRequest):
+        export(store_path, tmp_path / "out.csv", "csv")  # type: ignore[arg-type]
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))} == set()
