@@ -1,8 +1,7 @@
 """The client SDK: everything a trainer asks of the service, over HTTP.
 
-Retries have one owner, `transport.py`: every call repeats what can succeed later (connection lost, 429, 503) until its retry
-budget is spent, honouring Retry-After. That is safe because every call is keyed or idempotent; a repeated
-`generate` samples anew. Errors are those of `errors.py`, as the service raised them.
+Every call repeats what can succeed later (`transport.py`). That is safe because each is keyed or idempotent; a
+repeated `generate` samples anew. Errors are those of `errors.py`, as the service raised them.
 
     async with RolloutClient(url) as client:
         rollout = await client.submit(tasks, num_samples=8)
@@ -243,13 +242,13 @@ class Rollout:
         while self._ready or await self._read_page():
             yield self._ready.popleft()
 
-    async def status(self) -> tuple[RolloutStatus, ...]:
-        """The counts at this moment, one for each of `rollout_ids`."""
-        return tuple([await self._client.rollout_status(name) for name in self._parts])
+    async def status(self) -> RolloutStatus:
+        """The counts at this moment, under the first of `rollout_ids`."""
+        return _sum([await self._client.rollout_status(name) for name in self._parts])
 
-    async def cancel(self) -> tuple[RolloutStatus, ...]:
+    async def cancel(self) -> RolloutStatus:
         """End what is queued or running; iteration then delivers those records too."""
-        return tuple([await self._client.cancel(name) for name in self._parts])
+        return _sum([await self._client.cancel(name) for name in self._parts])
 
     def expect(self, rollout_id: str, num_trajectories: int) -> None:
         """A piece is about to be sent."""
@@ -282,6 +281,16 @@ class Rollout:
         # A record that the store cannot read any more is never delivered: an empty page then is the end.
         is_empty_end = page.status.is_done and not page.trajectories
         part.is_over = is_empty_end or part.num_read >= part.num_trajectories
+
+
+def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
+    return RolloutStatus(
+        rollout_id=statuses[0].rollout_id,
+        num_accepted=sum(status.num_accepted for status in statuses),
+        num_finished=sum(status.num_finished for status in statuses),
+        num_running=sum(status.num_running for status in statuses),
+        num_queued=sum(status.num_queued for status in statuses),
+    )
 
 
 def _piece(tasks: list[dict[str, Any]], start: int, max_tasks: int) -> list[dict[str, Any]]:

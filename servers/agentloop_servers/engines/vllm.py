@@ -293,15 +293,18 @@ class VllmEngine:
             self._require_alive()
             if self._state is not _State.PAUSED:
                 raise Conflict("weights are committed to a paused engine only")
-            update = self._require_staging().take(version)
+            staging = self._require_staging()
+            update = staging.take(version)
             self._weight_version = None
             try:
                 async with asyncio.timeout(self._config.commit_timeout_s):
+                    await asyncio.to_thread(staging.recheck, update)
                     await self._process.llm.collective_rpc("load_directory", args=(update.directory,))
                     if version in self._committed:
                         # KV under this version's salt may be of other weights.
                         await self._clear_cache()
                     await self._stamp(version)
+                staging.confirm()
             except BaseException as error:  # cancelled too: the weights are of unknown state
                 await self._end_all(EngineUnusable("its weights are of unknown state"))
                 if isinstance(error, Exception):

@@ -81,6 +81,8 @@ class VllmProcess:
                 llm.output_handler.cancel()
                 await asyncio.wait([llm.output_handler])
             await asyncio.to_thread(llm.shutdown, EXIT_TIMEOUT_S)
+            await asyncio.sleep(0)  # the shutdown closes its sockets from a callback of this loop
+            llm.engine_core.resources.ctx.destroy(linger=0)  # which it leaves open
             # Its destructor shuts it down once more, and fails where the interpreter has ended by then.
             llm.shutdown = lambda *_: None
         if self._socket_dir is not None:

@@ -118,7 +118,8 @@ class Staging:
         self._is_tied = has_tied_embeddings(model)
         has_weights = not is_dummy or any(Path(model).glob("*.safetensors"))
         self._served = inspect_checkpoint(model) if has_weights else None
-        self._staged: tuple[WeightUpdate, CheckpointInfo] | None = None
+        self._staged: WeightUpdate | None = None
+        self._checkpoint: CheckpointInfo | None = None  # the form of the last one staged
 
     def stage(self, update: WeightUpdate) -> None:
         """Check and read the update; blocks. Raises CheckpointUnreadable, what was staged before then stays."""
@@ -126,17 +127,24 @@ class Staging:
         if self._served is not None:
             check_fits(checkpoint, self._served, is_tied=self._is_tied)
         read_through(checkpoint)
-        self._staged = update, checkpoint
+        self._staged, self._checkpoint = update, checkpoint
 
     def take(self, version: int) -> WeightUpdate:
         """The staged update, for one commit. Raises Conflict if it is not of this version."""
-        if self._staged is None or self._staged[0].version != version:
-            held = "nothing" if self._staged is None else f"version {self._staged[0].version}"
+        if self._staged is None or self._staged.version != version:
+            held = "nothing" if self._staged is None else f"version {self._staged.version}"
             raise Conflict(f"version {version} cannot be committed: {held} is staged")
-        (update, checkpoint), self._staged = self._staged, None
-        if self._served is None:
-            self._served = checkpoint
+        update, self._staged = self._staged, None
         return update
+
+    def recheck(self, update: WeightUpdate) -> None:
+        """Raise CheckpointUnreadable if the folder is no longer what was staged; blocks, reads headers."""
+        if inspect_checkpoint(update.directory) != self._checkpoint:
+            raise CheckpointUnreadable(f"{update.directory} was changed after it was staged", param="directory")
+
+    def confirm(self) -> None:
+        """The taken update is served now."""
+        self._served = self._served or self._checkpoint
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
