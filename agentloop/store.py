@@ -18,8 +18,9 @@ from typing import TypeVar
 import structlog
 
 from agentloop import codec
+from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest, NotFound
-from agentloop.types import RolloutGroup, Trajectory
+from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
 STORE_NAME = "trajectories.sqlite"
 """The store's file within a run directory."""
@@ -36,6 +37,9 @@ CREATE TABLE IF NOT EXISTS trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL,
     sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL,
     UNIQUE (rollout_id, group_id, sample_index));
+CREATE TABLE IF NOT EXISTS weights (
+    id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, directory TEXT NOT NULL,
+    kv_policy TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
 """
 _COUNT_FINISHED = """
@@ -170,6 +174,16 @@ class TrajectoryStore:
     def rollouts(self) -> list[str]:
         """Every rollout ever accepted, by id."""
         return [row[0] for row in self._db.execute("SELECT rollout_id FROM rollouts ORDER BY rollout_id")]
+
+    def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Remember the update that the fleet serves: a restarted coordinator brings late replicas to it."""
+        row = (update.version, update.directory, kv_policy.value)
+        self._write(("INSERT OR REPLACE INTO weights VALUES (1, ?, ?, ?)", [row]))
+
+    def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
+        """The last update saved, or None."""
+        row = self._db.execute("SELECT version, directory, kv_policy FROM weights").fetchone()
+        return None if row is None else (WeightUpdate(row[0], row[1]), KVPolicy(row[2]))
 
     def close(self) -> None:
         """Let go of the file. Idempotent."""

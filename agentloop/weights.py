@@ -87,13 +87,16 @@ class WeightController:
         clock: Clock,
         config: WeightConfig | None = None,
         on_commit: Callable[[], None] | None = None,
+        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_commit` is called, synchronously, when the fleet has begun to serve a new version."""
+        """`on_staged` is awaited once an update can only go forward: from there a restarted controller goes on
+        with it (`restore`). `on_commit` is called when the fleet has begun to serve the new version."""
         self._fleet = fleet
         self._connect = connect
         self._clock = clock
         self._config = config or WeightConfig()
         self._on_commit = on_commit
+        self._on_staged = on_staged
         self._state = UpdateState.IDLE
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,6 +125,11 @@ class WeightController:
         """A replica is gone: drop what was kept for it."""
         self._engines.pop(replica_id, None)
 
+    def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Take over what an earlier controller was bringing the fleet to; replicas catch up as they register."""
+        self._current = (update, kv_policy)
+        self._fleet.set_weight_version(update.version)
+
     # --- updates ---
 
     async def update(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
@@ -140,6 +148,8 @@ class WeightController:
         self._move(UpdateState.STAGING)
         try:
             await self._stage(tracks, update)
+            if self._on_staged is not None:
+                await self._on_staged(update, kv_policy)
             async with self._gate:
                 self._move(UpdateState.PAUSING)
                 await self._pause(tracks, kv_policy)

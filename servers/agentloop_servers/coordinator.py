@@ -60,7 +60,7 @@ class Coordinator:
         self._log = log = structlog.get_logger("coordinator") if log is None else log
         self._store = StoreThread(store, executor)
         changed = Wakeup()
-        self._fleet = FleetDesk(connect, config, clock, log, changed)
+        self._fleet = FleetDesk(connect, config, clock, log, changed, self._store.save_weights)
         self._work = WorkDesk(self._store, self._fleet, config, clock, log, changed)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None] | None = None
@@ -68,6 +68,9 @@ class Coordinator:
 
     async def start(self) -> None:
         """Queue what an earlier coordinator left unfinished, and begin to watch."""
+        saved = await self._store.saved_weights()
+        if saved is not None:
+            self._fleet.restore(*saved)
         await self._work.restore()
         self._watching = asyncio.create_task(self._watch(), name="coordinator-watch")
 

@@ -7,7 +7,7 @@ It notifies `changed` whenever places may have become free or taken.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from structlog.typing import FilteringBoundLogger
 
@@ -33,6 +33,7 @@ class FleetDesk:
         clock: Clock,
         log: FilteringBoundLogger,
         changed: Wakeup,
+        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]],
     ) -> None:
         self._config = config
         self._clock = clock
@@ -41,7 +42,12 @@ class FleetDesk:
         self._fleet = Fleet(config.fleet)
         self.balancer = Balancer(self._fleet, config.balancer)
         self._weights = WeightController(
-            self._fleet, connect, clock, config.weights, on_commit=self.balancer.begin_epoch
+            self._fleet,
+            connect,
+            clock,
+            config.weights,
+            on_commit=self.balancer.begin_epoch,
+            on_staged=on_staged,
         )
         self._catching_up: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
@@ -150,6 +156,10 @@ class FleetDesk:
             self.balancer.release(lease, num_tokens)
 
     # --- weights ---
+
+    def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Before any replica registers: what an earlier coordinator was bringing the fleet to."""
+        self._weights.restore(update, kv_policy)
 
     async def update(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
         self._log.info("update_begins", version=update.version, kv_policy=kv_policy)

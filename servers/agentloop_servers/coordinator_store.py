@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from agentloop.types import RolloutGroup, Trajectory
+from agentloop.engine import WeightUpdate
+from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
 T = TypeVar("T")
 
@@ -35,6 +36,12 @@ class Store(Protocol):
 
     def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         """Groups with the samples that lack a record."""
+
+    def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Remember the update that the fleet serves; durable on return."""
+
+    def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
+        """The last update saved, or None."""
 
     def close(self) -> None:
         """Let go of the file."""
@@ -62,6 +69,12 @@ class StoreThread:
 
     async def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         return await self._call(self._store.unfinished)
+
+    async def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        await self._call(lambda: self._store.save_weights(update, kv_policy))
+
+    async def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
+        return await self._call(self._store.saved_weights)
 
     async def commit(self, trajectory: Trajectory) -> None:
         """Return once this record is durable; raises what the store raised for it."""

@@ -138,3 +138,15 @@ async def test_a_replica_restarted_under_its_name_gets_its_leases_moved(site, co
     await site.clock.sleep(0.1)
     again = await coordinator.lease("s", 10)
     assert (lease.url, again.url) == ("fake://a", "fake://a2")
+
+
+@service("a", "b")
+async def test_a_restart_remembers_the_weights_and_late_replicas_catch_up(site, coordinator):
+    await coordinator.update_weights(WeightUpdate(5, "/weights/5"), None)
+    await site.stop()
+    coordinator = await site.start()
+    await site.join("late", version=0)
+    await site.clock.sleep(10)
+    assert (await coordinator.status()).weight_version == 5
+    assert await site.states() == {"a": "ready", "b": "ready", "late": "ready"}
+    assert site.engines["late"].weight_version == 5

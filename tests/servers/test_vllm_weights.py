@@ -30,6 +30,7 @@ from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 pytestmark = pytest.mark.engine
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
+END_OF_TURN = json.loads((POLICY / "v0" / "config.json").read_text())["eos_token_id"]
 SAME = 0.02  # mean absolute difference of logprobs: bfloat16 against float32
 DIFFERENT = 0.1
 TIE = 0.15  # nats between two ids that bfloat16 may swap
@@ -112,9 +113,12 @@ def mean_difference(folder: Path, pairs: list[tuple[tuple[int, ...], Generation]
 
 
 async def sampled(engine: VllmEngine, name: str) -> list[tuple[tuple[int, ...], Generation]]:
+    # Up to the end of the turn: what a policy says after it is noise, on which bfloat16 rounds coarsely.
     requests = [
-        GenerateRequest(f"{name}-{index}", prompt, SamplingParams(max_tokens=64, seed=index))
-        for index, prompt in enumerate(prompts())
+        GenerateRequest(
+            f"{name}-{index}", prompt, SamplingParams(max_tokens=64, seed=index, stop_token_ids=(END_OF_TURN,))
+        )
+        for index, prompt in enumerate(prompts() * 4)
     ]
     generations = await asyncio.gather(*(engine.generate(request) for request in requests))
     return [(request.token_ids, generation) for request, generation in zip(requests, generations, strict=True)]

@@ -31,7 +31,7 @@ from agentloop.errors import (
     EngineUnusable,
     WeightUpdateFailed,
 )
-from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
+from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop.validate import check_request, room_tokens
 from agentloop_servers.engines import vllm_values as values
 from agentloop_servers.engines.vllm_config import VllmConfig, prepare_environment
@@ -145,7 +145,7 @@ class VllmEngine:
             except TimeoutError as error:
                 raise _too_late(request) from error
         if output is None:
-            return self._empty(request)
+            return values.nothing(request, self.load())
         completion = output.outputs[0]
         token_ids, logprobs = tuple(completion.token_ids), values.logprobs_of(completion)
         return values.to_generation(request, output, token_ids, logprobs, self.load())
@@ -177,7 +177,7 @@ class VllmEngine:
                         tuple(token_ids[part]), tuple(logprobs[part]), values.clip(spans, part.start, part.stop)
                     )
         if output is None:
-            yield self._empty(request)
+            yield values.nothing(request, self.load())
         else:
             yield values.to_generation(request, output, tuple(token_ids), tuple(logprobs), self.load())
 
@@ -231,9 +231,6 @@ class VllmEngine:
                     yield output
         except Exception as error:
             raise (call.verdict or values.translate(error)) from error
-
-    def _empty(self, request: GenerateRequest) -> Generation:
-        return Generation(request.request_id, (), (), (), FinishReason.ABORT, load=self.load())
 
     async def _abort(self, calls: list[_Call]) -> None:
         for call in calls:

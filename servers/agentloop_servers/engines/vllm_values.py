@@ -119,6 +119,11 @@ def to_generation(
     )
 
 
+def nothing(request: GenerateRequest, load: Load) -> Generation:
+    """The answer to a request that was aborted before vLLM saw it."""
+    return Generation(request.request_id, (), (), (), FinishReason.ABORT, load=load)
+
+
 def translate(error: Exception) -> AgentLoopError:
     """Our error for one that vLLM raised."""
     from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
