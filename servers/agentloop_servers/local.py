@@ -65,7 +65,7 @@ def start_ray(run_dir: Path) -> None:
         configure_logging=False,
     )
     link = run_dir / RAY_LINK
-    link.symlink_to(Path(context["session_dir"]) / "logs")
+    link.symlink_to(Path(context.address_info["session_dir"]) / "logs")
 
 
 def stop_ray() -> None:
