@@ -163,14 +163,14 @@ def build(args: dict[str, Any]) -> serve.Application:
     """The application of a Serve config's `args`; see ServiceConfig."""
     config = ServiceConfig.model_validate(args)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(Path("runs"))
-    return application(config, run_dir.resolve())
+    return application(config, run_dir)
 
 
 def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     """The four deployments, bound. Raises InvalidRequest if the model is not there."""
     config.model_path()
     secret = secrets.token_hex(16)
-    common = (config, run_dir, secret)
+    common = (config, run_dir.resolve(), secret)  # replicas have working directories of their own
     coordinator = serve.deployment(
         CoordinatorDeployment,
         name="Coordinator",

@@ -10,14 +10,19 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import ray
+import structlog
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
 from agentloop.errors import ServiceUnavailable
@@ -25,7 +30,11 @@ from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.http_guard import Keys
 
+T = TypeVar("T")
+
 START_TIMEOUT_S = 600.0
+_log = structlog.get_logger("local")
+
 RAY_LINK = "ray"  # within the run directory: the session whose logs hold what Ray and the engines printed
 
 
@@ -33,23 +42,19 @@ RAY_LINK = "ray"  # within the run directory: the session whose logs hold what R
 async def running_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator[str]:
     """Start the service, yield its base URL once it is ready, stop everything on the way out.
 
-    Raises ServiceUnavailable if it is not ready within START_TIMEOUT_S; the run directory says why.
+    Raises InvalidRequest for a config that cannot run, and ServiceUnavailable if the service does not start; the
+    run directory's link to Ray's logs leads to the reason.
     """
     Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env).check_bind(config.host)
-    port = config.port or free_port(config.host)
-    start_ray(run_dir)
+    app = application(config, run_dir)
+    url = f"http://{config.host}:{config.port or free_port(config.host)}"
     try:
-        # In a thread, so that Ctrl-C ends the wait; the shutdown below then ends the thread's call too.
-        starting = asyncio.create_task(asyncio.to_thread(_deploy, config, run_dir, port))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await asyncio.shield(starting)
-        url = f"http://{config.host}:{port}"
-        await _wait_until_ready(url)
+        start_ray(run_dir)
+        await _to_its_end(_deploy, app, url)
+        await _wait_until_ready(url, run_dir)
         yield url
-    except TimeoutError as error:
-        raise ServiceUnavailable(f"not ready within {START_TIMEOUT_S:g} s: see {run_dir / RAY_LINK}") from error
     finally:
-        await asyncio.shield(asyncio.to_thread(stop_ray))
+        await _to_its_end(stop_ray)
 
 
 def start_ray(run_dir: Path) -> None:
@@ -64,40 +69,67 @@ def start_ray(run_dir: Path) -> None:
         logging_level=logging.ERROR,
         configure_logging=False,
     )
-    link = run_dir / RAY_LINK
-    link.symlink_to(Path(context.address_info["session_dir"]) / "logs")
+    (run_dir / RAY_LINK).symlink_to(Path(context.address_info["session_dir"]) / "logs")
 
 
 def stop_ray() -> None:
     """End the application gracefully, then Ray. Safe to call when neither runs."""
-    if ray.is_initialized():
-        try:
-            serve.delete(APP_NAME)  # replicas close their engines; Serve itself ends with Ray
-        finally:
-            ray.shutdown()
+    if not ray.is_initialized():
+        return
+    try:
+        serve.delete(APP_NAME)  # replicas close their engines; Serve itself ends with Ray
+    except (RayServeException, RayError) as error:
+        _log.debug("application_not_deleted", error=str(error))  # interrupted before there was one
+    finally:
+        ray.shutdown()
 
 
-def _deploy(config: ServiceConfig, run_dir: Path, port: int) -> None:
+def _deploy(app: serve.Application, url: str) -> None:
+    """Hand the application to Serve, without waiting for its replicas."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    address = urlsplit(url)
     serve.start(
         proxy_location="HeadOnly",
-        http_options=HTTPOptions(host=config.host, port=port),
+        http_options=HTTPOptions(host=address.hostname, port=address.port),
         logging_config=quiet,
     )
-    serve.run(application(config, run_dir.resolve()), name=APP_NAME, route_prefix="/", logging_config=quiet)
+    target = serve.RunTarget(app, name=APP_NAME, route_prefix="/", logging_config=quiet)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-async def _wait_until_ready(url: str) -> None:
-    """Poll the ingress until a replica takes traffic."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session, asyncio.timeout(60):
-        while True:
-            try:
-                async with session.get(f"{url}/health") as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientConnectionError:
-                pass  # the proxy is not up yet; the deadline above ends the wait
-            await asyncio.sleep(0.1)
+async def _wait_until_ready(url: str, run_dir: Path) -> None:
+    """Poll the ingress until a replica takes traffic. Raises ServiceUnavailable."""
+    timeout = aiohttp.ClientTimeout(total=5)
+    deadline_at = asyncio.get_running_loop().time() + START_TIMEOUT_S
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while not await _is_healthy(session, url):
+            state = (await _to_its_end(serve.status)).applications.get(APP_NAME)
+            if state is not None and state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                reason = next(
+                    (line for line in reversed(state.message.splitlines()) if line.strip()), "no reason given"
+                )
+                raise ServiceUnavailable(f"the service did not start: {reason}. See {run_dir / RAY_LINK}")
+            if asyncio.get_running_loop().time() > deadline_at:
+                raise ServiceUnavailable(f"not ready within {START_TIMEOUT_S:g} s. See {run_dir / RAY_LINK}")
+            await asyncio.sleep(0.2)
+
+
+async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False  # the proxy or the ingress is not up yet
+
+
+async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
+    """A blocking call in a thread. A cancellation waits for its end: Ray must not be stopped under it."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
 
 
 def free_port(host: str) -> int:

@@ -340,6 +340,8 @@ class VllmEngine:
             await self._process.llm.pause_generation(mode="keep", clear_cache=is_cache_cleared)
             self._require_alive()
             self._state = _State.PAUSED
+            if is_cache_cleared:
+                self._process.feed.clear()
         elif is_cache_cleared:
             await self._clear_cache()
 
@@ -347,6 +349,7 @@ class VllmEngine:
         """Drop all KV, that of frozen requests too: they are prefilled again."""
         if not await self._process.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not clear its prefix cache")
+        self._process.feed.clear()
 
     def _open(self) -> None:
         self._state = _State.SERVING
@@ -376,7 +379,6 @@ class VllmEngine:
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
         self._require_alive()
-        assert self._process.feed is not None
         return self._process.feed.subscribe()
 
     def _require_alive(self) -> None:

@@ -43,8 +43,7 @@ class _Batch(msgspec.Struct, array_like=True):
 class KVEventFeed:
     """Owns the subscriber socket and the task that reads it."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
+    def __init__(self) -> None:
         # Weak: a reader that is dropped without being closed leaves by itself.
         self._subscriptions: weakref.WeakSet[KVSubscription] = weakref.WeakSet()
         self._decoder = msgspec.msgpack.Decoder(_Batch)
@@ -52,9 +51,9 @@ class KVEventFeed:
         self._version_by_hash: dict[int, int] = {}  # one entry a cached block
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, endpoint: str) -> None:
         """Connect and start reading, before the engine's first request so that nothing is missed."""
-        self._task = asyncio.create_task(self._read(), name="vllm-kv-events")
+        self._task = asyncio.create_task(self._read(endpoint), name="vllm-kv-events")
 
     def subscribe(self) -> KVSubscription:
         """A new reader, from now on."""
@@ -62,16 +61,29 @@ class KVEventFeed:
         self._subscriptions.add(subscription)
         return subscription
 
+    def clear(self) -> None:
+        """Tell everybody that the cache was cleared: vLLM publishes that with its next step only, and once more."""
+        self._publish(AllBlocksCleared())
+
     async def close(self) -> None:
-        """Stop reading; subscriptions end. Idempotent."""
+        """Stop reading; subscriptions end. Idempotent. Raises what ended the reading before, if something did."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        for subscription in list(self._subscriptions):
-            subscription.close()
 
-    async def _read(self) -> None:
+    def _publish(self, event: KVEvent) -> None:
+        for subscription in list(self._subscriptions):
+            subscription.put(event)
+
+    async def _read(self, endpoint: str) -> None:
+        try:
+            await self._receive(endpoint)
+        finally:  # a reader must not take silence for a full cache
+            for subscription in list(self._subscriptions):
+                subscription.close()
+
+    async def _receive(self, endpoint: str) -> None:
         import zmq
         import zmq.asyncio
 
@@ -79,12 +91,11 @@ class KVEventFeed:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)  # the publisher's own bound applies
             socket.setsockopt(zmq.SUBSCRIBE, b"")
-            socket.connect(self._endpoint)
+            socket.connect(endpoint)
             while True:
                 _, sequence, payload = await socket.recv_multipart()
                 for event in self._translate(int.from_bytes(sequence, "big"), payload):
-                    for subscription in list(self._subscriptions):
-                        subscription.put(event)
+                    self._publish(event)
 
     def _translate(self, sequence: int, payload: bytes) -> Iterator[KVEvent]:
         if sequence != self._next_sequence:

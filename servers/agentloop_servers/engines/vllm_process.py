@@ -46,7 +46,7 @@ class VllmProcess:
         self._socket_dir: str | None = None
         self.llm: Any = None
         self.stats = SchedulerStats()
-        self.feed: KVEventFeed | None = None
+        self.feed = KVEventFeed()
 
     async def start(self) -> None:
         """Raises EngineError if vLLM does not come up; nothing is left behind then, or if it is cancelled."""
@@ -57,8 +57,7 @@ class VllmProcess:
         construction = asyncio.create_task(asyncio.to_thread(self._construct, endpoint))
         try:
             self.llm = await asyncio.shield(construction)
-            self.feed = KVEventFeed(endpoint)
-            self.feed.start()
+            self.feed.start(endpoint)
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
         except BaseException as error:
             if self.llm is None:
@@ -73,8 +72,6 @@ class VllmProcess:
     async def close(self) -> None:
         """End the processes and free everything. Idempotent."""
         llm, self.llm = self.llm, None
-        if self.feed is not None:
-            await self.feed.close()
         if llm is not None:
             if llm.output_handler is not None:
                 # Before its sockets go, or it reports a dead engine.
@@ -87,6 +84,7 @@ class VllmProcess:
             llm.shutdown = lambda *_: None
         if self._socket_dir is not None:
             await asyncio.to_thread(shutil.rmtree, self._socket_dir, ignore_errors=True)
+        await self.feed.close()
 
     def describe(self) -> EngineInfo:
         """The engine's fixed facts."""
