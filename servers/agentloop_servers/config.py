@@ -30,7 +30,7 @@ class EngineConfig(_Strict):
     load_format: Literal["auto", "dummy"] = "auto"
     max_context_tokens: int | None = None  # None: what the model's config.json says
     max_running: Annotated[int, Field(ge=1)] = 256
-    block_size: Annotated[int, Field(ge=1)] = 16  # on CPU a multiple of 32
+    block_size: Annotated[int, Field(ge=1)] = 32  # on CPU a multiple of 32
     kv_cache_mib: int | None = None  # CPU: required, the default would claim most of the memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1

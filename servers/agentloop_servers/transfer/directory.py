@@ -56,9 +56,10 @@ class DirectoryWeights:
             files = [stack.enter_context(safe_open(path, framework="pt")) for path in check_checkpoint(directory)]
             try:
                 self.reload_weights(weights_iterator=_tensors(files))  # type: ignore[attr-defined]
-            except BaseException:
+            except Exception as error:
                 _close_reload(model, self.vllm_config.model_config)
-                raise
+                # vLLM passes on the message only, and some of its own assertions have none.
+                raise RuntimeError(f"the load broke off: {error!r}") from error
             _pack_tied_head(model)
             file_by_name = {name: file for file in files for name in file.keys()}  # noqa: SIM118
             with torch.inference_mode():
