@@ -1,5 +1,5 @@
 # `make rollout` is the product in one command; `make test` and `make check` are what CI runs, no more and no less.
-PYTHON ?= python3
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import structlog
+from structlog.contextvars import bind_contextvars
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -168,13 +169,14 @@ class Worker:
                 running.task.cancel()
 
     async def _run_one(self, assignment: Assignment) -> None:
-        with structlog.contextvars.bound_contextvars(task=assignment.assignment_id):
-            try:
-                trajectory = await self._trajectory(assignment)
-                await self._hand_in(trajectory)
-            finally:
-                del self._running[assignment.assignment_id]
-                self._has_free.set()
+        # This task's own context: what is bound on the way (turn, replica, version) ends with it.
+        bind_contextvars(task=assignment.assignment_id)
+        try:
+            trajectory = await self._trajectory(assignment)
+            await self._hand_in(trajectory)
+        finally:
+            del self._running[assignment.assignment_id]
+            self._has_free.set()
 
     async def _hand_in(self, trajectory: Trajectory) -> None:
         """Offer the record until it is durable; finishing twice is harmless."""
@@ -344,6 +346,8 @@ class _LeasedEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Generate on the leased replica; on a retryable failure, again with the same ids, elsewhere if it is
         the replica's. Raises the last error when the attempts are used up."""
+        turn, _, _ = request.request_id.rpartition(":")[2].partition(".")
+        bind_contextvars(turn=int(turn), replica=self._lease.replica_id)
         retrying = AsyncRetrying(
             retry=retry_if_exception(_is_worth_retrying),
             stop=stop_after_attempt(self._config.turn_attempts),
@@ -356,15 +360,18 @@ class _LeasedEngine:
     async def _generate_once(self, request: GenerateRequest) -> Generation:
         generation = await self._connect(self._lease.url).generate(request)
         check_generation(request, generation, self._vocab_size)
+        if generation.weight_versions:
+            bind_contextvars(version=generation.weight_versions[-1].version)
         return generation
 
     async def _change_replica(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, EnginePaused):
             return  # the same replica goes on after its resume
-        self._log.warning("turn_retried", replica=self._lease.replica_id, error=str(error))
+        self._log.warning("turn_retried", error=str(error))
         try:
             self._lease = await self._coordinator.move(self._assignment_id, self._lease, True)
+            bind_contextvars(replica=self._lease.replica_id)
         except AgentLoopError as none_now:
             self._log.warning("no_other_replica", error=str(none_now))  # the next attempt asks again
 

@@ -58,9 +58,8 @@ class KeysConfig(_Strict):
 
 
 class ServiceConfig(_Strict):
-    """A whole service. Deployment mode `debug`: weights load from a checkpoint at start."""
+    """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
-    mode: Literal["debug", "standalone"] = "debug"
     model: str
     model_version: Annotated[int, Field(ge=0)] = 0
     replicas: Annotated[int, Field(ge=1)] = 1

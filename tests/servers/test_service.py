@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import subprocess
@@ -62,6 +63,16 @@ async def test_every_task_comes_back_once(client):
     found = await collect(await client.submit(tasks(20), num_samples=3))
     assert set(found) == {(f"t{n}", sample) for n in range(20) for sample in range(3)}
     assert all(trajectory.is_complete for trajectory in found.values())
+
+
+async def test_the_ten_lines_of_the_readme(client, url, capsys):
+    example = importlib.import_module("examples.01_ten_lines")
+    version = ((await client.status()).weight_version or 0) + 1
+    async with asyncio.timeout(120):
+        await example.main(url, version)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 33
+    assert f"now at version {version}" in lines[-1]
 
 
 async def test_token_in_token_out(client):
