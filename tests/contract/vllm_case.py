@@ -1,4 +1,4 @@
-"""The real vLLM engine's case, on CPU with the shipped policy.
+"""The real vLLM engine's case with the shipped policy: on the GPU if there is one, else on CPU.
 
 float32, because the suite compares greedy tokens across prefill and decode. No `fresh`: every start takes half a
 minute, and `tests/servers/test_vllm_weights.py` makes that comparison once.
@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
@@ -20,7 +21,7 @@ _TEMPORARY: list[Path] = []
 
 
 def vllm_config(model: Path, **changed: object) -> VllmConfig:
-    """A small engine on CPU. One thread: the tests' process runs beside it."""
+    """A small engine. On CPU one thread: the tests' process runs beside it."""
     fields: dict[str, object] = {
         "model": str(model),
         "initial_version": 0,
@@ -28,6 +29,8 @@ def vllm_config(model: Path, **changed: object) -> VllmConfig:
         "max_model_len": 1024,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 128 * 2**20,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "enforce_eager": True,
     }
     return VllmConfig(**{**fields, **changed})  # type: ignore[arg-type]
 
