@@ -2,7 +2,7 @@
 
 One Ray Serve application of four deployments; everything that carries tokens goes over the replicas' own ports.
 `build` is what a Serve config imports; `local.py` starts the same application on a local Ray of its own. (Serve
-awaits an `async __init__`, which mypy does not know.)
+awaits an `async __init__`, which mypy does not know, and calls `__del__` also on what failed half-way through it.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,22 +53,24 @@ class CoordinatorDeployment(Coordinator):
     """One per service: `Fleet`, `Balancer`, `RolloutQueue` and `WeightController` in one event loop."""
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
+        self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
-        self._clients = EngineClients(secret)
+        clients = EngineClients(secret)
+        self._closing.push_async_callback(clients.close)
         super().__init__(
             store=TrajectoryStore(run_dir / STORE_NAME),
-            connect=self._clients.connect,
+            connect=clients.connect,
             config=CoordinatorConfig(
                 kv_policy=config.kv_policy, max_queued_trajectories=config.max_queued_trajectories
             ),
             clock=RealClock(),
         )
+        self._closing.push_async_callback(self.close)
         await self.start()
         settle_heap()
 
     async def __del__(self) -> None:
-        await self.close()
-        await self._clients.close()
+        await self._closing.aclose()
 
 
 class EngineReplicaDeployment:
@@ -76,18 +79,20 @@ class EngineReplicaDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
     ) -> None:
+        self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(
             replica_id, build_engine(config, run_dir), CoordinatorClient(coordinator), secret, config.host
         )
+        self._closing.push_async_callback(self._replica.close)
         await self._replica.start()
 
     async def check_health(self) -> None:
         await self._replica.check_health()
 
     async def __del__(self) -> None:
-        await self._replica.close()
+        await self._closing.aclose()
 
 
 class AgentLoopWorkerDeployment:
@@ -96,25 +101,30 @@ class AgentLoopWorkerDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
     ) -> None:
+        self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
         facts = model_facts(config)
         settings = config.workers
-        self._clients = EngineClients(secret)
-        self._toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
-        self._worker = Worker(
+        clients = EngineClients(secret)
+        self._closing.push_async_callback(clients.close)
+        toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
+        self._closing.push_async_callback(toolbox.close)
+        worker = Worker(
             serve.get_replica_context().replica_id.unique_id,
             CoordinatorClient(coordinator),
-            self._clients.connect,
+            clients.connect,
             Renderer.from_directory(config.model_path(), on_unstable=OnUnstable(settings.on_unstable_template)),
             get_parser(settings.parser),
-            self._toolbox,
+            toolbox,
             WorkerConfig(
                 capacity=settings.capacity, turn_timeout_s=settings.turn_timeout_s, kv_policy=config.kv_policy
             ),
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
         )
-        self._running = asyncio.create_task(self._worker.run(), name="worker")
+        self._running = asyncio.create_task(worker.run(), name="worker")
+        self._closing.push_async_callback(asyncio.wait, [self._running])
+        self._closing.callback(worker.close)
         settle_heap()
 
     async def check_health(self) -> None:
@@ -122,10 +132,7 @@ class AgentLoopWorkerDeployment:
             raise EngineLost("the worker's loop has ended") from self._running.exception()
 
     async def __del__(self) -> None:
-        self._worker.close()
-        await asyncio.gather(self._running, return_exceptions=True)
-        await self._toolbox.close()
-        await self._clients.close()
+        await self._closing.aclose()
 
 
 @serve.ingress()

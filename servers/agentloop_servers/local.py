@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import LoggingConfig
+from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.app import APP_NAME, application
@@ -33,6 +34,8 @@ from agentloop_servers.http_guard import Keys
 T = TypeVar("T")
 
 START_TIMEOUT_S = 600.0
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken)\b.*: ")
+
 _log = structlog.get_logger("local")
 
 RAY_LINK = "ray"  # within the run directory: the session whose logs hold what Ray and the engines printed
@@ -98,20 +101,29 @@ def _deploy(app: serve.Application, url: str) -> None:
 
 
 async def _wait_until_ready(url: str, run_dir: Path) -> None:
-    """Poll the ingress until a replica takes traffic. Raises ServiceUnavailable."""
+    """Poll until all deployments run and a replica takes traffic. Raises ServiceUnavailable."""
     timeout = aiohttp.ClientTimeout(total=5)
     deadline_at = asyncio.get_running_loop().time() + START_TIMEOUT_S
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        while not await _is_healthy(session, url):
+        while True:
             state = (await _to_its_end(serve.status)).applications.get(APP_NAME)
+            if state is not None and state.status == "RUNNING" and await _is_healthy(session, url):
+                return
             if state is not None and state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                reason = next(
-                    (line for line in reversed(state.message.splitlines()) if line.strip()), "no reason given"
-                )
-                raise ServiceUnavailable(f"the service did not start: {reason}. See {run_dir / RAY_LINK}")
+                raise ServiceUnavailable(f"the service did not start: {_reason(state)}. See {run_dir / RAY_LINK}")
             if asyncio.get_running_loop().time() > deadline_at:
                 raise ServiceUnavailable(f"not ready within {START_TIMEOUT_S:g} s. See {run_dir / RAY_LINK}")
             await asyncio.sleep(0.2)
+
+
+def _reason(state: ApplicationStatusOverview) -> str:
+    """What a deployment failed with: the last line of its traceback, or else what Serve says of the application."""
+    for name, deployment in state.deployments.items():
+        lines = [line.strip() for line in deployment.message.splitlines()]
+        errors = [line for line in lines if _RAISED.match(line)]
+        if errors:
+            return f"{name}: {errors[-1]}"
+    return state.message.strip() or "no reason given"
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:

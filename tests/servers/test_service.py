@@ -198,6 +198,27 @@ def test_ctrl_c_leaves_no_process(tmp_path, after_s):
     assert "Traceback" not in output
 
 
+def test_a_service_that_cannot_start_says_why(tmp_path):
+    config = tmp_path / "broken.yaml"
+    config.write_text(
+        CONFIG.read_text().replace("capacity: 256", 'capacity: 256\n        tools: {mine: "no.such:tool"}')
+    )
+    marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
+    process = subprocess.run(
+        [sys.executable, "-m", "agentloop_servers.cli", "rollout", "--config", str(config), "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, marker: "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert "no.such" in process.stdout + process.stderr
+    assert "Traceback" not in process.stdout + process.stderr
+    assert processes_with(marker) == []
+
+
 def test_two_rollouts_side_by_side(tmp_path):
     markers = [f"AGENTLOOP_TEST_{uuid.uuid4().hex}" for _ in range(2)]
     both = [start(marker, tmp_path / str(n), count=1) for n, marker in enumerate(markers)]
