@@ -150,11 +150,13 @@ def main() -> None:
     options = parser.parse_args()
     table = Table(title=f"{options.trajectories} trajectories of {NUM_TURNS} turns in one worker")
     for column in ("", "turns/s", "turns/s per core", "CPU ms/turn", "loop lag p99 ms", "peak MiB"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for name, run in (("in process", in_process), ("over HTTP", over_http)):
         runs = [spawned(run, options.trajectories) for _ in range(options.repeat)]
         table.add_row(name, *(_spread([getattr(figures, field) for figures in runs]) for field in _FIELDS))
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 120)  # whole figures, also into a file
+    console.print(table)
 
 
 _FIELDS = ("turns_per_s", "turns_per_core_s", "cpu_ms_per_turn", "lag_p99_ms", "peak_mib")

@@ -1,4 +1,4 @@
-"""The shipped Serve configs are what `serve deploy` and `agentloop serve` can run, and wrong ones say what is wrong."""
+"""The shipped Serve configs run under `serve deploy` and `agentloop serve`, and wrong ones say what is wrong."""
 
 from pathlib import Path
 
