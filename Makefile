@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
-PIP := $(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
 .PHONY: rollout test check bench lock clean
 

@@ -193,6 +193,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(guarded())
     except KeyboardInterrupt as stop:
+        Console(stderr=True).print("interrupted; everything that was started is stopped")
         raise typer.Exit(130) from stop
     except asyncio.CancelledError as stop:
         raise typer.Exit(143) from stop
