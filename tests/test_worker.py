@@ -1,15 +1,17 @@
 """Many loops in one worker: what is recorded, how it ends, and that one failure stays one failure."""
 
 import asyncio
+import shutil
 
 import pytest
 
-from agentloop.errors import EngineLost, ServiceUnavailable
+from agentloop.errors import EngineLost, ServiceUnavailable, TemplateNotPrefixStable
 from agentloop.loops import LoopContext
+from agentloop.renderer import OnUnstable, Renderer
 from agentloop.types import KVPolicy, Limits, Message, OnExcess, PauseMode, RolloutTask, StopReason
 from agentloop_tools.calculator import calculator
 from tests.support.feeder import Feeder
-from tests.support.scripted import RENDERER, call, ids, running_worker, scripted_engine, task
+from tests.support.scripted import POLICY, RENDERER, call, ids, running_worker, scripted_engine, task
 
 CALL = call("calculator", expression="2 + 3")
 ANSWER = "The answer is 5."
@@ -109,6 +111,26 @@ async def test_excess_calls_and_long_responses_are_marked_and_go_on():
     assert "truncated" in tools[0]
     assert "too many calls" in tools[1]
     assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+async def test_a_template_that_rewrites_history_forks_with_its_reason(tmp_path):
+    """The fallback: what was sampled stays a path of its own, and the next turn begins another."""
+    folder = shutil.copytree(POLICY, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    shortened = "{{- message.content if loop.last else 'Earlier words.' }}"
+    template.write_text(template.read_text().replace("{{- message.content }}", shortened))
+    with pytest.raises(TemplateNotPrefixStable):
+        Renderer.from_directory(folder)
+    forking = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
+    feeder = Feeder([task()])
+    engines = {"sim://a": scripted_engine("Let me see.\n" + CALL, ANSWER)}
+    found = await records(feeder, engines, renderer=forking)
+    first, second = found["t/0"].paths
+    assert (first.split_reason, second.split_reason) == (None, "template")
+    assert "Let me see." in RENDERER.decode(first.response_ids.tolist())
+    assert "Let me see." not in RENDERER.decode(second.prompt_ids.tolist())
+    assert len(first.turns) == len(second.turns) == 1
+    assert found["t/0"].reward == 1.0
 
 
 async def test_the_wall_clock_limit_ends_a_frozen_trajectory():

@@ -23,7 +23,7 @@ from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
 from tests.servers.processes import processes_with
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "servers" / "simulated.yaml"

@@ -21,7 +21,7 @@ from agentloop.tasks import load_tasks
 from tests.servers.processes import processes_with
 from tests.servers.recompute import POLICY, difference
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES = 2

@@ -59,7 +59,9 @@ def task(task_id: str = "t", **fields: object) -> RolloutTask:
 
 
 @asynccontextmanager
-async def running_worker(feeder: Feeder, engines: Mapping[str, Engine], **config: object):
+async def running_worker(
+    feeder: Feeder, engines: Mapping[str, Engine], renderer: Renderer = RENDERER, **config: object
+):
     """A worker at work on what the feeder has, over started engines by URL."""
     for engine in engines.values():
         await engine.start()
@@ -68,7 +70,7 @@ async def running_worker(feeder: Feeder, engines: Mapping[str, Engine], **config
         "w",
         feeder,
         engines.__getitem__,
-        RENDERER,
+        renderer,
         get_parser("hermes"),
         toolbox,
         WorkerConfig(**{"poll_s": 0.05, "poll_gap_s": 0.001, **config}),  # type: ignore[arg-type]
