@@ -12,7 +12,8 @@ from functools import reduce
 from agentloop.errors import InvalidRequest
 
 _NAME = r"[^\W\d]\w*"
-_PATH = re.compile(rf"{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*", re.ASCII)
+# A module's name is a file's name: importlib takes 02_loop, which the import statement does not.
+_PATH = re.compile(rf"\w+(?:\.\w+)*:{_NAME}(?:\.{_NAME})*", re.ASCII)
 
 
 def resolve(path: str, *, param: str) -> object:
