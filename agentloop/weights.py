@@ -316,6 +316,8 @@ class WeightController:
     def _settle(self, replica: Replica, error: str) -> None:
         """After a procedure on `replica`: never UPDATING. With weights as they were it gets its state back."""
         now = self._fleet.get(replica.replica_id)
+        if now is not None and now.incarnation != replica.incarnation and now.url == replica.url:
+            self._fleet.forget_version(now)  # it left and came back meanwhile: what it said may precede our commit
         if now is None or now.state is not ReplicaState.UPDATING:
             return
         is_untouched = now.weight_version == replica.weight_version and now.weight_version is not None
@@ -340,6 +342,33 @@ class WeightController:
         async with self._gate:
             self._operator_mode = None
             await self._order("resume", lambda engine: engine.resume(), self._config.resume_timeout_s)
+
+    async def free_strays(self) -> tuple[str, ...]:
+        """Resume READY replicas that are paused although nobody wants it, and name them.
+
+        A pause whose caller gave up, or a copy of one, can reach an engine after the resume that was to undo it.
+        A replica that does not answer is left to its heartbeats.
+        """
+        if self._state is not UpdateState.IDLE or self.is_paused:
+            return ()
+        freed: list[str] = []
+
+        async def free(track: Track) -> None:
+            engine, replica = self._engine(track.replica), track.replica
+            await engine.check_health()
+            if not engine.is_paused:
+                return
+            async with self._gate:  # nobody pauses a READY replica without it
+                now = self._fleet.get(replica.replica_id)
+                if now is None or now.incarnation != replica.incarnation or self.is_paused:
+                    return
+                if now.state is ReplicaState.READY:
+                    await engine.resume()
+                    freed.append(replica.replica_id)
+
+        tracks = [Track(replica) for replica in self._fleet.replicas if replica.state is ReplicaState.READY]
+        await on_all(tracks, "free", free, self._config.resume_timeout_s)
+        return tuple(freed)
 
     async def _order(self, verb: str, ask: Callable[[Engine], Awaitable[None]], timeout_s: float) -> None:
         states = (ReplicaState.READY, ReplicaState.SUSPECT)

@@ -1,6 +1,7 @@
 """Bringing replicas to the fleet's weights outside an update, and the operator's pause."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -192,3 +193,32 @@ async def test_an_operator_pause_names_who_did_not_follow(clock):
         await site.controller.pause(PauseMode.KEEP)
     assert site.engines["a"].is_paused
     assert site.controller.is_paused
+
+
+@virtual
+async def test_a_stray_pause_is_undone_and_an_operators_is_not(clock):
+    site = Site(clock, "a", "b")
+    site.engines["a"].is_paused = True  # a pause that its caller had given up
+    assert await site.controller.free_strays() == ("a",)
+    assert not site.engines["a"].is_paused
+    assert "resume" not in site.engines["b"].calls
+    await site.controller.pause(PauseMode.KEEP)
+    assert await site.controller.free_strays() == ()
+    assert site.engines["a"].is_paused
+
+
+@virtual
+async def test_a_replica_that_registers_anew_during_its_commit_is_not_believed(clock):
+    site = Site(clock, "a", "b")
+    await site.update(1)
+    bad = site.engines["b"]
+    bad.seconds = {"commit": 50.0}
+    updating = asyncio.create_task(site.update(2))
+    await clock.sleep(1.0)
+    site.fleet.deregister("b")
+    site.fleet.register(replace(bad.registration(), weight_version=2), clock.now())
+    assert (await updating).replicas[1].error is not None
+    assert site.fleet.get("b").weight_version is None  # its commit was cut: only another one makes it known
+    bad.seconds = {}
+    assert await site.controller.catch_up("b")
+    assert bad.weight_version == 2

@@ -1,6 +1,7 @@
 """FleetDesk: the coordinator's side towards replicas: their comings and goings, their weights, and places on them.
 
-Ownership: the Fleet, the Balancer and the WeightController, and one catch-up task for each replica that is behind.
+Ownership: the Fleet, the Balancer and the WeightController, one catch-up task for each replica that is behind, and
+one that looks for replicas which a stray pause has frozen.
 It notifies `changed` whenever places may have become free or taken.
 """
 
@@ -50,6 +51,7 @@ class FleetDesk:
             on_staged=on_staged,
         )
         self._catching_up: dict[str, asyncio.Task[None]] = {}
+        self._freeing: asyncio.Task[None] | None = None
         self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
 
     @property
@@ -70,13 +72,13 @@ class FleetDesk:
         return self._weights.reports
 
     def check_health(self) -> None:
-        """Raises what ended a catch-up that only a bug can end."""
-        for task in self._catching_up.values():
+        """Raises what ended a task that only a bug can end."""
+        for task in self._own_tasks():
             if task.done():
                 task.result()
 
     async def close(self) -> None:
-        tasks = list(self._catching_up.values())
+        tasks = self._own_tasks()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -106,11 +108,13 @@ class FleetDesk:
             self._forget(replica_id, "left")
 
     def look(self, now: float) -> None:
-        """Count the silence, and end direct leases that nobody gave back."""
+        """Count the silence, end direct leases that nobody gave back, and have stray pauses undone."""
         for replica_id in self._fleet.expire(now):
             self._forget(replica_id, "silent")
         self.balancer.expire(now)
         self._fleet_changed()
+        if self._freeing is None:
+            self._freeing = asyncio.create_task(self._free_strays(), name="free strays")
 
     def statuses(self) -> tuple[ReplicaStatus, ...]:
         """The fleet as a table."""
@@ -183,6 +187,14 @@ class FleetDesk:
         self._log.info("fleet_resumed")
 
     # --- inside ---
+
+    def _own_tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._catching_up.values(), *([self._freeing] if self._freeing is not None else [])]
+
+    async def _free_strays(self) -> None:
+        for replica_id in await self._weights.free_strays():
+            self._log.warning("stray_pause_undone", replica=replica_id)
+        self._freeing = None  # after a bug it stays, for `check_health`
 
     def _forget(self, replica_id: str, reason: str) -> None:
         self._log.warning("replica_gone", replica=replica_id, reason=reason)

@@ -1,0 +1,65 @@
+"""A coordinator's store in memory: it outlives the coordinator, not the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentloop.engine import WeightUpdate
+from agentloop.errors import NotFound
+from agentloop.samples import assignment_id
+from agentloop.types import KVPolicy, RolloutGroup, Trajectory
+
+
+class MemoryStore:
+    """What `agentloop.store.TrajectoryStore` promises, as long as this object lives."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, list[RolloutGroup]] = {}
+        self.records: dict[str, Trajectory] = {}
+        self.weights: tuple[WeightUpdate, KVPolicy] | None = None
+        self.is_broken = False
+
+    def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
+        self.groups[rollout_id] = list(groups)
+
+    def commit(self, trajectories: Sequence[Trajectory]) -> int:
+        self._require_disk()
+        known = len(self.records)
+        for one in trajectories:
+            self.records.setdefault(assignment_id(one.rollout_id, one.group_id, one.sample_index), one)
+        return len(self.records) - known
+
+    def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
+        rows = [(row, one) for row, one in enumerate(self.records.values(), 1) if one.rollout_id == rollout_id]
+        return [row for row in rows if row[0] > after][:limit]
+
+    def counts(self, rollout_id: str) -> tuple[int, int]:
+        if rollout_id not in self.groups:
+            raise NotFound(f"no rollout {rollout_id}")
+        num_accepted = sum(group.num_samples for group in self.groups[rollout_id])
+        return num_accepted, sum(one.rollout_id == rollout_id for one in self.records.values())
+
+    def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
+        owed = []
+        for rollout_id, groups in self.groups.items():
+            for group in groups:
+                indexes = range(group.num_samples)
+                names = [assignment_id(rollout_id, group.group_id, index) for index in indexes]
+                missing = tuple(index for index in indexes if names[index] not in self.records)
+                if missing:
+                    owed.append((group, missing))
+        return owed
+
+    def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        self._require_disk()
+        self.weights = (update, kv_policy)
+
+    def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
+        return self.weights
+
+    def close(self) -> None:
+        """The next coordinator opens it again."""
+
+    def _require_disk(self) -> None:
+        if self.is_broken:
+            raise OSError("injected: disk I/O error")

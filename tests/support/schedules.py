@@ -1,0 +1,375 @@
+"""One seeded schedule: a coordinator, simulated engines, workers, a trainer and an operator, and what befalls them.
+
+Everything happens in virtual time and follows from the seed. After `trouble_s` of faults the world heals: no more
+faults, no more updates, the operator resumes; what was accepted must then come to its end by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from agentloop.clock import VirtualClock
+from agentloop.control import ReplicaRegistration, UpdateReport
+from agentloop.engine import WeightUpdate
+from agentloop.errors import (
+    AgentLoopError,
+    CheckpointUnreadable,
+    Conflict,
+    EngineLost,
+    InvalidRequest,
+    NoHealthyReplica,
+    ServiceUnavailable,
+    WeightUpdateFailed,
+)
+from agentloop.fleet import FleetConfig
+from agentloop.simulate import HashPolicy, LatencyModel, SimulatedEngine, SimulatedSpec
+from agentloop.types import KVPolicy, Lease, PauseMode
+from agentloop.weights import WeightConfig
+from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
+from tests.support.faulty_link import FaultyLink, Network
+from tests.support.memory_store import MemoryStore
+from tests.support.service import Inline
+
+T = TypeVar("T")
+
+HEARTBEAT_S = 0.25
+MAX_HEALING_S = 60.0
+POLICY = HashPolicy(1000)
+CONFIG = CoordinatorConfig(
+    heartbeat_interval_s=HEARTBEAT_S,
+    worker_timeout_s=10.0,
+    placement_wait_s=1.0,
+    restart_grace_s=1.0,  # workers ask twice in this time
+    catch_up_pause_s=2.0,
+    fleet=FleetConfig(suspect_after_s=0.8, dead_after_s=2.0),
+    weights=WeightConfig(
+        stage_timeout_s=1.0,
+        pause_timeout_s=0.5,
+        commit_timeout_s=1.0,
+        resume_timeout_s=0.5,
+        operator_pause_timeout_s=2.0,
+        max_catch_up_attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=0.5,
+    ),
+)
+REFUSALS = (Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed, ServiceUnavailable, OSError)
+_SILENT = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger(CRITICAL))
+
+
+@dataclass(slots=True)
+class Process:
+    """One process of a replica: an engine under a URL that no other process ever has."""
+
+    replica_id: str
+    url: str
+    engine: SimulatedEngine
+    link: FaultyLink
+    is_alive: bool = True
+    is_heard: bool = True  # its process may live on without its engine
+    silent_until: float = 0.0
+
+    def registration(self) -> ReplicaRegistration:
+        return ReplicaRegistration(self.replica_id, self.url, self.engine.info, self.engine.weight_version)
+
+
+@dataclass(slots=True)
+class History:
+    """What was asked and what came of it, for the checks."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    pushed: set[int] = field(default_factory=set)
+    reports: list[UpdateReport] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)  # the fleet's version, whenever it was seen to change
+    is_operator_paused: bool = False
+
+
+class World:
+    """All of one schedule. Construct, `await run()`, then check."""
+
+    def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path) -> None:
+        self.rng = rng = random.Random(seed)
+        self.clock = clock
+        self.checkpoint = str(checkpoint)
+        self.kv_policy = rng.choice((KVPolicy.RECOMPUTE, KVPolicy.RECOMPUTE, KVPolicy.KEEP, KVPolicy.FRESH))
+        self.trouble_s = rng.uniform(2.0, 5.0)
+        self.update_gap_s = rng.choice((0.05, 0.2, 0.6, 2.0))
+        self.network = Network(
+            clock, rng, fault_rate=rng.choice((0.0, 0.03, 0.1, 0.25, 0.4)), max_delay_s=rng.choice((0.5, 1.5, 6.0))
+        )
+        self.store = MemoryStore()
+        self.history = History()
+        self.processes: dict[str, Process] = {}  # the last one of each replica
+        self.links: dict[str, FaultyLink] = {}
+        self.num_processes = 0
+        self.is_healed = False
+        self._is_down = False
+        self._calls: dict[asyncio.Task[Any], None] = {}
+        self._next_version = 1
+
+    # --- the service ---
+
+    async def start(self) -> None:
+        await self.start_coordinator()
+        version = self.rng.choice((0, 0, None))
+        for number in range(self.rng.randint(2, 4)):
+            await self.boot(f"r{number}", version)
+
+    async def start_coordinator(self) -> None:
+        self.coordinator = Coordinator(self.store, self.connect, CONFIG, self.clock, log=_SILENT, executor=Inline())
+        await self.coordinator.start()
+
+    async def crash_coordinator(self) -> None:
+        """The process dies: its callers get no answers, its tasks stop wherever they are; a new one starts."""
+        await self.coordinator.check_health()
+        self._is_down = True
+        for call in tuple(self._calls):
+            call.cancel()
+        await self.coordinator.close()
+        await self.clock.sleep(self.rng.uniform(0.0, 0.5))
+        served = self.coordinator._fleet.weight_version
+        await self.start_coordinator()
+        restored = self.coordinator._fleet.weight_version
+        if served:  # 0 is what replicas brought along, and will bring again
+            assert (restored or 0) >= served, f"{served} before the crash, then {restored}"
+        self._is_down = False
+
+    async def boot(self, replica_id: str, version: int | None) -> None:
+        """A new process takes the place of what was there."""
+        self.num_processes += 1
+        latency = LatencyModel(prefill_s=0.02, decode_s=0.04)
+        spec = SimulatedSpec(1000, 512, 8, 200, 8, latency, initial_version=version)
+        engine = SimulatedEngine(spec, clock=self.clock, policy=POLICY)
+        await engine.start()
+        link = FaultyLink(engine, self.network)
+        url = f"sim://{replica_id}/{self.num_processes}"
+        self.links[url] = link
+        self.processes[replica_id] = Process(replica_id, url, engine, link)
+
+    def connect(self, url: str) -> FaultyLink:
+        return self.links[url]
+
+    async def ask(self, call: Callable[[Coordinator], Coroutine[Any, Any, T]]) -> T:
+        """Call the coordinator. Raises ServiceUnavailable if it is down or dies meanwhile."""
+        if self._is_down:
+            raise ServiceUnavailable("no coordinator")
+        task = asyncio.create_task(call(self.coordinator), name="coordinator call")
+        self._calls[task] = None
+        try:
+            await asyncio.wait([task])
+        finally:
+            del self._calls[task]
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        if task.cancelled():
+            raise ServiceUnavailable("the coordinator died")
+        return task.result()
+
+    async def heartbeat(self) -> None:
+        """Every replica's heartbeats, in one task."""
+        known: dict[str, Coordinator] = {}
+        while True:
+            self.watch()
+            for process in tuple(self.processes.values()):
+                if self._is_down or not process.is_heard or self.clock.now() < process.silent_until:
+                    continue
+                coordinator, engine = self.coordinator, process.engine
+                if known.get(process.url) is coordinator and await coordinator.heartbeat(
+                    process.replica_id, engine.load(), engine.is_usable
+                ):
+                    continue
+                await coordinator.register(process.registration())
+                known[process.url] = coordinator
+            version = (await self.coordinator.status()).weight_version
+            if version is not None and version not in self.history.served[-1:]:
+                self.history.served.append(version)
+            await self.clock.sleep(HEARTBEAT_S)
+
+    def placeable(self) -> list[Process]:
+        """The processes that take traffic and are alive."""
+        urls = {replica.url for replica in self.coordinator._fleet._fleet.placeable()}
+        return [process for process in self.processes.values() if process.is_alive and process.url in urls]
+
+    def watch(self) -> None:
+        """What must be true at every moment. Raises AssertionError."""
+        desk = self.coordinator._fleet
+        weights = desk._weights
+        for process in self.placeable():
+            engine = process.engine
+            holds = engine.weight_version
+            assert holds == desk.weight_version, (
+                f"{process.url} holds {holds} where {desk.weight_version} is served"
+            )
+            if self.network.is_perfect and not self.history.is_operator_paused and not weights._gate.locked():
+                assert not engine.is_paused, f"{process.url} takes traffic and is paused"
+        blind = [url for url, link in self.links.items() if link.num_blind_resumes]
+        assert not blind, f"{blind} were resumed on unknown weights"
+
+    # --- who makes trouble ---
+
+    async def train(self) -> None:
+        """A trainer that pushes every few tokens: sometimes twice at once, sometimes dying on the way."""
+        async with asyncio.TaskGroup() as group:
+            while await self._goes_on(self.update_gap_s):
+                for _ in range(self.rng.choice((1, 1, 1, 2))):
+                    group.create_task(self._push_until_dead(), name="push")
+
+    async def _push_until_dead(self) -> None:
+        lives_s = self.rng.uniform(0.0, 1.0) if self.rng.random() < 0.15 else 1e6
+        try:
+            async with asyncio.timeout(lives_s):
+                await self.push(self.rng.random() >= 0.1)
+        except TimeoutError:
+            self.history.counts["trainer died"] += 1
+        except CheckpointUnreadable:
+            self.history.counts["unreadable"] += 1
+        except REFUSALS as error:
+            self.history.counts[type(error).__name__] += 1
+
+    async def push(self, is_readable: bool = True) -> None:
+        version = self._next_version
+        if self.rng.random() < 0.05:
+            version //= 2  # a trainer that was set back
+        elif self.rng.random() < 0.9:
+            self._next_version += self.rng.choice((1, 1, 3))
+        directory = self.checkpoint if is_readable else self.checkpoint + "-missing"
+        if is_readable:
+            self.history.pushed.add(version)
+        report = await self.ask(lambda c: c.update_weights(WeightUpdate(version, directory), self.kv_policy))
+        self.history.reports.append(report)
+        self.history.counts["update"] += 1
+        self.history.counts["replica failed"] += any(one.error for one in report.replicas)
+
+    async def operate(self) -> None:
+        """An operator who pauses and resumes, and tries a resume that failed again."""
+        while await self._goes_on(2.0):
+            self.history.is_operator_paused, paused = True, self.coordinator
+            try:
+                await self.ask(lambda c: c.pause(self.rng.choice(tuple(PauseMode))))
+                self.history.counts["operator paused"] += 1
+            except (EngineLost, ServiceUnavailable):
+                paused = None  # it holds for the others only
+            for _ in range(self.rng.randint(0, 8)):
+                await self.clock.sleep(0.1)
+                if paused is self.coordinator and self.network.is_perfect:  # a coordinator forgets it in a crash
+                    running = [one.url for one in self.placeable() if not one.engine.is_paused]
+                    assert not running, f"{running} run while the operator has paused"
+            await self.resume()
+
+    async def resume(self) -> None:
+        for _ in range(100):
+            try:
+                await self.ask(lambda c: c.resume())
+            except (EngineLost, ServiceUnavailable):
+                await self.clock.sleep(0.2)
+            else:
+                self.history.is_operator_paused = False
+                return
+        raise AssertionError("the operator could not resume")
+
+    async def befall(self) -> None:
+        """Replicas and coordinators fail."""
+        plagues: tuple[Callable[[Process], Awaitable[None]], ...] = (
+            self._kill,
+            self._break_weights,
+            self._slow_down,
+            self._fall_silent,
+            self._leave,
+            self._crash,
+        )
+        gap_s = self.rng.choice((0.4, 1.0, 3.0))
+        while await self._goes_on(gap_s):
+            plague = self.rng.choice(plagues)
+            self.history.counts[plague.__name__] += 1
+            await plague(self.rng.choice(tuple(self.processes.values())))
+
+    async def _goes_on(self, mean_gap_s: float) -> bool:
+        """Wait a while. False: the trouble is over."""
+        await self.clock.sleep(self.rng.expovariate(1 / mean_gap_s))
+        return not self.is_healed
+
+    async def _kill(self, process: Process) -> None:
+        process.engine.kill()
+        process.is_alive = False
+        process.is_heard = self.rng.random() < 0.3
+        await self.clock.sleep(self.rng.choice((0.0, 0.3, 3.0)))
+        if self.rng.random() < 0.8 or not any(other.is_alive for other in self.processes.values()):
+            await self.boot(process.replica_id, self.rng.choice((0, None)))
+
+    async def _break_weights(self, process: Process) -> None:
+        faults, rng = process.engine.faults, self.rng
+        faults.num_failed_stages += rng.choice((0, 1))
+        faults.num_failed_commits += rng.choice((0, 1, 2))
+        faults.commit_delay_s = rng.choice((0.0, 0.1, 0.7, 3.0))
+
+    async def _slow_down(self, process: Process) -> None:
+        process.link.slowness_s = self.rng.choice((0.0, 0.1, 0.4, 0.7))
+
+    async def _fall_silent(self, process: Process) -> None:
+        process.silent_until = self.clock.now() + self.rng.choice((1.0, 3.0))
+
+    async def _leave(self, process: Process) -> None:
+        await self.coordinator.deregister(process.replica_id)
+
+    async def _crash(self, process: Process) -> None:
+        if self.rng.random() < 0.3:
+            await self.crash_coordinator()
+        self.store.is_broken = self.rng.random() < 0.2
+
+    async def heal(self) -> None:
+        """No more trouble, and at least one replica is alive."""
+        self.is_healed = True
+        self.network.heal()
+        self.store.is_broken = False
+        for process in self.processes.values():
+            faults = process.engine.faults
+            faults.num_failed_stages = faults.num_failed_commits = 0
+            faults.commit_delay_s = process.link.slowness_s = process.silent_until = 0.0
+
+    async def needs_a_push(self) -> bool:
+        """Whether there is nothing that the controller could bring a replica to: no push ever went through."""
+        return self.coordinator._fleet._weights._current is None
+
+    async def push_until_done(self) -> None:
+        """A trainer that insists."""
+        for _ in range(100):
+            try:
+                await self.push()
+            except REFUSALS:
+                await self.clock.sleep(0.5)
+            else:
+                return
+        raise AssertionError("no push went through")
+
+    def counts(self) -> Counter[str]:
+        """What happened."""
+        return self.history.counts + self.network.counts
+
+    async def close(self) -> None:
+        await self.coordinator.check_health()
+        await self.coordinator.close()
+        await self.network.close()
+        for link in self.links.values():
+            await link.engine.close()
+
+    # --- places, for the clients ---
+
+    async def moved(self, assignment_id: str, lease: Lease) -> Lease:
+        """Another lease, or the same one if there is no other now."""
+        try:
+            return await self.ask(lambda c: c.move(assignment_id, lease, True))
+        except AgentLoopError as error:
+            if not error.retryable:
+                raise
+            await self.clock.sleep(0.1)
+            return lease
