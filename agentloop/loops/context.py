@@ -19,7 +19,6 @@ from agentloop.toolbox import ToolScope
 from agentloop.trajectory import TrajectoryBuilder
 from agentloop.types import (
     JSON,
-    CallStatus,
     FinishReason,
     GenerateRequest,
     Generation,
@@ -219,8 +218,3 @@ class LoopContext:
             return Message("assistant", decoded.text)
         parsed = self._parser.parse(decoded, self._definitions, self._budget.num_turns)
         return Message("assistant", parsed.content, parsed.calls)
-
-    @property
-    def num_malformed_calls(self) -> int:
-        """Calls of the conversation that no parser could read."""
-        return sum(call.status is CallStatus.MALFORMED for message in self._messages for call in message.tool_calls)
