@@ -7,7 +7,7 @@ repeated `generate` samples anew. Errors are those of `errors.py`, as the servic
         rollout = await client.submit(tasks, num_samples=8)
         async for trajectory in rollout:
             train(trajectory)
-        await client.update_weights("checkpoints/1", version=1)
+        await client.update_weights(model.named_parameters(), version=1)
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,14 +25,27 @@ from pydantic import BaseModel
 
 from agentloop import codec
 from agentloop.control import Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.engine import MemoryTag, PushSource
 from agentloop.errors import (
     AgentLoopError,
     DeadlineExceeded,
+    InvalidRequest,
     NotFound,
 )
+from agentloop.pusher import Pusher, PushOptions, Weights, open_pusher
+from agentloop.rollout import Rollout
 from agentloop.transport import Retryable, Transport
-from agentloop.types import Generation, KVPolicy, PauseMode, RolloutTask, Trajectory
-from agentloop.wire import MAX_TASKS, GenerateBody, PauseBody, SubmitBody, WeightsBody, check_body
+from agentloop.types import Generation, KVPolicy, OnStale, PauseMode, RolloutTask
+from agentloop.wire import (
+    MAX_TASKS,
+    GenerateBody,
+    PauseBody,
+    SleepBody,
+    SubmitBody,
+    WakeBody,
+    WeightsBody,
+    check_body,
+)
 
 T = TypeVar("T")
 
@@ -42,8 +53,6 @@ _log = structlog.stdlib.get_logger(__name__)
 
 _MSGPACK = "application/msgpack"
 _FIRST_WAIT_S = 0.1
-_READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
-_TURN_WAIT_S = 0.5  # the same, while other parts wait for their turn
 _FORGET_TIMEOUT_S = 5.0
 _MAX_PIECE_BYTES = 8 << 20  # of one submit; the service takes 32 MiB
 
@@ -52,7 +61,8 @@ class RolloutClient:
     """A connection to one service, for any number of concurrent calls. Use as an async context manager.
 
     `timeout_s` bounds each HTTP exchange beyond the time that the call itself asks for; `retry_timeout_s` is the
-    budget of repeats for each call.
+    budget of repeats for each call. Engines fetch pushed tensors from `listen_host`: by default 127.0.0.1 if the
+    service's URL is a loopback address, else this machine's address on the route to it.
     """
 
     def __init__(
@@ -63,15 +73,28 @@ class RolloutClient:
         admin_key: str | None = None,
         timeout_s: float = 60.0,
         retry_timeout_s: float = 120.0,
+        listen_host: str | None = None,
     ) -> None:
-        self._transport = Transport(url, api_key, admin_key, timeout_s, retry_timeout_s)
+        user_key = api_key if api_key is not None else admin_key  # the admin key opens every route
+        self._transport = Transport(url, user_key, admin_key, timeout_s, retry_timeout_s)
+        self._listen_host = listen_host
+        self._pusher: Pusher | None = None  # made by the first push
 
     async def __aenter__(self) -> RolloutClient:
         await self._transport.open()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self._transport.close()
+        try:
+            if self._pusher is not None:
+                await self._pusher.close()
+        finally:
+            await self._transport.close()
+
+    @property
+    def url(self) -> str:
+        """The service's base URL."""
+        return self._transport.url
 
     async def wait_until_ready(self, timeout_s: float = 300.0) -> None:
         """Return once a replica takes traffic. Raises DeadlineExceeded."""
@@ -111,18 +134,36 @@ class RolloutClient:
         return await self._post("/generate", checked, Generation, extra_s=timeout_s)
 
     async def submit(
-        self, tasks: Sequence[RolloutTask], *, num_samples: int = 1, timeout_s: float = 3600.0
+        self,
+        tasks: Sequence[RolloutTask],
+        *,
+        num_samples: int = 1,
+        max_staleness: int | None = None,
+        on_stale: OnStale = OnStale.FINISH,
+        trajectories_per_version: int | None = None,
+        run_id: str | None = None,
+        timeout_s: float = 3600.0,
     ) -> Rollout:
         """Hand in tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
+
+        No trajectory falls more than `max_staleness` weight versions behind the fleet, or else `on_stale` says what
+        becomes of it; 0 is on-policy. With `trajectories_per_version`, how many the trainer consumes for each new
+        version, trajectories are begun only as far ahead as that allows; submits of one `run_id` count together.
+        What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
+        before you train.
 
         Where the service's queue is full this waits, in ever smaller pieces, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
         """
         bodies = [_with_lists(codec.to_builtins(task)) for task in tasks]
+        options: dict[str, Any] = {"num_samples": num_samples}
+        if max_staleness is not None or trajectories_per_version is not None:
+            options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}
+            options |= {"trajectories_per_version": trajectories_per_version, "run_id": run_id or _new_id()}
         rollout = Rollout(self)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._submit_all(rollout, bodies, num_samples)
+                await self._submit_all(rollout, bodies, options)
         except TimeoutError as error:
             await self._forget(rollout)
             raise DeadlineExceeded(f"the service did not take all tasks within {timeout_s:g} s") from error
@@ -145,14 +186,59 @@ class RolloutClient:
         return codec.decode(await self._transport.call("GET", path, accept=_MSGPACK, extra_s=wait_s), Page)
 
     async def update_weights(
-        self, directory: str | Path, *, version: int, kv_policy: KVPolicy | None = None, timeout_s: float = 900.0
+        self,
+        weights: Weights,
+        *,
+        version: int,
+        kv_policy: KVPolicy | None = None,
+        transport: str = "auto",
+        dtype: str | None = None,
+        timeout_s: float = 900.0,
+        all_ranks: bool = True,
     ) -> UpdateReport:
-        """Bring every replica to the weights in `directory`, which the service must see at the same path.
+        """Bring every replica to new weights: named tensors, or a directory that the service sees at the same path.
+
+        Tensors have the checkpoint's names, and must not change until this returns. They go over `transport` (auto,
+        nccl, ipc, shm); floating-point ones as `dtype`, by default the one that the fleet computes in. Under
+        torch.distributed every rank calls this alike, with its shards or copies, and gets the same report; with
+        `all_ranks` false this process alone calls, and has all tensors whole.
 
         Needs the admin key where keys are set. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed.
         """
-        checked = _weights_body(directory, version, kv_policy)
-        return await self._post("/admin/weights", checked, UpdateReport, is_admin=True, extra_s=timeout_s)
+        options = PushOptions(version, kv_policy, transport, dtype, timeout_s, all_ranks)
+        if not isinstance(weights, str | Path):
+            if self._pusher is None:
+                self._pusher = open_pusher(self, self._listen_host)
+            return await self._pusher.push(weights, options)
+        if transport != "auto" or dtype is not None:
+            raise InvalidRequest("a directory is read as it is: it has no transport and no dtype", param="weights")
+        return await self._update({"directory": _absolute(weights)}, options)
+
+    async def update_adapter(
+        self, directory: str | Path, *, version: int, kv_policy: KVPolicy | None = None, timeout_s: float = 900.0
+    ) -> UpdateReport:
+        """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`."""
+        options = PushOptions(version, kv_policy, timeout_s=timeout_s)
+        return await self._update({"adapter": _absolute(directory)}, options)
+
+    async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
+        """Have every replica fetch its weights from a process that listens. `update_weights` does all of it."""
+        push = _with_lists(codec.to_builtins(source))
+        del push["num_receivers"]  # the service counts
+        return await self._update({"push": push}, options)
+
+    async def sleep(self, level: int = 1, *, timeout_s: float = 900.0) -> None:
+        """Freeze every replica and give its memory back: level 1 keeps the weights in host memory, 2 discards them.
+
+        Idempotent; needs the admin key. Requests in flight go on after `wake`.
+        """
+        body = check_body({"level": level}, SleepBody)
+        await self._transport.call("POST", "/admin/sleep", body=body, is_admin=True, extra_s=timeout_s)
+
+    async def wake(self, tags: Iterable[MemoryTag] | None = None, *, timeout_s: float = 900.0) -> None:
+        """Take memory back, by default all; generation goes on once all is. Idempotent; needs the admin key."""
+        body = check_body({"tags": None if tags is None else [str(tag) for tag in tags]}, WakeBody)
+        await self._transport.call("POST", "/admin/wake", body=body, is_admin=True, extra_s=timeout_s)
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP, *, timeout_s: float = 900.0) -> None:
         """Pause generation on every replica until `resume`. Idempotent; needs the admin key."""
@@ -167,15 +253,14 @@ class RolloutClient:
         """The service at this moment."""
         return await self._get("/status", ServiceStatus)
 
-    async def _submit_all(self, rollout: Rollout, tasks: list[dict[str, Any]], num_samples: int) -> None:
+    async def _submit_all(self, rollout: Rollout, tasks: list[dict[str, Any]], options: dict[str, Any]) -> None:
         """In as few pieces as the service takes; each is a rollout of its own there, keyed by its id."""
         num_sent, size = 0, MAX_TASKS
         while num_sent < max(len(tasks), 1):  # without tasks: once, for the refusal
             piece = _piece(tasks, num_sent, size)
-            rollout_id = f"r-{uuid.uuid4().hex[:16]}"
-            body = {"tasks": piece, "num_samples": num_samples, "rollout_id": rollout_id}
-            checked = check_body(body, SubmitBody)
-            rollout.expect(rollout_id, len(piece) * num_samples)
+            rollout_id = _new_id()
+            checked = check_body({"tasks": piece, "rollout_id": rollout_id, **options}, SubmitBody)
+            rollout.expect(rollout_id, len(piece) * checked.num_samples)
             try:
                 await self._transport.call("POST", "/rollouts", body=checked, repeat_overloaded=False)
             except Retryable as full:
@@ -185,6 +270,11 @@ class RolloutClient:
                 size = max(1, len(piece) // 2)
             else:
                 num_sent, size = num_sent + len(piece), min(2 * size, MAX_TASKS)
+
+    async def _update(self, source: dict[str, Any], options: PushOptions) -> UpdateReport:
+        policy = options.kv_policy.value if options.kv_policy is not None else None
+        body = check_body({**source, "version": options.version, "kv_policy": policy}, WeightsBody)
+        return await self._post("/admin/weights", body, UpdateReport, is_admin=True, extra_s=options.timeout_s)
 
     async def _forget(self, rollout: Rollout) -> None:
         """Cancel what was accepted of a submit that failed. Best effort: that failure is what the caller gets."""
@@ -205,92 +295,8 @@ class RolloutClient:
         return codec.from_builtins(_loads(answer), kind)
 
 
-@dataclass(slots=True)
-class _Part:
-    """A piece of a rollout as the service knows it, and how far it has been read."""
-
-    rollout_id: str
-    num_trajectories: int
-    cursor: int = 0
-    num_read: int = 0
-    is_over: bool = False
-
-
-class Rollout:
-    """A submitted rollout. Iterate to get every finished trajectory exactly once, across lost connections.
-
-    The iteration ends when all `num_trajectories` have ended; it may be left and taken up again. Large ones are
-    several rollouts to the service: `rollout_ids`.
-    """
-
-    def __init__(self, client: RolloutClient) -> None:
-        self._client = client
-        self._parts: dict[str, _Part] = {}
-        self._ready: deque[Trajectory] = deque()  # at most one page
-
-    @property
-    def rollout_ids(self) -> tuple[str, ...]:
-        """The service's names for it."""
-        return tuple(self._parts)
-
-    @property
-    def num_trajectories(self) -> int:
-        """How many were accepted: tasks times samples."""
-        return sum(part.num_trajectories for part in self._parts.values())
-
-    async def __aiter__(self) -> AsyncIterator[Trajectory]:
-        while self._ready or await self._read_page():
-            yield self._ready.popleft()
-
-    async def status(self) -> RolloutStatus:
-        """The counts at this moment, under the first of `rollout_ids`."""
-        return _sum([await self._client.rollout_status(name) for name in self._parts])
-
-    async def cancel(self) -> RolloutStatus:
-        """End what is queued or running; iteration then delivers those records too."""
-        return _sum([await self._client.cancel(name) for name in self._parts])
-
-    def expect(self, rollout_id: str, num_trajectories: int) -> None:
-        """A piece is about to be sent."""
-        self._parts[rollout_id] = _Part(rollout_id, num_trajectories)
-
-    def drop(self, rollout_id: str) -> None:
-        """The piece was refused."""
-        del self._parts[rollout_id]
-
-    async def _read_page(self) -> bool:
-        """Wait for trajectories; False if there are no more. Parts take turns, so that none waits for another."""
-        is_waiting = False
-        while live := [part for part in self._parts.values() if not part.is_over]:
-            wait_s = _READ_WAIT_S if len(live) == 1 else _TURN_WAIT_S if is_waiting else 0.0
-            for part in live:
-                await self._read_part(part, wait_s)
-                if self._ready:
-                    self._parts[part.rollout_id] = self._parts.pop(part.rollout_id)  # to the end of the line
-                    return True
-                if is_waiting:
-                    wait_s = 0.0  # one wait a round
-            is_waiting = True
-        return False
-
-    async def _read_part(self, part: _Part, wait_s: float) -> None:
-        page = await self._client.read(part.rollout_id, after=part.cursor, wait_s=wait_s)
-        part.cursor = page.cursor
-        part.num_read += len(page.trajectories)
-        self._ready.extend(page.trajectories)
-        # A record that the store cannot read any more is never delivered: an empty page then is the end.
-        is_empty_end = page.status.is_done and not page.trajectories
-        part.is_over = is_empty_end or part.num_read >= part.num_trajectories
-
-
-def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
-    return RolloutStatus(
-        rollout_id=statuses[0].rollout_id,
-        num_accepted=sum(status.num_accepted for status in statuses),
-        num_finished=sum(status.num_finished for status in statuses),
-        num_running=sum(status.num_running for status in statuses),
-        num_queued=sum(status.num_queued for status in statuses),
-    )
+def _new_id() -> str:
+    return f"r-{uuid.uuid4().hex[:16]}"
 
 
 def _piece(tasks: list[dict[str, Any]], start: int, max_tasks: int) -> list[dict[str, Any]]:
@@ -311,10 +317,8 @@ def _with_lists(value: Any) -> Any:
     return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _weights_body(directory: str | Path, version: int, kv_policy: KVPolicy | None) -> WeightsBody:
-    policy = kv_policy.value if kv_policy is not None else None
-    body = {"version": version, "directory": os.path.abspath(directory), "kv_policy": policy}
-    return check_body(body, WeightsBody)
+def _absolute(directory: str | Path) -> str:
+    return os.path.abspath(directory)
 
 
 def _loads(content: bytes) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentloop.engine import EngineInfo, WeightUpdate
+from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
 
@@ -48,6 +48,7 @@ class RolloutStatus:
     num_finished: int
     num_running: int
     num_queued: int
+    num_held: int = 0  # of the queued ones: what the run's staleness limit holds back until a commit or a record
 
     @property
     def is_done(self) -> bool:
@@ -71,6 +72,13 @@ class ReplicaUpdate:
     stage_ms: float
     stall_ms: float  # from the pause call to the resume answer: no token was sampled in between
     error: str | None = None
+    held_in: HeldIn | None = None  # where the weights waited for the commit; NOWHERE: one phase
+    transport: str | None = None
+    num_bytes: int = 0  # that arrived at each of its workers
+    transfer_ms: float = 0.0  # first byte to last
+    swap_ms: float = 0.0
+    verify_ms: float = 0.0
+    num_verified: int = 0  # tensors or layers that were compared with what was sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,11 @@ class UpdateReport:
         """The longest stall of any replica."""
         return max((replica.stall_ms for replica in self.replicas), default=0.0)
 
+    @property
+    def transfer_ms(self) -> float:
+        """The longest transfer to any replica."""
+        return max((replica.transfer_ms for replica in self.replicas), default=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
@@ -100,6 +113,9 @@ class ReplicaStatus:
     load: Load
     num_leases: int
     heartbeat_age_s: float
+    num_workers: int = 1
+    weight_dtype: str | None = None
+    error: str | None = None  # why it is quarantined
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,7 @@ class ServiceStatus:
     num_workers: int
     rollouts: tuple[RolloutStatus, ...]
     updates: tuple[UpdateReport, ...]  # the latest, oldest first; bounded
+    asleep: tuple[MemoryTag, ...] = ()  # the memory that the fleet has given back
 
 
 class CoordinatorApi(Protocol):
@@ -162,6 +179,12 @@ class CoordinatorApi(Protocol):
 
     async def resume(self) -> None:
         """Undo `pause`. Idempotent."""
+
+    async def sleep(self, level: int) -> None:
+        """Freeze every replica and give its memory back. Idempotent. Raises InvalidRequest, EngineLost."""
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory back; once all of it is, generation goes on. Idempotent. Raises Conflict, EngineLost."""
 
     async def status(self) -> ServiceStatus:
         """The service at this moment."""

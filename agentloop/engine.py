@@ -9,6 +9,7 @@ contract suite (`tests/contract/`) proves every engine:
   paused; a request sent while paused is held until the resume or refused with `EnginePaused`, never lost;
 - a cancelled `generate` aborts in the engine;
 - a failed `commit` raises `WeightUpdateFailed` and leaves `is_usable` false until a later commit succeeds;
+- `sleep` gives memory back and loses no request: those in flight freeze, and go on after `wake` and `resume`;
 - the same prompt before and after an update shares KV only if `GenerateRequest.kv_version` says so.
 """
 
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
+from agentloop.errors import InvalidRequest
 from agentloop.types import (
     GenerateRequest,
     Generation,
@@ -38,14 +41,102 @@ class EngineInfo:
     block_size: int
     kv_capacity_tokens: int
     max_running: int
+    num_workers: int = 1  # processes that hold weights: tensor-parallel size times data-parallel size
+    weight_dtype: str | None = None  # "bfloat16", ...: what weights are computed in; None: it has none
+    can_sleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint: its name, its dtype ("bfloat16", "float32", ...) and its whole shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class TensorNames(StrEnum):
+    """Whose names the tensors of a push have."""
+
+    CHECKPOINT = "checkpoint"  # the names and shapes of the model's safetensors files
+    RUNTIME = "runtime"  # the parameters of one engine worker, for the same worker of an equal engine
+
+
+@dataclass(frozen=True, slots=True)
+class PushSource:
+    """A process that holds weights and listens for the engines' workers (`agentloop_servers/transfer/link.py`).
+
+    `addresses` ("host:port") has one entry, or one for each worker of a replica, in the order of their ranks.
+    """
+
+    addresses: tuple[str, ...]
+    token: str
+    tensors: tuple[TensorInfo, ...]
+    names: TensorNames = TensorNames.CHECKPOINT
+    num_receivers: int = 0  # workers that will connect; filled in by the weight controller
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights on offer: a folder of safetensors files, in checkpoint names, new for every version."""
+    """New weights on offer, from exactly one source. Raises InvalidRequest for none or several.
+
+    `directory` holds safetensors files in checkpoint names, and is a new one for every version; `adapter` is a
+    directory with a LoRA adapter in the PEFT format, for the base weights that are served.
+    """
 
     version: int
-    directory: str
+    directory: str | None = None
+    push: PushSource | None = None
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(source is not None for source in (self.directory, self.push, self.adapter)) != 1:
+            raise InvalidRequest("an update has one source: a directory, a push or an adapter", param="directory")
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether its source is still there for an engine that comes late."""
+        return self.push is None
+
+
+class HeldIn(StrEnum):
+    """Where staged weights wait for their commit."""
+
+    DEVICE = "device"  # beside the served ones, in the accelerator's memory
+    HOST = "host"  # in (pinned) host memory
+    FILES = "files"  # in their files; the commit reads them
+    NOWHERE = "nowhere"  # one phase: the memory does not allow staging, so the commit transfers
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What a stage did. `transfer_ms` is from the first byte to the last, 0 where the commit transfers."""
+
+    held_in: HeldIn
+    transport: str  # "directory", "nccl", "ipc", "shm", "adapter"
+    num_bytes: int = 0
+    transfer_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """What a commit did, all of it while generation was frozen. The slowest worker's times."""
+
+    swap_ms: float = 0.0
+    verify_ms: float = 0.0
+    num_verified: int = 0  # tensors or layers compared with what was staged
+    num_unverified: int = 0
+    transfer_ms: float = 0.0  # one phase only
+
+
+class MemoryTag(StrEnum):
+    """What a sleeping engine can take back on its own."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+ALL_MEMORY = frozenset(MemoryTag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +190,11 @@ class Engine(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """False while weights are dummy, or of unknown state after a failed commit."""
+        """False while weights are dummy, discarded by a sleep(2), or of unknown state after a failed commit."""
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        """The memory that is given back at the moment; empty while awake."""
 
     async def start(self) -> None:
         """Load and get ready. Call once, on the loop that will call the other methods."""
@@ -127,19 +222,39 @@ class Engine(Protocol):
         """
 
     async def resume(self) -> None:
-        """Go on. Idempotent."""
+        """Go on. Idempotent. Raises Conflict while memory is asleep."""
 
-    async def stage(self, update: WeightUpdate) -> None:
-        """Receive and check new weights beside the old ones, decoding goes on.
+    async def stage(self, update: WeightUpdate) -> StageReport:
+        """Receive and check new weights beside the old ones, decoding goes on. Its weights must be awake.
 
-        Raises CheckpointUnreadable; the engine then goes on as before.
+        Raises CheckpointUnreadable (they do not fit, or cannot be had) or Conflict (asleep); the engine then goes
+        on as before, and what was staged before is dropped. A cancelled stage leaves nothing running.
         """
 
-    async def commit(self, version: int) -> None:
-        """Swap in the staged weights and stamp `version`. Must be paused.
+    async def commit(self, version: int) -> CommitReport:
+        """Swap in the staged weights, prove that they arrived, and stamp `version`. Must be paused.
 
-        Raises Conflict (not paused, or another version staged) or WeightUpdateFailed, after which the engine
-        is not usable until a later commit succeeds.
+        Raises Conflict (not paused, asleep, or another version staged) or WeightUpdateFailed, after which the
+        engine is not usable until a later commit succeeds.
+        """
+
+    async def offer(self) -> PushSource | None:
+        """The served weights, for another engine to stage; None if this engine cannot give them.
+
+        The offer ends with the next commit, or after a few minutes.
+        """
+
+    async def sleep(self, level: int) -> None:
+        """Freeze as `pause(KEEP)` does and give memory back. Idempotent; raises InvalidRequest if it cannot.
+
+        Level 1 keeps the weights in host memory; level 2 discards them: the engine is unusable until a commit.
+        The KV of all requests is dropped, and computed again after the resume.
+        """
+
+    async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
+        """Take memory back; the engine stays paused. Idempotent.
+
+        Raises Conflict for the KV cache while the weights are asleep and stay so, or are of unknown version.
         """
 
     def load(self) -> Load:

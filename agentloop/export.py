@@ -65,10 +65,15 @@ _COLUMNS: dict[str, pa.DataType] = {
     "error": pa.string(),
     "reward_error": pa.string(),
     "rollout_id": pa.string(),
+    "num_masked_tokens": pa.int32(),
+    "num_stale_attempts": pa.int32(),
+    "max_staleness": pa.int64(),
+    "staleness": pa.int64(),
 }
 
 SCHEMA = pa.schema(_COLUMNS)
-"""The columns. Offsets in spans and turns are into the response; masked-out positions have logprob 0.0."""
+"""The columns. Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones
+that staleness took out of the mask keep theirs. `num_masked_tokens` is of all paths of the trajectory."""
 
 _NO_PATH = TokenPath(
     prompt_ids=np.empty(0, np.int32),
@@ -145,6 +150,10 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "error": trajectory.error,
             "reward_error": trajectory.reward_error,
             "rollout_id": trajectory.rollout_id,
+            "num_masked_tokens": trajectory.num_masked_tokens,
+            "num_stale_attempts": trajectory.num_stale_attempts,
+            "max_staleness": trajectory.max_staleness,
+            "staleness": trajectory.staleness,
         }
         for branch, path in enumerate(paths)
     ]

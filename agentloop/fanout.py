@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from agentloop.control import ReplicaUpdate
+from agentloop.engine import CommitReport, StageReport
 from agentloop.errors import AgentLoopError, InvariantBroken
 from agentloop.fleet import Replica
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -20,6 +24,8 @@ class Track:
 
     replica: Replica
     stage_s: float = 0.0
+    staged: StageReport | None = None
+    committed: CommitReport | None = None
     paused_at: float | None = None
     stall_s: float = 0.0
     failure: Exception | None = None
@@ -31,7 +37,21 @@ class Track:
             self.stall_s = now - self.paused_at
 
     def report(self) -> ReplicaUpdate:
-        return ReplicaUpdate(self.replica.replica_id, self.stage_s * 1000.0, self.stall_s * 1000.0, self.error)
+        """What the update meant for it. In one phase the commit transferred, else the stage did."""
+        staged, committed = self.staged, self.committed or CommitReport()
+        return ReplicaUpdate(
+            replica_id=self.replica.replica_id,
+            stage_ms=self.stage_s * 1000.0,
+            stall_ms=self.stall_s * 1000.0,
+            error=self.error,
+            held_in=None if staged is None else staged.held_in,
+            transport=None if staged is None else staged.transport,
+            num_bytes=0 if staged is None else staged.num_bytes,
+            transfer_ms=committed.transfer_ms + (0.0 if staged is None else staged.transfer_ms),
+            swap_ms=committed.swap_ms,
+            verify_ms=committed.verify_ms,
+            num_verified=committed.num_verified,
+        )
 
 
 async def on_all(
@@ -53,10 +73,10 @@ async def on_all(
             group.create_task(one(track), name=f"{verb} {track.replica.replica_id}")
 
 
-async def within(timeout_s: float, call: Awaitable[None]) -> None:
+async def within(timeout_s: float, call: Awaitable[T]) -> T:
     """Await a call under a deadline. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
-        await call
+        return await call
 
 
 def live(tracks: Sequence[Track]) -> list[Track]:

@@ -1,13 +1,16 @@
 """The fleet: which replicas exist, what state each is in, and who takes traffic.
 
     JOINING ─► UPDATING ◄─► READY ◄─► SUSPECT        any ─► GONE
-                  ▲  └────► QUARANTINED ◄── READY, SUSPECT
-                  └──────────────┘
+               ▲   ▲ └────► QUARANTINED ◄── READY, SUSPECT
+               ▼   └─────────────┘
+             ASLEEP
 
 Ownership: one object, in the coordinator's event loop, without awaits; time is passed in. Invariants:
 - only a READY replica that holds exactly the fleet's weight version takes traffic;
 - READY is reached through UPDATING (its weights were looked at), or back from a SUSPECT whose weights still fit;
 - a QUARANTINED replica leaves that state only through UPDATING and a finished commit of the fleet's version;
+- an ASLEEP replica has given memory back: it keeps its leases, takes no traffic, and what it says of its weights
+  counts for nothing until it has been woken;
 - until the first update, the newest version that a replica brought along is the fleet's.
 
 A `Replica` is a snapshot. Whoever acts on one over several awaits hands it back; if its process was replaced
@@ -32,17 +35,19 @@ class ReplicaState(StrEnum):
     READY = "ready"  # takes traffic
     UPDATING = "updating"  # a weight update or a catch-up has it; takes no new traffic
     SUSPECT = "suspect"  # silent or failing calls: keeps its leases, gets no new ones
+    ASLEEP = "asleep"  # has given memory back: keeps its leases, gets no new ones
     QUARANTINED = "quarantined"  # its weights are of unknown state, or older than the fleet's
     GONE = "gone"  # left or dead; forgotten
 
 
 MOVES: Mapping[ReplicaState, frozenset[ReplicaState]] = {
     ReplicaState.JOINING: frozenset({ReplicaState.UPDATING, ReplicaState.QUARANTINED, ReplicaState.GONE}),
-    ReplicaState.READY: frozenset(ReplicaState) - {ReplicaState.READY},
-    ReplicaState.UPDATING: frozenset(
-        {ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.GONE}
+    ReplicaState.READY: frozenset(ReplicaState) - {ReplicaState.READY, ReplicaState.ASLEEP},
+    ReplicaState.UPDATING: frozenset(ReplicaState) - {ReplicaState.UPDATING, ReplicaState.SUSPECT},
+    ReplicaState.SUSPECT: frozenset(ReplicaState) - {ReplicaState.SUSPECT, ReplicaState.ASLEEP},
+    ReplicaState.ASLEEP: frozenset(
+        {ReplicaState.UPDATING, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.GONE}
     ),
-    ReplicaState.SUSPECT: frozenset(ReplicaState) - {ReplicaState.SUSPECT},
     ReplicaState.QUARANTINED: frozenset({ReplicaState.UPDATING, ReplicaState.GONE}),
     ReplicaState.GONE: frozenset(),
 }
@@ -68,7 +73,7 @@ class Replica:
     weight_version: int | None
     seen_at: float
     load: Load
-    error: str | None = None  # why it is quarantined
+    error: str | None = None  # why it takes no traffic, if something went wrong
     num_failures: int = 0
     num_contradictions: int = 0
 
@@ -119,10 +124,10 @@ class Fleet:
         return tuple(replica for replica in self._replicas.values() if replica.state in states)
 
     def may_recover_soon(self) -> bool:
-        """Whether waiting a moment can make a replica placeable: one is silent, updating or joining at the
+        """Whether waiting a moment can make a replica placeable: one is silent, updating, asleep or joining at the
         fleet's version."""
         return any(
-            replica.state in (ReplicaState.UPDATING, ReplicaState.SUSPECT)
+            replica.state in (ReplicaState.UPDATING, ReplicaState.SUSPECT, ReplicaState.ASLEEP)
             or (replica.state is ReplicaState.JOINING and self._is_current(replica))
             for replica in self._replicas.values()
         )
@@ -236,8 +241,29 @@ class Fleet:
         self._move(current, ReplicaState.READY if is_current else ReplicaState.JOINING)
         return is_current
 
+    def fall_asleep(self, replica: Replica) -> None:
+        """UPDATING becomes ASLEEP: it has given memory back."""
+        current = self._same(replica)
+        if current is not None and current.state is ReplicaState.UPDATING:
+            self._move(replace(current, error=None, num_contradictions=0, num_failures=0), ReplicaState.ASLEEP)
+
+    def rejoin(self, replica: Replica, error: str) -> None:
+        """It did not do what all others did, and its weights are as we know them: it has to be brought up."""
+        current = self._same(replica)
+        if current is None:
+            return
+        current = self._put(replace(current, error=error))
+        if current.state not in (ReplicaState.JOINING, ReplicaState.QUARANTINED):
+            self._move(current, ReplicaState.JOINING)
+
+    def note(self, replica: Replica, error: str) -> None:
+        """Say why it takes no traffic; its state stays."""
+        current = self._same(replica)
+        if current is not None:
+            self._put(replace(current, error=error))
+
     def put_back(self, replica: Replica) -> None:
-        """An attempt to bring `replica` up ended before its weights were touched: the state it had counts."""
+        """An attempt on `replica` ended before its weights were touched: the state it had counts."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
             self._move(current, replica.state)

@@ -14,20 +14,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from enum import Enum
 
 from agentloop.clock import Clock, RealClock
-from agentloop.engine import Delta, EngineInfo, KVEvent, WeightUpdate
+from agentloop.engine import (
+    ALL_MEMORY,
+    CommitReport,
+    Delta,
+    EngineInfo,
+    KVEvent,
+    MemoryTag,
+    PushSource,
+    StageReport,
+    WeightUpdate,
+)
 from agentloop.errors import (
-    CheckpointUnreadable,
     Conflict,
     EngineError,
     EngineLost,
     EngineUnusable,
     InvalidRequest,
     InvariantBroken,
-    WeightUpdateFailed,
 )
 from agentloop.simulated_kv import KVCache, KVSequence
 from agentloop.simulated_policy import (
@@ -40,8 +47,10 @@ from agentloop.simulated_policy import (
     malformed,
 )
 from agentloop.simulated_scheduler import LiveRequest, Scheduler
+from agentloop.simulated_spec import SimulatedSpec
+from agentloop.simulated_weights import NoPushes, SimulatedWeights, WeightSource
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
-from agentloop.validate import check_checkpoint, check_request, room_tokens
+from agentloop.validate import check_request, room_tokens
 
 __all__ = [
     "Faults",
@@ -52,25 +61,12 @@ __all__ = [
     "SimulatedEngine",
     "SimulatedSpec",
     "TokenPolicy",
+    "WeightSource",
 ]
 
 # Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
 _ZERO_LATENCY_TOKENS_PER_STEP = 256
 _ZERO_LATENCY_ADMISSIONS_PER_STEP = 8
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedSpec:
-    """What a simulated engine is. `initial_version` None: dummy weights, unusable until the first commit."""
-
-    vocab_size: int = 32_000
-    max_context_tokens: int = 4096
-    block_size: int = 16
-    num_blocks: int = 4096
-    max_running: int = 256
-    latency: LatencyModel = field(default_factory=LatencyModel)
-    seed: int = 0
-    initial_version: int | None = 0
 
 
 class _State(Enum):
@@ -100,7 +96,9 @@ class SimulatedEngine:
         clock: Clock | None = None,
         policy: TokenPolicy | None = None,
         faults: Faults | None = None,
+        weight_source: WeightSource | None = None,
     ) -> None:
+        """`weight_source` brings pushed weights; without one, a push is refused."""
         self._spec = spec = spec if spec is not None else SimulatedSpec()
         if spec.num_blocks * spec.block_size < spec.max_context_tokens:
             raise InvalidRequest("the KV cache must hold one full context", param="num_blocks")
@@ -110,30 +108,22 @@ class SimulatedEngine:
         self._kv = KVCache(spec.num_blocks, spec.block_size)
         self._scheduler = Scheduler(self._kv, spec.max_running)
         self._state = _State.NEW
-        self._weight_version = spec.initial_version
-        self._staged: WeightUpdate | None = None
+        source = weight_source if weight_source is not None else NoPushes()
+        self._weights = SimulatedWeights(spec.initial_version, self._clock, self.faults, source)
         self._has_work = asyncio.Event()
         self._drain_ended = asyncio.Event()
-        self._swap_lock = asyncio.Lock()  # a resume waits for a commit under way
+        self._swap_lock = asyncio.Lock()  # a resume, sleep or wake waits for a commit under way
         self._task: asyncio.Task[None] | None = None
         self._end_reason = ""
 
     @property
     def info(self) -> EngineInfo:
-        spec = self._spec
-        return EngineInfo(
-            name="simulated",
-            max_context_tokens=spec.max_context_tokens,
-            vocab_size=spec.vocab_size,
-            block_size=spec.block_size,
-            kv_capacity_tokens=spec.num_blocks * spec.block_size,
-            max_running=spec.max_running,
-        )
+        return self._spec.info
 
     @property
     def weight_version(self) -> int | None:
-        """None also after a failed commit: nobody knows what the weights are."""
-        return self._weight_version
+        """None also after a failed commit and a sleep(2): nobody knows what the weights are."""
+        return self._weights.version
 
     @property
     def num_recomputed_tokens(self) -> int:
@@ -146,7 +136,11 @@ class SimulatedEngine:
 
     @property
     def is_usable(self) -> bool:
-        return self._weight_version is not None and self._state is not _State.CLOSED
+        return self._weights.version is not None and self._state is not _State.CLOSED
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        return self._weights.asleep
 
     async def start(self) -> None:
         self._move(_State.SERVING)
@@ -224,38 +218,52 @@ class SimulatedEngine:
     async def resume(self) -> None:
         async with self._swap_lock:
             self._require_alive()
+            if self.asleep:
+                raise Conflict("an engine whose memory is asleep cannot go on")
             if self._state is not _State.SERVING:
                 self._move(_State.SERVING)
 
-    async def stage(self, update: WeightUpdate) -> None:
+    async def stage(self, update: WeightUpdate) -> StageReport:
         self._require_alive()
-        if self.faults.num_failed_stages:
-            self.faults.num_failed_stages -= 1
-            raise CheckpointUnreadable("injected: the weights do not fit the model", param="directory")
-        check_checkpoint(update.directory)
-        self._staged = update
+        report = await self._weights.stage(update)
+        self._require_alive()
+        return report
 
-    async def commit(self, version: int) -> None:
+    async def commit(self, version: int) -> CommitReport:
         async with self._swap_lock:
             self._require_alive()
             if self._state is not _State.PAUSED:
                 raise Conflict("weights are committed to a paused engine only")
-            if self._staged is None or self._staged.version != version:
-                held = "nothing" if self._staged is None else f"version {self._staged.version}"
-                raise Conflict(f"version {version} cannot be committed: {held} is staged")
-            self._staged = None
             try:
-                if self.faults.commit_delay_s:
-                    await self._clock.sleep(self.faults.commit_delay_s)
-                if self.faults.num_failed_commits:
-                    self.faults.num_failed_commits -= 1
-                    raise WeightUpdateFailed(f"injected: version {version} could not be loaded")
-            except BaseException:  # cancelled too: the weights are half written
-                self._weight_version = None
+                report = await self._weights.commit(version)
+            except Conflict:  # nothing has begun
+                raise
+            except BaseException:
                 self._fail_all(EngineUnusable, "its weights are of unknown state")
                 raise
             self._require_alive()
-            self._weight_version = version
+            return report
+
+    async def offer(self) -> PushSource | None:
+        self._require_alive()
+        return await self._weights.offer()
+
+    async def sleep(self, level: int) -> None:
+        if level not in (1, 2):
+            raise InvalidRequest(f"sleep levels are 1 and 2, not {level}", param="level")
+        if not self._spec.can_sleep:
+            raise InvalidRequest("this engine was started without sleep")
+        async with self._swap_lock:
+            self._require_alive()
+            if self._state is not _State.PAUSED:
+                self._move(_State.PAUSED)
+            self._scheduler.drop_kv()
+            self._weights.give_back(level)
+
+    async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
+        async with self._swap_lock:
+            self._require_alive()
+            self._weights.take_back(tags)
 
     def load(self) -> Load:
         return Load(
@@ -263,7 +271,7 @@ class SimulatedEngine:
             num_waiting=self._scheduler.num_waiting,
             kv_used_tokens=self._kv.num_held_blocks * self._spec.block_size,
             kv_capacity_tokens=self._spec.num_blocks * self._spec.block_size,
-            weight_version=self._weight_version,
+            weight_version=self._weights.version,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
@@ -280,7 +288,7 @@ class SimulatedEngine:
             self.faults.num_lost -= 1
             raise EngineLost("injected: the connection broke")
         check_request(request, self.info)
-        if self._weight_version is None:
+        if self._weights.version is None:
             raise EngineUnusable("the engine holds no weights of a known version")
         if self._scheduler.find(request.request_id) is not None:
             raise Conflict(f"request {request.request_id} is already running", param="request_id")
@@ -291,7 +299,7 @@ class SimulatedEngine:
             done=asyncio.get_running_loop().create_future(),
             malformation=self.faults.malformed.pop(0) if self.faults.malformed else None,
             has_progress=asyncio.Event() if is_streamed else None,
-            sequence=KVSequence(self._weight_version),
+            sequence=KVSequence(self._weights.version),
         )
         is_hung = self.faults.num_hung > 0
         if is_hung:
@@ -343,7 +351,7 @@ class SimulatedEngine:
 
     async def _step(self) -> None:
         """Admit, let the step's time pass, and sample, unless a pause came meanwhile."""
-        latency, version = self._spec.latency, self._weight_version
+        latency, version = self._spec.latency, self._weights.version
         if version is None:
             raise InvariantBroken("a request runs without weights")
         num_prefilled = self._scheduler.admit(
@@ -355,10 +363,10 @@ class SimulatedEngine:
             await self._clock.sleep(0)
         else:
             await self._clock.sleep(latency.step_s(num_prefilled, *self._scheduler.decoding_tokens()))
-        if self._state is _State.PAUSED or self._weight_version is None:
+        if self._state is _State.PAUSED or self._weights.version is None:
             return
         max_burst = _ZERO_LATENCY_TOKENS_PER_STEP if latency.is_zero else 1
-        for live, reason in self._scheduler.step(self._weight_version, max_burst):
+        for live, reason in self._scheduler.step(self._weights.version, max_burst):
             self._finish(live, reason)
         self._refresh()
 

@@ -37,9 +37,8 @@ CREATE TABLE IF NOT EXISTS trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL,
     sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL,
     UNIQUE (rollout_id, group_id, sample_index));
-CREATE TABLE IF NOT EXISTS weights (
-    id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, directory TEXT NOT NULL,
-    kv_policy TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS weight_update (
+    id INTEGER PRIMARY KEY CHECK (id = 1), kv_policy TEXT NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
 """
 _COUNT_FINISHED = """
@@ -177,13 +176,15 @@ class TrajectoryStore:
 
     def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
         """Remember the update that the fleet serves: a restarted coordinator brings late replicas to it."""
-        row = (update.version, update.directory, kv_policy.value)
-        self._write(("INSERT OR REPLACE INTO weights VALUES (1, ?, ?, ?)", [row]))
+        data = codec.encode(update)
+        row = (kv_policy.value, data, zlib.crc32(data))
+        self._write(("INSERT OR REPLACE INTO weight_update VALUES (1, ?, ?, ?)", [row]))
 
     def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
         """The last update saved, or None."""
-        row = self._db.execute("SELECT version, directory, kv_policy FROM weights").fetchone()
-        return None if row is None else (WeightUpdate(row[0], row[1]), KVPolicy(row[2]))
+        row = self._db.execute(f"SELECT kv_policy, {_BLOB}, crc FROM weight_update").fetchone()
+        update = None if row is None else self._decoded("weight_update", 1, row[1], row[2], WeightUpdate)
+        return None if update is None else (update, KVPolicy(row[0]))
 
     def close(self) -> None:
         """Let go of the file. Idempotent."""

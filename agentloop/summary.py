@@ -12,8 +12,9 @@ import orjson
 
 from agentloop import codec
 from agentloop.control import UpdateReport
-from agentloop.types import Trajectory
+from agentloop.types import StopReason, Trajectory
 
+_STALE_COUNTS = ("dropped_attempts", "given_up", "masked", "finished", "late", "masked_tokens")
 MIXED = "mixed"
 NONE = "none"
 
@@ -25,6 +26,23 @@ class VersionSuccess:
     num_trajectories: int
     num_rewarded: int
     success: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StaleSummary:
+    """Trajectories that fell further behind than their run allows, by what became of them.
+
+    `dropped_attempts` were thrown away and begun anew; `given_up` samples have no attempt left; `masked` and
+    `finished` ones lost the rest of their tokens, or their end; `late` ones were well when they ended, and too old
+    when the coordinator took them: they are whole, and `Trajectory.staleness` tells.
+    """
+
+    dropped_attempts: int
+    given_up: int
+    masked: int
+    finished: int
+    late: int
+    masked_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,7 @@ class Summary:
     recovered_from_tool_error: int
     prefix_cache_hit_share: float | None
     updates: tuple[UpdateSummary, ...]
+    stale: StaleSummary | None  # None: no record has a limit
 
     def write(self, path: Path) -> None:
         """Write `summary.json`, whole or not at all."""
@@ -90,6 +109,7 @@ def summarize(
     seen: set[tuple[str, str, int]] = set()
     stop_reasons: Counter[str] = Counter()
     by_version: dict[str, list[float | None]] = defaultdict(list)
+    stale: Counter[str] | None = None
     prompt = sampled = observed = computed = cached = complete = recovered = 0
     for trajectory in trajectories:
         key = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
@@ -107,6 +127,9 @@ def summarize(
         turns = [turn for path in trajectory.paths for turn in path.turns]
         computed += sum(turn.prompt_len for turn in turns)
         cached += sum(turn.cached_tokens for turn in turns)
+        if trajectory.max_staleness is not None:
+            stale = Counter() if stale is None else stale
+            stale.update(_stale(trajectory))
     partial = len(by_version.get(MIXED, ()))
     return Summary(
         accepted=num_accepted,
@@ -126,7 +149,23 @@ def summarize(
         recovered_from_tool_error=recovered,
         prefix_cache_hit_share=_share(cached, computed),
         updates=tuple(_update(report) for report in updates),
+        stale=None if stale is None else StaleSummary(**{name: stale[name] for name in _STALE_COUNTS}),
     )
+
+
+def _stale(trajectory: Trajectory) -> dict[str, int]:
+    """What one record of a limited run adds to the counts of `StaleSummary`."""
+    is_ended = trajectory.stop_reason is StopReason.STALE
+    limit, staleness = trajectory.max_staleness, trajectory.staleness
+    is_over = limit is not None and staleness is not None and staleness > limit
+    return {
+        "dropped_attempts": trajectory.num_stale_attempts,
+        "given_up": int(is_ended and not trajectory.is_complete),
+        "masked": int(trajectory.num_masked_tokens > 0 and not is_ended),
+        "finished": int(is_ended and trajectory.is_complete),
+        "late": int(is_over and trajectory.is_complete and not is_ended),
+        "masked_tokens": trajectory.num_masked_tokens,
+    }
 
 
 def _success(rewards: list[float | None]) -> VersionSuccess:

@@ -4,12 +4,13 @@ A path is append-only: sampled ids are stored as the engine returned them and ne
 prompt does not extend the path exactly, a new path begins and names the reason; the old one stays, finished.
 
 Invariants, checked as data comes in (InvariantBroken otherwise): one logprob a sampled id; version spans tile the
-sampled ids; a turn's prompt is exactly the path so far.
+sampled ids; a turn's prompt is exactly the path so far. The mask is true for sampled ids, until a verb takes some
+out; that changes nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -46,10 +47,16 @@ class TrajectoryBuilder:
 
     def __init__(self) -> None:
         self._paths: list[_OpenPath] = []
+        self._num_masked_tokens = 0
 
     @property
     def is_started(self) -> bool:
         return bool(self._paths)
+
+    @property
+    def num_masked_tokens(self) -> int:
+        """Sampled tokens that were taken out of the mask."""
+        return self._num_masked_tokens
 
     @property
     def num_context_tokens(self) -> int:
@@ -115,9 +122,28 @@ class TrajectoryBuilder:
             )
         )
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version that anything was sampled under."""
+        return min((span.version for path in self._paths for span in path.spans), default=None)
+
+    def mask_older_than(self, version: int) -> None:
+        """Take tokens of versions before `version` out of the mask; ids, logprobs and spans stay."""
+        self._take_out(lambda span: span.version < version)
+
+    def mask_newer_than(self, version: int) -> None:
+        """Take tokens of versions after `version` out of the mask; ids, logprobs and spans stay."""
+        self._take_out(lambda span: span.version > version)
+
     def finish(self) -> tuple[TokenPath, ...]:
         """All paths as arrays, in the order they began. The builder stays usable."""
         return tuple(path.freeze() for path in self._paths)
+
+    def _take_out(self, is_out: Callable[[WeightVersionSpan], bool]) -> None:
+        for path in self._paths:
+            for span in filter(is_out, path.spans):
+                self._num_masked_tokens += sum(path.mask[span.start : span.end])
+                path.mask[span.start : span.end] = [False] * (span.end - span.start)
 
     def _current(self) -> _OpenPath:
         if not self._paths:

@@ -197,6 +197,7 @@ class StopReason(StrEnum):
     INVALID_TASK = "invalid_task"  # unknown loop, tool or reward; nothing was sampled
     ENGINE_FAILED = "engine_failed"  # no replica could finish a turn within the retry budget
     LOOP_FAILED = "loop_failed"  # the user's loop raised
+    STALE = "stale"  # its oldest tokens are older than the run allows
 
 
 FAILURES = frozenset(
@@ -226,6 +227,29 @@ class RolloutTask:
     seed: int | None = None
 
 
+class OnStale(StrEnum):
+    """What becomes of a trajectory that falls further behind the fleet's weights than its run allows."""
+
+    DROP = "drop"  # its tokens are thrown away, and its sample is rolled out again under current weights
+    MASK = "mask"  # it goes on to its natural end; its tokens that are too old then leave the mask
+    FINISH = "finish"  # it ends now, with the tokens it sampled while it was within the limit
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessLimit:
+    """How far the fleet's weight version may be ahead of the oldest version in a trajectory. 0: on-policy.
+
+    With `trajectories_per_version`, how many trajectories the trainer consumes for one new version, no more are
+    begun than it can consume in time. Submits that name one `run_id` share that allowance, as long as one of them
+    is unfinished; empty: the submit has its own.
+    """
+
+    max_staleness: int
+    on_stale: OnStale = OnStale.FINISH
+    trajectories_per_version: int | None = None
+    run_id: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """`num_samples` trajectories of one task, placed and counted together."""
@@ -234,6 +258,7 @@ class RolloutGroup:
     task: RolloutTask
     num_samples: int
     rollout_id: str = ""
+    staleness: StalenessLimit | None = None  # None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +283,8 @@ class Assignment:
     attempt: int = 0
     queue_s: float = 0.0  # how long it waited for a worker
     rollout_id: str = ""
+    staleness: StalenessLimit | None = None
+    num_stale_attempts: int = 0  # attempts before this one that were dropped for their age
 
 
 # --- trajectories -----------------------------------------------------------------------------------------
@@ -279,8 +306,9 @@ class Turn:
 class TokenPath:
     """One root-to-leaf token sequence, the unit a trainer trains on. All response arrays have one length.
 
-    `response_mask` is true where the policy sampled. `logprobs` hold 0.0 elsewhere. `weight_versions` tile
-    the sampled tokens: spans are over the response, and observed tokens belong to no span.
+    `response_mask` is true where the policy sampled, but for tokens taken out for their staleness. `logprobs` hold
+    0.0 where it did not. `weight_versions` tile the sampled tokens, masked ones too: spans are over the response,
+    and observed tokens belong to no span.
     """
 
     prompt_ids: IntArray
@@ -290,6 +318,12 @@ class TokenPath:
     weight_versions: tuple[WeightVersionSpan, ...]
     turns: tuple[Turn, ...]
     split_reason: str | None = None  # why this path could not extend the one before; None for the first
+
+    @property
+    def trained_versions(self) -> frozenset[int]:
+        """The weight versions of the tokens in the mask."""
+        spans = self.weight_versions
+        return frozenset(span.version for span in spans if self.response_mask[span.start : span.end].any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +341,8 @@ class Timings:
 class Trajectory:
     """The terminal record of one sample. Usually one path; more where history could not be extended exactly.
 
-    `is_complete` is false when a call was lost or the rollout failed: such a record never looks trainable.
+    `is_complete` is false when a call was lost, the rollout failed, or it was dropped for its staleness: such a
+    record never looks trainable.
     """
 
     task_id: str
@@ -325,6 +360,10 @@ class Trajectory:
     attempt: int = 0
     timings: Timings = Timings()
     rollout_id: str = ""
+    num_masked_tokens: int = 0  # sampled tokens that are out of the mask for their staleness
+    num_stale_attempts: int = 0  # attempts before this one that were dropped for their staleness
+    max_staleness: int | None = None  # what its run allows
+    staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
 
     @property
     def path(self) -> TokenPath:
@@ -337,6 +376,11 @@ class Trajectory:
         return tuple(sorted({span.version for path in self.paths for span in path.weight_versions}))
 
     @property
+    def oldest_trained_version(self) -> int | None:
+        """The oldest weight version of the tokens in the mask; None if it is empty."""
+        return min((version for path in self.paths for version in path.trained_versions), default=None)
+
+    @property
     def num_sampled_tokens(self) -> int:
-        """Tokens the policy sampled, over all paths."""
-        return sum(int(path.response_mask.sum()) for path in self.paths)
+        """Tokens the policy sampled, over all paths, masked ones too."""
+        return sum(int(path.response_mask.sum()) for path in self.paths) + self.num_masked_tokens

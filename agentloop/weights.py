@@ -4,43 +4,44 @@
             decoding   all        all           those that committed
             goes on    frozen
 
-Ownership: one object, in the coordinator's event loop. It alone asks engines to stage, pause, commit or resume;
-it decides on the `Fleet` without awaits in between. Engines come from `connect` and belong to whoever made it.
-Every call has a deadline. Invariants:
-- a replica whose pause, commit or resume failed is quarantined and never resumed on unknown weights; `catch_up`
-  brings it back through a commit of the fleet's version;
-- no two of these procedures work on one replica at once (`_busy`), and operator pauses exclude the stretch from
-  pause to resume (`_gate`);
+In two phases the bytes arrive while decoding goes on, and a commit only swaps; where memory does not allow that
+(HeldIn.NOWHERE) they arrive in the commit. A sleeping fleet is woken by an update: its weights' memory before the
+stage, the KV cache's after the commit.
+
+Ownership: one object, in the coordinator's event loop; it owns the `FleetEngines`, through which alone engines are
+asked to stage, pause, commit, resume, sleep or wake, and decides on the `Fleet` without awaits in between. Every
+call has a deadline. Invariants:
+- a replica whose stage, pause, commit or resume failed is quarantined and never resumed on unknown weights;
+  `catch_up` brings it back through a commit of the fleet's version;
 - a procedure that is cut short leaves no replica in UPDATING.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import StrEnum
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
-
+from agentloop.catch_up import CatchUp
 from agentloop.clock import Clock
 from agentloop.control import UpdateReport
-from agentloop.engine import Engine, WeightUpdate
+from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
-    EngineLost,
     InvalidRequest,
     InvariantBroken,
     NoHealthyReplica,
     WeightUpdateFailed,
 )
-from agentloop.fanout import Track, live, named, on_all, within
+from agentloop.fanout import Track, live, named, on_all
 from agentloop.fleet import Fleet, Replica, ReplicaState
+from agentloop.fleet_engines import Connect, FleetEngines, WeightConfig
+from agentloop.fleet_power import FleetPower
 from agentloop.types import KVPolicy, PauseMode
 
-Connect = Callable[[str], Engine]
+_WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 
 
 class UpdateState(StrEnum):
@@ -62,23 +63,8 @@ MOVES: Mapping[UpdateState, frozenset[UpdateState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WeightConfig:
-    """Deadlines of each step on one replica, and how often a late one is tried."""
-
-    stage_timeout_s: float = 600.0
-    pause_timeout_s: float = 60.0
-    commit_timeout_s: float = 300.0
-    resume_timeout_s: float = 60.0
-    operator_pause_timeout_s: float = 600.0  # PauseMode.WAIT runs requests to their end
-    max_catch_up_attempts: int = 5
-    backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
-    num_reports: int = 16
-
-
 class WeightController:
-    """Updates, catching up, and the operator's pause."""
+    """Updates, catching up, and the operator's orders."""
 
     def __init__(
         self,
@@ -88,23 +74,20 @@ class WeightController:
         config: WeightConfig | None = None,
         on_commit: Callable[[], None] | None = None,
         on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
+        initial: tuple[WeightUpdate, KVPolicy] | None = None,
     ) -> None:
         """`on_staged` is awaited once an update can only go forward: from there a restarted controller goes on
-        with it (`restore`). `on_commit` is called when the fleet has begun to serve the new version."""
+        with it (`restore`). `on_commit` is called when the fleet has begun to serve the new version. `initial` is
+        what engines load at their start."""
         self._fleet = fleet
-        self._connect = connect
         self._clock = clock
         self._config = config or WeightConfig()
         self._on_commit = on_commit
         self._on_staged = on_staged
         self._state = UpdateState.IDLE
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._gate = asyncio.Lock()
-        self._busy: set[str] = set()
-        self._engines: dict[str, tuple[str, Engine]] = {}  # replica id -> (url, engine)
-        self._current: tuple[WeightUpdate, KVPolicy] | None = None
-        self._operator_mode: PauseMode | None = None
+        self._engines = FleetEngines(fleet, connect, clock, self._config, initial)
+        self._power = FleetPower(self._engines)
+        self._catch_up = CatchUp(self._engines, self._power)
         self._reports: deque[UpdateReport] = deque(maxlen=self._config.num_reports)
 
     @property
@@ -114,7 +97,12 @@ class WeightController:
     @property
     def is_paused(self) -> bool:
         """Whether the operator has paused the fleet."""
-        return self._operator_mode is not None
+        return self._engines.operator_mode is not None
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        """The memory that the fleet has given back."""
+        return self._engines.asleep
 
     @property
     def reports(self) -> tuple[UpdateReport, ...]:
@@ -123,46 +111,69 @@ class WeightController:
 
     def forget(self, replica_id: str) -> None:
         """A replica is gone: drop what was kept for it."""
-        self._engines.pop(replica_id, None)
+        self._engines.forget(replica_id)
 
     def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
         """Take over what an earlier controller was bringing the fleet to; replicas catch up as they register."""
-        self._current = (update, kv_policy)
+        self._engines.current = (update, kv_policy)
         self._fleet.set_weight_version(update.version)
+
+    async def catch_up(self, replica_id: str) -> bool:
+        """Bring one late replica up: see `CatchUp.bring_up`."""
+        return await self._catch_up.bring_up(replica_id)
+
+    # --- the operator ---
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause every replica until `resume`. Idempotent. Raises EngineLost naming those that did not follow."""
+        await self._power.pause(mode)
+
+    async def resume(self) -> None:
+        """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow."""
+        await self._power.resume()
+
+    async def sleep(self, level: int) -> None:
+        """Have every replica give its memory back: see `FleetPower.sleep`."""
+        await self._power.sleep(level)
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory back; once all of it is, go on. Idempotent. Waits for a weight update to end.
+
+        After a sleep(2) the weights are staged and committed again. Raises Conflict if that cannot be, EngineLost
+        naming those that did not follow, or what an update raises.
+        """
+        engines = self._engines
+        await engines.idle()
+        with engines.fleet_wide("a wake"):
+            replicas = engines.free(ReplicaState.ASLEEP)
+            is_discarded = engines.sleep_level == 2 and not all(engines.is_current(one) for one in replicas)
+            if not is_discarded:
+                await self._power.wake(tags)
+                return
+            if MemoryTag.WEIGHTS not in tags:
+                raise Conflict("the weights were discarded: wake them before the KV cache")
+            served = engines.served()
+            if served is None or not served[0].is_repeatable:
+                raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
+            await self._bring(replicas, *served, tags)
 
     # --- updates ---
 
     async def update(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
-        """Bring all replicas to `update`. Replicas that fail on the way are quarantined and named in the report.
+        """Bring all replicas to `update`, and wake them. Those that fail are quarantined and named in the report.
 
-        Raises InvalidRequest (a version that does not grow), Conflict (an update is going on, or the version is
-        served already), NoHealthyReplica, CheckpointUnreadable (no replica can read it; nothing has changed) or
-        WeightUpdateFailed (no replica took it).
+        Raises InvalidRequest (a version that does not grow, a source that engines do not know), Conflict (another
+        update, a sleep or a wake is going on, or the version is served already), NoHealthyReplica,
+        CheckpointUnreadable (no replica can read it; nothing has changed) or WeightUpdateFailed (no replica took
+        it).
         """
-        tracks = self._begin(update)
-        previous_version = self._fleet.weight_version
-        started_at = self._clock.now()
-        replica_ids = {track.replica.replica_id for track in tracks}
-        self._busy |= replica_ids
-        self._idle.clear()
-        self._move(UpdateState.STAGING)
-        try:
-            await self._stage(tracks, update)
-            if self._on_staged is not None:
-                await self._on_staged(update, kv_policy)
-            async with self._gate:
-                self._move(UpdateState.PAUSING)
-                await self._pause(tracks, kv_policy)
-                self._move(UpdateState.COMMITTING)
-                await self._commit(tracks, update, kv_policy)
-                self._move(UpdateState.RESUMING)
-                await self._resume(tracks)
-        finally:
-            for track in tracks:
-                self._settle(track.replica, "the update was cut short")
-            self._busy -= replica_ids
-            self._move(UpdateState.IDLE)
-            self._idle.set()
+        started_at, previous_version = self._clock.now(), self._fleet.weight_version
+        with self._engines.fleet_wide("a weight update"):
+            replicas = self._takers(update)
+            if update.push is not None:
+                num_receivers = sum(replica.registration.info.num_workers for replica in replicas)
+                update = replace(update, push=replace(update.push, num_receivers=num_receivers))
+            tracks = await self._bring(replicas, update, kv_policy, ALL_MEMORY, self._on_staged)
         report = UpdateReport(
             version=update.version,
             previous_version=previous_version,
@@ -173,33 +184,77 @@ class WeightController:
         self._reports.append(report)
         return report
 
-    def _begin(self, update: WeightUpdate) -> list[Track]:
+    def _takers(self, update: WeightUpdate) -> list[Replica]:
         served = self._fleet.weight_version
-        if self._state is not UpdateState.IDLE:
-            raise Conflict(f"a weight update is {self._state}")
-        if served == update.version:
+        is_held = any(self._engines.is_current(replica) for replica in self._fleet.replicas)
+        if served == update.version and is_held:
             raise Conflict(f"version {served} is what the fleet serves", param="version")
         if update.version < 0 or (served is not None and update.version < served):
             raise InvalidRequest(f"versions grow: {update.version} after {served}", param="version")
-        states = (ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED)
-        reachable = [replica for replica in self._fleet.replicas if replica.state in states]
-        tracks = [Track(replica) for replica in reachable if replica.replica_id not in self._busy]
-        if not tracks:
+        replicas = self._engines.free(
+            ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.ASLEEP
+        )
+        if not replicas:
             raise NoHealthyReplica("no replica can take new weights now")
+        return replicas
+
+    async def _bring(
+        self,
+        replicas: Sequence[Replica],
+        update: WeightUpdate,
+        kv_policy: KVPolicy,
+        tags: frozenset[MemoryTag],
+        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
+    ) -> list[Track]:
+        """Take these replicas through all steps. Of what is asleep, `tags` are woken."""
+        tracks = [Track(replica) for replica in replicas]
+        replica_ids = {replica.replica_id for replica in replicas}
+        self._engines.busy |= replica_ids
+        self._move(UpdateState.STAGING)
+        try:
+            await self._wake_weights(tracks)
+            await self._stage(tracks, update)
+            if on_staged is not None:
+                await on_staged(update, kv_policy)
+            async with self._engines.gate:
+                self._move(UpdateState.PAUSING)
+                await self._pause(tracks, kv_policy)
+                self._move(UpdateState.COMMITTING)
+                await self._commit(tracks, update, kv_policy)
+                self._move(UpdateState.RESUMING)
+                await self._wake_rest(tracks, tags)
+                await self._resume(tracks)
+        finally:
+            for track in tracks:
+                self._engines.settle(track.replica, "the update was cut short")
+            self._engines.busy -= replica_ids
+            self._move(UpdateState.IDLE)
         return tracks
+
+    # --- the steps ---
+
+    async def _wake_weights(self, tracks: Sequence[Track]) -> None:
+        """Memory to stage into: a replica that sleeps, or that may, takes it back."""
+
+        async def wake(track: Track) -> None:
+            await self._engines.engine(track.replica).wake(_WEIGHTS)
+
+        await on_all(self._sleepers(tracks), "wake", wake, self._config.wake_timeout_s)
+        self._engines.asleep -= _WEIGHTS
 
     async def _stage(self, tracks: Sequence[Track], update: WeightUpdate) -> None:
         started_at = self._clock.now()
 
         async def stage(track: Track) -> None:
-            await self._engine(track.replica).stage(update)
+            track.staged = await self._engines.engine(track.replica).stage(update)
             track.stage_s = self._clock.now() - started_at
 
-        await on_all(tracks, "stage", stage, self._config.stage_timeout_s)
+        await on_all(live(tracks), "stage", stage, self._config.stage_timeout_s)
         failed = [track for track in tracks if track.error is not None]
         if len(failed) == len(tracks):
-            if all(isinstance(track.failure, CheckpointUnreadable) for track in failed):
-                raise CheckpointUnreadable(named(failed), param="directory")
+            for kind in (CheckpointUnreadable, InvalidRequest):
+                if all(isinstance(track.failure, kind) for track in failed):
+                    raise kind(named(failed), param="directory" if update.push is None else "push")
             raise WeightUpdateFailed(f"nothing has changed: {named(failed)}")
         for track in failed:
             self._fleet.quarantine(track.replica, track.error or "")
@@ -211,35 +266,67 @@ class WeightController:
 
         async def pause(track: Track) -> None:
             track.paused_at = self._clock.now()
-            await self._engine(track.replica).pause(PauseMode.KEEP, kv_policy)
+            await self._engines.engine(track.replica).pause(PauseMode.KEEP, kv_policy)
 
         await on_all(live(tracks), "pause", pause, self._config.pause_timeout_s)
         self._drop_failed(tracks)
 
     async def _commit(self, tracks: Sequence[Track], update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """On all at once: in one phase they receive the weights together."""
         for track in live(tracks):
             self._fleet.forget_version(track.replica)
 
         async def commit(track: Track) -> None:
-            await self._engine(track.replica).commit(update.version)
+            track.committed = await self._engines.engine(track.replica).commit(update.version)
             self._fleet.committed(track.replica, update.version)
 
         await on_all(live(tracks), "commit", commit, self._config.commit_timeout_s)
         self._drop_failed(tracks)
-        self._current = (update, kv_policy)
+        self._engines.current = (update, kv_policy)
         self._fleet.set_weight_version(update.version)
         if self._on_commit is not None:
             self._on_commit()
 
+    async def _wake_rest(self, tracks: Sequence[Track], tags: frozenset[MemoryTag]) -> None:
+        """The memory that `stage` and `commit` did not need."""
+
+        async def wake(track: Track) -> None:
+            await self._engines.engine(track.replica).wake(tags)
+
+        sleepers = self._sleepers(live(tracks))
+        self._engines.asleep -= tags
+        await on_all(sleepers, "wake", wake, self._config.wake_timeout_s)
+        if not self._engines.asleep:
+            self._engines.sleep_level = 0
+        for track in sleepers:
+            if track.error is not None:  # its weights are right: it only has to be woken
+                track.end_stall(self._clock.now())
+                self._fleet.rejoin(track.replica, track.error)
+        if not live(tracks):
+            raise WeightUpdateFailed(named(tracks))
+
     async def _resume(self, tracks: Sequence[Track]) -> None:
         async def resume(track: Track) -> None:
+            if self._engines.asleep:
+                self._fleet.fall_asleep(track.replica)
+                return
             if not self.is_paused:
-                await self._engine(track.replica).resume()
+                await self._engines.engine(track.replica).resume()
             self._fleet.admit(track.replica)
             track.end_stall(self._clock.now())
 
-        await on_all(live(tracks), "resume", resume, self._config.resume_timeout_s)
-        self._drop_failed(tracks)
+        resuming = live(tracks)
+        await on_all(resuming, "resume", resume, self._config.resume_timeout_s)
+        self._drop_failed(resuming)
+
+    def _sleepers(self, tracks: Sequence[Track]) -> list[Track]:
+        """Those that are asleep, and those that may be: they were not with the others."""
+        return [
+            track
+            for track in tracks
+            if track.replica.registration.info.can_sleep
+            and (self._engines.asleep or track.replica.state is not ReplicaState.READY)
+        ]
 
     def _drop_failed(self, tracks: Sequence[Track]) -> None:
         """Quarantine those with an error; raises WeightUpdateFailed if that leaves nobody."""
@@ -249,146 +336,6 @@ class WeightController:
                 self._fleet.quarantine(track.replica, track.error)
         if not live(tracks):
             raise WeightUpdateFailed(named(tracks))
-
-    # --- catching up ---
-
-    async def catch_up(self, replica_id: str) -> bool:
-        """Bring a JOINING or QUARANTINED replica to the fleet's weights and into traffic, with retries.
-
-        A replica that already holds them is only resumed (or paused, if the operator has paused the fleet). False
-        if it is gone, or if there is no update that could bring it there: the next `update` will. Raises the
-        last attempt's error.
-        """
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(Exception),
-            stop=stop_after_attempt(self._config.max_catch_up_attempts),
-            wait=wait_random_exponential(multiplier=self._config.backoff_s, max=self._config.max_backoff_s),
-            sleep=self._clock.sleep,
-            reraise=True,
-        )
-        return await retrying(self._catch_up_once, replica_id)
-
-    async def _catch_up_once(self, replica_id: str) -> bool:
-        while self._state is not UpdateState.IDLE:
-            await self._idle.wait()  # bounded: every step of an update has a deadline
-        replica = self._fleet.get(replica_id)
-        if replica is None:
-            return False
-        if replica.state not in (ReplicaState.JOINING, ReplicaState.QUARANTINED):
-            return replica.state is ReplicaState.READY
-        served = self._fleet.weight_version
-        is_current = served is not None and replica.weight_version == served
-        update = None
-        if not is_current or replica.state is ReplicaState.QUARANTINED:
-            if self._current is None:
-                return False
-            update = self._current
-        if replica_id in self._busy:
-            raise Conflict(f"replica {replica_id} is being brought up already")
-        self._busy.add(replica_id)
-        try:
-            is_admitted = await self._bring_up(replica, update)
-        finally:
-            self._busy.discard(replica_id)
-            self._settle(replica, "bringing it up was cut short")
-        if not is_admitted and self._fleet.get(replica_id) is not None:
-            raise Conflict(f"the fleet has moved on while {replica_id} was brought up")
-        return is_admitted
-
-    async def _bring_up(self, replica: Replica, update: tuple[WeightUpdate, KVPolicy] | None) -> bool:
-        engine, config = self._engine(replica), self._config
-        if update is not None:
-            await within(config.stage_timeout_s, engine.stage(update[0]))
-        if self._fleet.begin_update(replica) is None:
-            return False
-        if update is not None:
-            await within(config.pause_timeout_s, engine.pause(PauseMode.KEEP, update[1]))
-            self._fleet.forget_version(replica)
-            await within(config.commit_timeout_s, engine.commit(update[0].version))
-            self._fleet.committed(replica, update[0].version)
-        async with self._gate:
-            if self._operator_mode is None:
-                await within(config.resume_timeout_s, engine.resume())
-            else:
-                await within(config.operator_pause_timeout_s, engine.pause(self._operator_mode))
-            return self._fleet.admit(replica)
-
-    def _settle(self, replica: Replica, error: str) -> None:
-        """After a procedure on `replica`: never UPDATING. With weights as they were it gets its state back."""
-        now = self._fleet.get(replica.replica_id)
-        if now is not None and now.incarnation != replica.incarnation and now.url == replica.url:
-            self._fleet.forget_version(now)  # it left and came back meanwhile: what it said may precede our commit
-        if now is None or now.state is not ReplicaState.UPDATING:
-            return
-        is_untouched = now.weight_version == replica.weight_version and now.weight_version is not None
-        if replica.state is ReplicaState.JOINING and is_untouched:
-            self._fleet.put_back(replica)
-        else:
-            self._fleet.quarantine(replica, error)
-
-    # --- the operator ---
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause every replica until `resume`; replicas that join or update meanwhile end paused. Idempotent.
-
-        Raises EngineLost naming those that did not follow; the pause holds for all others.
-        """
-        async with self._gate:
-            self._operator_mode = mode
-            await self._order("pause", lambda engine: engine.pause(mode), self._config.operator_pause_timeout_s)
-
-    async def resume(self) -> None:
-        """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow."""
-        async with self._gate:
-            self._operator_mode = None
-            await self._order("resume", lambda engine: engine.resume(), self._config.resume_timeout_s)
-
-    async def free_strays(self) -> tuple[str, ...]:
-        """Resume READY replicas that are paused although nobody wants it, and name them.
-
-        A pause whose caller gave up, or a copy of one, can reach an engine after the resume that was to undo it.
-        A replica that does not answer is left to its heartbeats.
-        """
-        if self._state is not UpdateState.IDLE or self.is_paused:
-            return ()
-        freed: list[str] = []
-
-        async def free(track: Track) -> None:
-            engine, replica = self._engine(track.replica), track.replica
-            await engine.check_health()
-            if not engine.is_paused:
-                return
-            async with self._gate:  # nobody pauses a READY replica without it
-                now = self._fleet.get(replica.replica_id)
-                if now is None or now.incarnation != replica.incarnation or self.is_paused:
-                    return
-                if now.state is ReplicaState.READY:
-                    await engine.resume()
-                    freed.append(replica.replica_id)
-
-        tracks = [Track(replica) for replica in self._fleet.replicas if replica.state is ReplicaState.READY]
-        await on_all(tracks, "free", free, self._config.resume_timeout_s)
-        return tuple(freed)
-
-    async def _order(self, verb: str, ask: Callable[[Engine], Awaitable[None]], timeout_s: float) -> None:
-        states = (ReplicaState.READY, ReplicaState.SUSPECT)
-        tracks = [Track(replica) for replica in self._fleet.replicas if replica.state in states]
-
-        async def follow(track: Track) -> None:
-            await ask(self._engine(track.replica))
-
-        await on_all(tracks, verb, follow, timeout_s)
-        if failed := [track for track in tracks if track.error is not None]:
-            raise EngineLost(named(failed))
-
-    # --- inside ---
-
-    def _engine(self, replica: Replica) -> Engine:
-        known = self._engines.get(replica.replica_id)
-        if known is None or known[0] != replica.url:
-            known = (replica.url, self._connect(replica.url))
-            self._engines[replica.replica_id] = known
-        return known[1]
 
     def _move(self, state: UpdateState) -> None:
         if state not in MOVES[self._state]:

@@ -8,14 +8,33 @@ those of `types.py` and `control.py`, so conversion is `codec`; what is not in a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from agentloop import codec
+from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
-from agentloop.types import GenerateRequest, KVPolicy, Limits, PauseMode, RolloutTask, SamplingParams
+from agentloop.types import (
+    GenerateRequest,
+    KVPolicy,
+    Limits,
+    OnStale,
+    PauseMode,
+    RolloutTask,
+    SamplingParams,
+    StalenessLimit,
+)
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -34,6 +53,10 @@ MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WAIT_S = 60.0
 MAX_PAGE = 256  # trajectories of one read
 MAX_CURSOR = 1 << 53
+MAX_ADDRESSES = 4096
+MAX_TENSORS = 100_000
+MAX_TENSOR_NAME_CHARS = 512
+MAX_TENSOR_DIMENSIONS = 8
 
 _INT32_MAX = (1 << 31) - 1
 _LIMITS = Limits()
@@ -46,6 +69,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f
 ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=MAX_CONTENT_CHARS)]
+Directory = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 def _storable(value: JsonValue) -> JsonValue:
@@ -64,6 +88,19 @@ def _storable(value: JsonValue) -> JsonValue:
 
 
 Json = Annotated[JsonValue, AfterValidator(_storable)]
+
+
+def _with_port(value: str) -> str:
+    if not 1 <= int(value.rpartition(":")[2]) <= 65535:
+        raise ValueError("a port is 1 to 65535")
+    return value
+
+
+Address = Annotated[
+    str,
+    Field(max_length=260, pattern=r"^([A-Za-z0-9._\-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$"),
+    AfterValidator(_with_port),
+]
 
 
 class Body(BaseModel):
@@ -197,11 +234,30 @@ class SubmitBody(Body):
     """What `POST /rollouts` takes: tasks, each sampled `num_samples` times.
 
     With a `rollout_id` of the caller's own, a submit whose answer was lost can be sent again: it counts once.
+    `max_staleness` is in weight versions; without it, the fields of `StalenessLimit` after it mean nothing.
     """
 
     tasks: Annotated[list[TaskBody], FailFast()] = Field(min_length=1, max_length=MAX_TASKS)
     num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     rollout_id: Id | None = None
+    max_staleness: int | None = Field(default=None, ge=0, le=_INT32_MAX)
+    on_stale: Literal["drop", "mask", "finish"] = OnStale.FINISH.value
+    trajectories_per_version: int | None = Field(default=None, ge=1, le=_INT32_MAX)
+    run_id: Id | None = None
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> Self:
+        if self.max_staleness is None and self.trajectories_per_version is not None:
+            raise ValueError("trajectories_per_version needs max_staleness")
+        return self
+
+    @property
+    def staleness(self) -> StalenessLimit | None:
+        """The limit as the service holds it."""
+        if self.max_staleness is None:
+            return None
+        on_stale = OnStale(self.on_stale)
+        return StalenessLimit(self.max_staleness, on_stale, self.trajectories_per_version, self.run_id or "")
 
 
 # --- control ----------------------------------------------------------------------------------------------
@@ -213,14 +269,72 @@ class PauseBody(Body):
     mode: Literal["abort", "wait", "keep"] = PauseMode.KEEP.value
 
 
+def _one_source(schema: dict[str, Any]) -> None:
+    """Say in the schema what `WeightUpdate` checks."""
+    schema["oneOf"] = [
+        {"required": [name], "properties": {name: {"type": kind}}}
+        for name, kind in (("directory", "string"), ("push", "object"), ("adapter", "string"))
+    ]
+
+
+class TensorBody(Body):
+    """`TensorInfo`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_TENSOR_NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f]*$")]
+    dtype: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
+    shape: list[Annotated[int, Field(ge=0, le=1 << 48)]] = Field(max_length=MAX_TENSOR_DIMENSIONS)
+
+
+class PushBody(Body):
+    """`PushSource`: where a process listens, and what it has."""
+
+    addresses: list[Address] = Field(min_length=1, max_length=MAX_ADDRESSES)
+    token: str = Field(pattern=r"^[\x21-\x7e]{1,512}$")
+    tensors: Annotated[list[TensorBody], FailFast()] = Field(min_length=1, max_length=MAX_TENSORS)
+    names: Literal["checkpoint", "runtime"] = TensorNames.CHECKPOINT.value
+
+    def to_source(self) -> PushSource:
+        """The source as engines take it."""
+        return codec.from_builtins(self.model_dump(), PushSource)
+
+
 class WeightsBody(Body):
-    """What `POST /admin/weights` takes: an absolute directory that the service may read."""
+    """What `POST /admin/weights` takes: one source of new weights, and the version they become.
+
+    `directory` and `adapter` are absolute paths of directories that the service may read.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_one_source)
 
     version: int = Field(ge=0, lt=1 << 63)
-    directory: str = Field(min_length=1, max_length=4096)
+    directory: Directory | None = None
+    push: PushBody | None = None
+    adapter: Directory | None = None
     kv_policy: Literal["keep", "fresh", "recompute"] | None = None
 
     @property
     def policy(self) -> KVPolicy | None:
         """The policy, or None for the service's default."""
         return KVPolicy(self.kv_policy) if self.kv_policy is not None else None
+
+    def to_update(self) -> WeightUpdate:
+        """The update as the fleet takes it. Raises InvalidRequest unless it has exactly one source."""
+        push = self.push.to_source() if self.push is not None else None
+        return WeightUpdate(self.version, self.directory, push, self.adapter)
+
+
+class SleepBody(Body):
+    """What `POST /admin/sleep` takes. Level 1 keeps the weights in host memory, level 2 discards them."""
+
+    level: int = Field(default=1, ge=1, le=2)
+
+
+class WakeBody(Body):
+    """What `POST /admin/wake` takes: the memory to take back, or nothing for all of it."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = Field(default=None, min_length=1, max_length=2)
+
+    @property
+    def memory(self) -> frozenset[MemoryTag]:
+        """The tags as engines take them."""
+        return ALL_MEMORY if self.tags is None else frozenset(map(MemoryTag, self.tags))

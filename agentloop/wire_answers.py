@@ -42,6 +42,7 @@ class RolloutStatusBody(BaseModel):
     num_finished: int
     num_running: int
     num_queued: int
+    num_held: int
     is_done: bool
 
 
@@ -96,6 +97,10 @@ class TrajectoryBody(BaseModel):
     attempt: int
     timings: TimingsBody
     rollout_id: str
+    num_masked_tokens: int
+    num_stale_attempts: int
+    max_staleness: int | None
+    staleness: int | None
 
 
 class PageBody(BaseModel):
@@ -113,6 +118,13 @@ class ReplicaUpdateBody(BaseModel):
     stage_ms: float
     stall_ms: float
     error: str | None
+    held_in: Literal["device", "host", "files", "nowhere"] | None
+    transport: str | None
+    num_bytes: int
+    transfer_ms: float
+    swap_ms: float
+    verify_ms: float
+    num_verified: int
 
 
 class UpdateBody(BaseModel):
@@ -145,6 +157,9 @@ class ReplicaStatusBody(BaseModel):
     load: LoadBody
     num_leases: int
     heartbeat_age_s: float
+    num_workers: int
+    weight_dtype: str | None
+    error: str | None
 
 
 class StatusBody(BaseModel):
@@ -157,6 +172,7 @@ class StatusBody(BaseModel):
     num_workers: int
     rollouts: list[RolloutStatusBody]
     updates: list[UpdateBody]
+    asleep: list[Literal["weights", "kv_cache"]]
 
 
 class HealthBody(BaseModel):
@@ -169,6 +185,12 @@ class StateBody(BaseModel):
     """The answer to a pause or a resume."""
 
     is_paused: bool
+
+
+class MemoryBody(BaseModel):
+    """The answer to a sleep or a wake: the memory that the fleet has given back now."""
+
+    asleep: list[Literal["weights", "kv_cache"]]
 
 
 class ErrorDetail(BaseModel):

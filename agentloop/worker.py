@@ -1,8 +1,8 @@
 """Worker: runs many agent loops at once in one event loop.
 
 Ownership: every trajectory is one task of the worker's TaskGroup and ends in exactly one terminal record, handed to
-the coordinator until it says that the record is durable. A trajectory's failure stays its own. A trajectory holds a
-lease; only this module asks for another one, and only this module retries an engine call.
+the coordinator until it says that the record is durable. A trajectory's failure stays its own. One that was dropped
+for its age is handed in without tokens, and the coordinator has its sample begun anew, here or elsewhere.
 """
 
 from __future__ import annotations
@@ -10,28 +10,21 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import structlog
 from structlog.contextvars import bind_contextvars
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_random_exponential,
-)
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from agentloop.control import CoordinatorApi, WorkerReport
-from agentloop.engine import Engine
-from agentloop.errors import AgentLoopError, ContextLengthExceeded, DeadlineExceeded, EnginePaused, InvalidRequest
+from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest
+from agentloop.leased_engine import Connect, LeasedEngine
 from agentloop.limits import Budget, LimitReached
 from agentloop.loops import AgentLoop, LoopContext, load_loop
 from agentloop.parsers import Parser
 from agentloop.renderer import Renderer
 from agentloop.rewards import RewardFunction, load_reward, score
+from agentloop.staleness import NewestVersion, StalenessGuard
 from agentloop.toolbox import Toolbox, ToolScope
 from agentloop.types import (
     FAILURES,
@@ -39,14 +32,11 @@ from agentloop.types import (
     GenerateRequest,
     Generation,
     KVPolicy,
-    Lease,
+    OnStale,
     StopReason,
     Timings,
     Trajectory,
 )
-from agentloop.validate import check_generation
-
-Connect = Callable[[str], Engine]
 
 START_BATCH = 16  # trajectories started in one pass of the loop: their first renders take about 0.3 ms each
 
@@ -70,12 +60,15 @@ class _Running:
     task: asyncio.Task[None]
     is_cancelled: bool = False  # by the client: the trajectory still owes its record
     is_abortable: bool = False  # its loop is running; before and after, only the flag is set
+    is_dropped: bool = False  # it says so to the coordinator, which may give it out again before we hear the answer
+    again: Assignment | None = None  # the same sample, which came in that moment
 
 
 @dataclass(slots=True)
 class _Outcome:
     stop_reason: StopReason
     error: str | None = None
+    is_dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -112,6 +105,7 @@ class Worker:
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
         self._parts = _Parts()
+        self._newest = NewestVersion()
         self._running: dict[str, _Running] = {}
         self._has_free = asyncio.Event()
         self._is_closing = False
@@ -145,7 +139,9 @@ class Worker:
             except TimeoutError:
                 self._log.debug("worker_full", num_running=len(self._running))
             num_free = self._config.capacity - len(self._running)
-        report = WorkerReport(self.worker_id, num_free, tuple(self._running))
+        # What was dropped is no more this worker's: reported, the coordinator would have it adopt that again.
+        mine = tuple(name for name, running in self._running.items() if not running.is_dropped)
+        report = WorkerReport(self.worker_id, num_free, mine)
         try:
             orders = await self._coordinator.take(report, self._config.poll_s if num_free > 0 else 0.0)
         except AgentLoopError as error:
@@ -157,9 +153,12 @@ class Worker:
         for place, assignment in enumerate(orders.start):
             if place % START_BATCH == 0:
                 await asyncio.sleep(0)
-            if assignment.assignment_id not in self._running:
+            known = self._running.get(assignment.assignment_id)
+            if known is None:
                 task = group.create_task(self._run_one(assignment), name=assignment.assignment_id)
                 self._running[assignment.assignment_id] = _Running(task)
+            elif known.is_dropped:
+                known.again, known.is_cancelled = assignment, False
 
     def _cancel(self, assignment_id: str) -> None:
         running = self._running.get(assignment_id)
@@ -171,9 +170,13 @@ class Worker:
     async def _run_one(self, assignment: Assignment) -> None:
         # This task's own context: what is bound on the way (turn, replica, version) ends with it.
         bind_contextvars(task=assignment.assignment_id)
+        running = self._running[assignment.assignment_id]
         try:
-            trajectory = await self._trajectory(assignment)
-            await self._hand_in(trajectory)
+            running.again = assignment
+            while running.again is not None:
+                next_attempt, running.again, running.is_dropped = running.again, None, False
+                trajectory = await self._trajectory(next_attempt)
+                await self._hand_in(trajectory)
         finally:
             del self._running[assignment.assignment_id]
             self._has_free.set()
@@ -204,13 +207,17 @@ class Worker:
         except AgentLoopError as error:
             outcome = _Outcome(StopReason.INVALID_TASK, f"{error.code}: {error}")
         else:
-            leased = _LeasedEngine(self._coordinator, self._connect, assignment, self._config, self._vocab_size)
+            guard = None if assignment.staleness is None else StalenessGuard(assignment.staleness, self._newest)
             try:
-                ctx = self._context(assignment, scope, leased.generate)
+                ctx = self._context(assignment, scope, guard)
                 outcome = await self._drive(loop, assignment, ctx)
             finally:
                 await scope.close()
-            if reward_function is not None and outcome.stop_reason not in FAILURES | {StopReason.CANCELLED}:
+            if guard is not None and _is_complete(outcome, ctx):
+                outcome = _settled(outcome, guard.settle(ctx.builder))
+            self._running[assignment.assignment_id].is_dropped = outcome.is_dropped
+            is_scored = outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not outcome.is_dropped
+            if reward_function is not None and is_scored:
                 reward_started = time.perf_counter()
                 reward, reward_error = await score(
                     reward_function, task, ctx.messages, self._config.reward_timeout_s
@@ -248,10 +255,20 @@ class Worker:
             self._toolbox.open(task.tools, assignment.assignment_id, trajectory_seed(assignment)),
         )
 
-    def _context(
-        self, assignment: Assignment, scope: ToolScope, generate: Callable[[GenerateRequest], Awaitable[Generation]]
-    ) -> LoopContext:
-        task = assignment.task
+    def _context(self, assignment: Assignment, scope: ToolScope, guard: StalenessGuard | None) -> LoopContext:
+        task, config = assignment.task, self._config
+        leased = LeasedEngine(
+            self._coordinator,
+            self._connect,
+            assignment,
+            self._newest,
+            max_attempts=config.turn_attempts,
+            vocab_size=self._vocab_size,
+        )
+
+        async def generate(request: GenerateRequest) -> Generation:
+            return await leased.generate(replace(request, timeout_s=config.turn_timeout_s))
+
         wanted = task.limits.max_context_tokens
         context = self._max_context_tokens if wanted is None else min(wanted, self._max_context_tokens)
         return LoopContext(
@@ -263,8 +280,9 @@ class Worker:
             tools=scope,
             tool_definitions=self._toolbox.definitions(task.tools),
             budget=Budget(task.limits, context),
-            kv_policy=self._config.kv_policy,
+            kv_policy=config.kv_policy,
             seed=None if task.seed is None else trajectory_seed(assignment),
+            guard=guard,
         )
 
     async def _drive(self, loop: AgentLoop, assignment: Assignment, ctx: LoopContext) -> _Outcome:
@@ -303,10 +321,24 @@ def trajectory_seed(assignment: Assignment) -> int:
     return zlib.crc32(name.encode())
 
 
+def _is_complete(outcome: _Outcome, ctx: LoopContext | None) -> bool:
+    is_ended_well = outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not outcome.is_dropped
+    return is_ended_well and ctx is not None and not ctx.has_lost_call
+
+
+def _settled(outcome: _Outcome, acted: OnStale | None) -> _Outcome:
+    """How a complete trajectory ends after its run's staleness policy. MASK leaves it its own end."""
+    if acted is None or acted is OnStale.MASK:
+        return outcome
+    if acted is OnStale.FINISH:
+        return _Outcome(StopReason.STALE)
+    return _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
+
+
 def _record(assignment: Assignment, ctx: LoopContext | None, outcome: _Outcome, timings: Timings) -> Trajectory:
-    is_complete = outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and (
-        ctx is not None and not ctx.has_lost_call
-    )
+    limit = assignment.staleness
+    is_complete = _is_complete(outcome, ctx)
+    ctx = None if outcome.is_dropped else ctx  # nothing of it is kept
     return Trajectory(
         task_id=assignment.task.task_id,
         group_id=assignment.group_id,
@@ -321,60 +353,7 @@ def _record(assignment: Assignment, ctx: LoopContext | None, outcome: _Outcome, 
         attempt=assignment.attempt,
         timings=timings,
         rollout_id=assignment.rollout_id,
+        num_masked_tokens=ctx.builder.num_masked_tokens if ctx else 0,
+        num_stale_attempts=assignment.num_stale_attempts,
+        max_staleness=limit.max_staleness if limit is not None else None,
     )
-
-
-class _LeasedEngine:
-    """One trajectory's way to an engine: its lease, and another one when the replica fails."""
-
-    def __init__(
-        self,
-        coordinator: CoordinatorApi,
-        connect: Connect,
-        assignment: Assignment,
-        config: WorkerConfig,
-        vocab_size: int,
-    ) -> None:
-        self._coordinator = coordinator
-        self._connect = connect
-        self._assignment_id = assignment.assignment_id
-        self._lease: Lease = assignment.lease
-        self._config = config
-        self._vocab_size = vocab_size
-        self._log = structlog.get_logger("worker")
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Generate on the leased replica; on a retryable failure, again with the same ids, elsewhere if it is
-        the replica's. Raises the last error when the attempts are used up."""
-        turn, _, _ = request.request_id.rpartition(":")[2].partition(".")
-        bind_contextvars(turn=int(turn), replica=self._lease.replica_id)
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_is_worth_retrying),
-            stop=stop_after_attempt(self._config.turn_attempts),
-            wait=wait_random_exponential(multiplier=0.1, max=5.0),
-            before_sleep=self._change_replica,
-            reraise=True,
-        )
-        return await retrying(self._generate_once, replace(request, timeout_s=self._config.turn_timeout_s))
-
-    async def _generate_once(self, request: GenerateRequest) -> Generation:
-        generation = await self._connect(self._lease.url).generate(request)
-        check_generation(request, generation, self._vocab_size)
-        if generation.weight_versions:
-            bind_contextvars(version=generation.weight_versions[-1].version)
-        return generation
-
-    async def _change_replica(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, EnginePaused):
-            return  # the same replica goes on after its resume
-        self._log.warning("turn_retried", error=str(error))
-        try:
-            self._lease = await self._coordinator.move(self._assignment_id, self._lease, True)
-            bind_contextvars(replica=self._lease.replica_id)
-        except AgentLoopError as none_now:
-            self._log.warning("no_other_replica", error=str(none_now))  # the next attempt asks again
-
-
-def _is_worth_retrying(error: BaseException) -> bool:
-    return isinstance(error, AgentLoopError) and (error.retryable or isinstance(error, DeadlineExceeded))

@@ -1,18 +1,16 @@
-"""Bringing replicas to the fleet's weights outside an update, and the operator's pause."""
+"""Bringing replicas to the fleet's weights outside an update."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from agentloop.errors import (
-    EngineLost,
-    WeightUpdateFailed,
-)
+from agentloop.engine import WeightUpdate
+from agentloop.errors import WeightUpdateFailed
 from agentloop.fleet import ReplicaState
 from agentloop.types import KVPolicy, PauseMode
-from tests.support.engines import FakeEngine
-from tests.support.weights import CONFIG, Site, virtual
+from tests.support.engines import SLEEPER, FakeEngine
+from tests.support.weights import CONFIG, Site, push_source, virtual
 
 
 @virtual
@@ -143,19 +141,6 @@ async def test_a_replica_restarted_during_an_update_is_not_taken_for_the_new_pro
 
 
 @virtual
-async def test_operator_pause_and_resume_are_idempotent(clock):
-    site = Site(clock, "a", "b")
-    for _ in range(2):
-        await site.controller.pause(PauseMode.WAIT)
-        assert site.controller.is_paused
-        assert all(engine.is_paused for engine in site.engines.values())
-    for _ in range(2):
-        await site.controller.resume()
-        assert not site.controller.is_paused
-        assert not any(engine.is_paused for engine in site.engines.values())
-
-
-@virtual
 async def test_an_update_during_an_operator_pause_leaves_the_fleet_paused(clock):
     site = Site(clock, "a")
     await site.controller.pause(PauseMode.KEEP)
@@ -175,39 +160,6 @@ async def test_an_update_during_an_operator_pause_leaves_the_fleet_paused(clock)
 
 
 @virtual
-async def test_an_operator_pause_during_an_update_comes_after_it(clock):
-    site = Site(clock, "a")
-    site.engines["a"].seconds = {"commit": 5.0}
-    updating = asyncio.create_task(site.update(1))
-    await clock.sleep(1.0)
-    await site.controller.pause(PauseMode.KEEP)
-    await updating
-    assert site.engines["a"].is_paused
-
-
-@virtual
-async def test_an_operator_pause_names_who_did_not_follow(clock):
-    site = Site(clock, "a", "b")
-    site.engines["b"].fail("pause")
-    with pytest.raises(EngineLost, match="b: pause"):
-        await site.controller.pause(PauseMode.KEEP)
-    assert site.engines["a"].is_paused
-    assert site.controller.is_paused
-
-
-@virtual
-async def test_a_stray_pause_is_undone_and_an_operators_is_not(clock):
-    site = Site(clock, "a", "b")
-    site.engines["a"].is_paused = True  # a pause that its caller had given up
-    assert await site.controller.free_strays() == ("a",)
-    assert not site.engines["a"].is_paused
-    assert "resume" not in site.engines["b"].calls
-    await site.controller.pause(PauseMode.KEEP)
-    assert await site.controller.free_strays() == ()
-    assert site.engines["a"].is_paused
-
-
-@virtual
 async def test_a_replica_that_registers_anew_during_its_commit_is_not_believed(clock):
     site = Site(clock, "a", "b")
     await site.update(1)
@@ -222,3 +174,122 @@ async def test_a_replica_that_registers_anew_during_its_commit_is_not_believed(c
     bad.seconds = {}
     assert await site.controller.catch_up("b")
     assert bad.weight_version == 2
+
+
+# --- pushed weights, which cannot be had again from their process ---
+
+
+def offering(site, replica_id, token="relay"):
+    site.engines[replica_id].offered = push_source(token)
+    return site.engines[replica_id]
+
+
+@virtual
+async def test_pushed_weights_come_from_a_replica_that_holds_them(clock):
+    site = Site(clock, "a", "b", info=SLEEPER)
+    await site.push(1, KVPolicy.RECOMPUTE)
+    offering(site, "b")
+    late = site.register("late", version=0)
+    assert await site.controller.catch_up("late")
+    assert site.engines["a"].calls[-1] == site.engines["b"].calls[-1] == "offer"  # a had none to give
+    (update,) = late.updates
+    assert (update.version, update.push.token, update.push.num_receivers) == (1, "relay", SLEEPER.num_workers)
+    assert late.calls[2] == "pause:keep:recompute"
+    assert site.placeable() == ["a", "b", "late"]
+
+
+@virtual
+async def test_without_a_peer_it_waits_for_the_next_update_and_says_so(clock):
+    site = Site(clock, "a", info=SLEEPER)
+    await site.push(1)
+    late = site.register("late", version=0)
+    assert not await site.controller.catch_up("late")
+    assert late.calls == []
+    error = site.fleet.get("late").error
+    assert "version 1 was pushed" in error
+    assert "a: it cannot" in error
+    assert site.state("late") is ReplicaState.JOINING
+    await site.push(2)
+    assert site.placeable() == ["a", "late"]
+    assert site.fleet.get("late").error is None
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"num_workers": 4}])
+def test_a_peer_of_another_kind_is_not_asked(change):
+    @virtual
+    async def test(clock):
+        site = Site(clock, "a", info=SLEEPER)
+        await site.push(1)
+        offering(site, "a")
+        site.info = replace(SLEEPER, **change)
+        site.register("late", version=0)
+        assert not await site.controller.catch_up("late")
+        assert "offer" not in site.engines["a"].calls
+        assert "no peer" in site.fleet.get("late").error
+
+    test()
+
+
+@virtual
+async def test_a_peer_that_does_not_answer_is_passed_over(clock):
+    site = Site(clock, "a", "b", "c", info=SLEEPER)
+    await site.push(1)
+    offering(site, "a").hangs = {"offer"}
+    offering(site, "b").fail("offer")
+    offering(site, "c", token="c")
+    late = site.register("late", version=0)
+    assert await site.controller.catch_up("late")
+    assert late.updates[0].push.token == "c"
+
+
+@virtual
+async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
+    site = Site(clock, "a", info=SLEEPER)
+    await site.push(1)
+    offering(site, "a").seconds = {"offer": 5.0}
+    late = site.register("late", version=0)
+    catching_up = asyncio.create_task(site.controller.catch_up("late"))
+    await clock.sleep(1.0)
+    await site.push(2)
+    assert await catching_up
+    assert [update.version for update in late.updates] == [2]
+    assert site.placeable() == ["a", "late"]
+
+
+@virtual
+async def test_after_a_restart_pushed_weights_come_from_those_who_hold_them(clock):
+    site = Site(clock)
+    site.controller.restore(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
+    holder = site.register("holder", version=4)
+    late = site.register("late", version=0)
+    assert not await site.controller.catch_up("late")
+    assert await site.controller.catch_up("holder")
+    offering(site, "holder")
+    assert await site.controller.catch_up("late")
+    assert late.updates[0].push.token == "relay"
+    assert holder.weight_version == late.weight_version == 4
+
+
+# --- the weights that engines load at their start ---
+
+
+@virtual
+async def test_a_failed_first_push_does_not_quarantine_for_ever(clock):
+    base = WeightUpdate(0, "/models/base")
+    site = Site(clock, "a", initial=(base, KVPolicy.KEEP))
+    site.engines["a"].fail("commit", times=1)
+    with pytest.raises(WeightUpdateFailed):
+        await site.push(1)
+    assert site.state("a") is ReplicaState.QUARANTINED
+    assert await site.controller.catch_up("a")
+    assert site.engines["a"].updates[-1] == base
+    assert (site.placeable(), site.fleet.weight_version) == (["a"], 0)
+
+
+@virtual
+async def test_the_weights_at_the_start_count_for_their_own_version_only(clock):
+    site = Site(clock, "a", version=3, initial=(WeightUpdate(0, "/models/base"), KVPolicy.KEEP))
+    site.register("dummy", version=None)
+    assert not await site.controller.catch_up("dummy")
+    await site.push(4)
+    assert site.placeable() == ["a", "dummy"]

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from agentloop.client import RolloutClient
+from agentloop.engine import MemoryTag, PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -24,7 +25,8 @@ from agentloop.errors import (
     ServiceUnavailable,
     Unauthorized,
 )
-from agentloop.types import FinishReason, KVPolicy, Message, PauseMode, RolloutTask
+from agentloop.pusher import PushOptions
+from agentloop.types import FinishReason, KVPolicy, Message, OnStale, PauseMode, RolloutTask, StalenessLimit
 from agentloop_servers.ingress import Keys, create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, cutting_proxy, serving
 from tests.support.samples import make_task
@@ -124,6 +126,24 @@ async def test_a_full_queue_is_fed_in_pieces(service: Service) -> None:
     assert (status.num_accepted, status.num_finished) == (50, 50)
 
 
+async def test_the_pieces_of_a_submit_share_one_staleness_limit(service: Service) -> None:
+    service.coordinator.num_queue_groups = 10
+    async with client_of(service) as client:
+        limit = {"max_staleness": 0, "on_stale": OnStale.DROP, "trajectories_per_version": 4}
+        rollout = await client.submit(tasks_of(25), **limit)  # type: ignore[arg-type]
+        await client.submit(tasks_of(1), max_staleness=2, run_id="run")
+        await client.submit(tasks_of(1))
+        with pytest.raises(InvalidRequest, match="needs max_staleness"):
+            await client.submit(tasks_of(1), trajectories_per_version=4)
+    assert len(rollout.rollout_ids) > 2
+    groups = [group for part in service.coordinator.groups.values() for group in part.values()]
+    (shared,) = {group.staleness for group in groups[:25]}
+    assert shared is not None
+    assert shared == StalenessLimit(0, OnStale.DROP, 4, shared.run_id)
+    assert shared.run_id
+    assert [group.staleness for group in groups[25:]] == [StalenessLimit(2, run_id="run"), None]
+
+
 async def test_no_part_waits_for_another(service: Service) -> None:
     service.coordinator.num_queue_groups = 2
     service.coordinator.is_holding = True
@@ -218,6 +238,37 @@ async def test_pause_resume_status_and_cancel(service: Service) -> None:
         assert (await rollout.cancel()).rollout_id == rollout.rollout_ids[0]
         [status] = (await client.status()).rollouts
         assert (status.num_accepted, status.num_finished) == (1, 1)
+
+
+async def test_adapters_sleep_and_wake(service: Service) -> None:
+    async with client_of(service) as client:
+        report = await client.update_adapter(service.root, version=4, kv_policy=KVPolicy.KEEP)
+        assert (report.version, report.kv_policy) == (4, KVPolicy.KEEP)
+        assert service.coordinator.updates[0][0].adapter == str(service.root)
+        await client.sleep(2)
+        assert (await client.status()).asleep == (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+        await client.wake([MemoryTag.WEIGHTS])
+        assert (await client.status()).asleep == (MemoryTag.KV_CACHE,)
+        await client.wake()
+        assert (await client.status()).asleep == ()
+        with pytest.raises(InvalidRequest, match="level"):
+            await client.sleep(3)
+
+
+async def test_a_process_that_listens_is_announced(service: Service) -> None:
+    source = PushSource(("127.0.0.1:5000",), "t", (TensorInfo("w", "float32", (2,)),))
+    async with client_of(service) as client:
+        assert (await client.announce(source, PushOptions(5))).version == 5
+    assert service.coordinator.updates == [(WeightUpdate(5, push=source), None)]
+
+
+async def test_a_directory_has_no_transport(service: Service) -> None:
+    async with client_of(service) as client:
+        for options in ({"transport": "nccl"}, {"dtype": "bfloat16"}):
+            with pytest.raises(InvalidRequest, match="read as it is"):
+                await client.update_weights(service.root, version=1, **options)
+        with pytest.raises(InvalidRequest, match="a transport is one of"):
+            await client.update_weights({}, version=1, transport="pigeon")
 
 
 async def test_keys_are_sent_where_they_belong(tmp_path: Path) -> None:

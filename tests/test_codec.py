@@ -1,5 +1,6 @@
 """What goes on a wire comes back equal, and anything else is refused."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -9,8 +10,11 @@ from agentloop.types import (
     FinishReason,
     GenerateRequest,
     Message,
+    OnStale,
+    RolloutGroup,
     RolloutTask,
     SamplingParams,
+    StalenessLimit,
     StopReason,
     TokenPath,
     ToolCall,
@@ -44,6 +48,23 @@ def test_a_trajectory_survives():
     assert after.path.turns == before.path.turns
     assert after.versions == (0,)
     assert after.num_sampled_tokens == 1
+
+
+def test_what_staleness_adds_survives_and_older_records_and_groups_are_read():
+    before = Trajectory("t", "g", 0, (path(),), (), StopReason.STALE, True, num_masked_tokens=2, staleness=0)
+    after = codec.decode(codec.encode(before), Trajectory)
+    assert (after.num_masked_tokens, after.staleness, after.max_staleness) == (2, 0, None)
+    fields = msgspec.msgpack.decode(codec.encode(before))
+    for name in ("num_masked_tokens", "num_stale_attempts", "max_staleness", "staleness"):
+        del fields[name]  # as an earlier service wrote it
+    older = codec.decode(codec.encode(fields), Trajectory)
+    assert (older.num_masked_tokens, older.num_stale_attempts, older.staleness) == (0, 0, None)
+    assert (older.num_sampled_tokens, older.oldest_trained_version) == (1, 0)
+    group = RolloutGroup("g", RolloutTask("t", ()), 2, "r", StalenessLimit(0, OnStale.MASK, 8, "run"))
+    assert codec.decode(codec.encode(group), RolloutGroup) == group
+    fields = msgspec.msgpack.decode(codec.encode(group))
+    del fields["staleness"]
+    assert codec.decode(codec.encode(fields), RolloutGroup) == RolloutGroup("g", RolloutTask("t", ()), 2, "r")
 
 
 def test_a_request_survives():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,17 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
     }
     assert row["timings"] == {"queue_s": 0.1, "generate_s": 0.2, "tool_s": 0.3, "reward_s": 0.4, "total_s": 1.0}
     assert (row["complete"], row["reward"], row["stop_reason"]) == (True, 1.0, "completed")
+
+
+def test_staleness_has_columns(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "s")
+    store.accept("r", [make_group()])
+    store.commit([replace(make_trajectory(), num_masked_tokens=3, staleness=0, max_staleness=1)])
+    store.close()
+    export(tmp_path / "s", tmp_path / "o", "parquet")
+    (row,) = pq.read_table(tmp_path / "o").to_pylist()
+    names = ("num_masked_tokens", "num_stale_attempts", "max_staleness", "staleness")
+    assert [row[name] for name in names] == [3, 0, 1, 0]
 
 
 def test_jsonl_says_the_same_as_parquet(store_path: Path, tmp_path: Path) -> None:

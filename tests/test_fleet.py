@@ -197,6 +197,59 @@ def test_an_attempt_before_the_commit_gives_the_state_back():
     assert state(fleet) is ReplicaState.JOINING
 
 
+def asleep(fleet, replica_id="a", version=0):
+    replica = ready(fleet, replica_id, version)
+    fleet.begin_update(replica)
+    fleet.fall_asleep(replica)
+    return fleet.get(replica_id)
+
+
+def test_a_sleeper_takes_no_traffic_and_what_it_says_of_its_weights_does_not_count():
+    fleet = Fleet(CONFIG)
+    replica = asleep(fleet)
+    assert state(fleet) is ReplicaState.ASLEEP
+    assert not fleet.placeable()
+    assert not fleet.behind()
+    assert fleet.may_recover_soon()
+    for now in (1.0, 2.0, 2.5):
+        assert fleet.heartbeat("a", Load(weight_version=7), False, now)
+        fleet.register(registration(version=None), now)
+    assert (state(fleet), fleet.get("a").weight_version) == (ReplicaState.ASLEEP, 0)
+    fleet.begin_update(replica)
+    assert fleet.admit(replica)
+    assert fleet.placeable()
+
+
+def test_a_silent_sleeper_is_dead_in_the_end_and_not_suspect_before():
+    fleet = Fleet(CONFIG)
+    asleep(fleet)
+    assert fleet.expire(9.0) == ()
+    assert state(fleet) is ReplicaState.ASLEEP
+    assert fleet.expire(10.0) == ("a",)
+
+
+def test_a_sleeper_that_missed_an_update_joins_when_it_wakes():
+    fleet = Fleet(CONFIG)
+    replica = asleep(fleet)
+    fleet.set_weight_version(1)
+    fleet.begin_update(replica)
+    assert not fleet.admit(replica)
+    assert state(fleet) is ReplicaState.JOINING
+
+
+def test_who_did_not_follow_joins_anew_with_the_weights_it_has():
+    fleet = Fleet(CONFIG)
+    replica = asleep(fleet)
+    fleet.rejoin(replica, "it would not wake")
+    assert state(fleet) is ReplicaState.JOINING
+    assert (fleet.get("a").weight_version, fleet.get("a").error) == (0, "it would not wake")
+    fleet.quarantine(replica, "worse")
+    fleet.rejoin(replica, "again")
+    assert state(fleet) is ReplicaState.QUARANTINED
+    fleet.fall_asleep(replica)
+    assert state(fleet) is ReplicaState.QUARANTINED
+
+
 def test_deregister_is_idempotent():
     fleet = Fleet(CONFIG)
     ready(fleet)
@@ -250,6 +303,25 @@ class FleetMachine(RuleBasedStateMachine):
                 self.fleet.quarantine(replica, "commit failed")
             else:
                 self.fleet.committed(replica, version)
+                self.fleet.admit(replica)
+
+    @rule(name=names, is_deep=st.booleans())
+    def sleep(self, name, is_deep):
+        replica = self.fleet.get(name)
+        if replica is not None and replica.state is not ReplicaState.QUARANTINED:
+            self.fleet.begin_update(replica)
+            if is_deep:
+                self.fleet.forget_version(replica)
+            self.fleet.fall_asleep(replica)
+
+    @rule(name=names, follows=st.booleans())
+    def wake(self, name, follows):
+        replica = self.fleet.get(name)
+        if replica is not None and replica.state is ReplicaState.ASLEEP:
+            if not follows:
+                self.fleet.rejoin(replica, "it did not wake")
+            else:
+                self.fleet.begin_update(replica)
                 self.fleet.admit(replica)
 
     @rule(version=st.sampled_from([0, 1, 2]))

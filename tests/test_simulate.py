@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.clock import VirtualClock
-from agentloop.engine import Delta, WeightUpdate
+from agentloop.engine import CommitReport, Delta, HeldIn, PushSource, StageReport, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -37,6 +37,7 @@ from agentloop.simulate import (
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop.validate import check_generation
 from tests.contract.simulated_case import write_checkpoint
+from tests.support.pushes import Sender, Wire
 
 STEP_S = LatencyModel(decode_s=0.01)
 TINY = SimulatedSpec(vocab_size=50, max_context_tokens=32, block_size=4, num_blocks=8, max_running=6)
@@ -449,6 +450,127 @@ def test_a_cancelled_commit_leaves_unknown_weights(tmp_path: Path) -> None:
         await engine.close()
 
     clock.run(main())
+
+
+# --- pushed weights and sleep -------------------------------------------------------------------------------
+
+
+async def test_without_a_wire_a_push_is_refused() -> None:
+    engine = SimulatedEngine()
+    await engine.start()
+    with pytest.raises(InvalidRequest, match="from a directory"):
+        await engine.stage(WeightUpdate(1, push=PushSource(("host:1",), "token", ())))
+    assert await engine.offer() is None
+    assert engine.is_usable
+    await engine.close()
+
+
+@pytest.mark.parametrize("is_one_phase", [False, True])
+def test_pushed_weights_take_their_time(is_one_phase: bool) -> None:
+    """In two phases decoding goes on while they arrive, in one it stands still."""
+    clock = VirtualClock()
+    wire = Wire(clock)
+    spec = SimulatedSpec(latency=STEP_S)
+    engine = SimulatedEngine(spec, clock=clock, weight_source=wire.receiver())
+
+    async def main() -> tuple[StageReport, CommitReport, float]:
+        await engine.start()
+        reading = asyncio.create_task(engine.generate(ask([1], 100)))  # a second of decoding
+        source = replace(wire.listen(Sender(1, 2.0, is_one_phase=is_one_phase)), num_receivers=1)
+        staged = await engine.stage(WeightUpdate(1, push=source))
+        await engine.pause(PauseMode.KEEP)
+        committed = await engine.commit(1)
+        await engine.resume()
+        await reading
+        finished_s = clock.now()
+        await engine.close()
+        return staged, committed, finished_s
+
+    staged, committed, finished_s = clock.run(main())
+    assert (staged.held_in is HeldIn.NOWHERE) == is_one_phase
+    assert staged.transfer_ms + committed.transfer_ms == pytest.approx(2000.0)
+    assert (committed.transfer_ms > 0) == is_one_phase
+    assert finished_s == pytest.approx(3.0 if is_one_phase else 2.0, abs=0.1)
+    assert engine.weight_version == 1
+    assert wire.problems == []
+
+
+@pytest.mark.parametrize("is_one_phase", [False, True])
+def test_a_sender_that_dies_on_the_way_is_noticed(is_one_phase: bool) -> None:
+    clock = VirtualClock()
+    wire = Wire(clock)
+    engine = SimulatedEngine(clock=clock, weight_source=wire.receiver())
+
+    async def main() -> None:
+        await engine.start()
+        source = wire.listen(Sender(1, 2.0, is_one_phase=is_one_phase, dies_at=1.0))
+        update = WeightUpdate(1, push=replace(source, num_receivers=1))
+        await engine.pause(PauseMode.KEEP)
+        if is_one_phase:
+            await engine.stage(update)
+            with pytest.raises(WeightUpdateFailed, match="did not arrive"):
+                await engine.commit(1)
+            assert not engine.is_usable
+        else:
+            with pytest.raises(CheckpointUnreadable):
+                await engine.stage(update)
+            with pytest.raises(Conflict):
+                await engine.commit(1)
+            assert engine.weight_version == 0
+        assert clock.now() == pytest.approx(1.0)
+        await engine.close()
+
+    clock.run(main())
+
+
+def test_of_two_stages_at_a_time_the_later_one_counts(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    wire = Wire(clock)
+    engine = SimulatedEngine(clock=clock, weight_source=wire.receiver())
+    directory = write_checkpoint(tmp_path / "weights")
+
+    async def main() -> None:
+        await engine.start()
+        await engine.pause(PauseMode.KEEP)
+        source = replace(wire.listen(Sender(1, 2.0)), num_receivers=1)
+        slow = asyncio.create_task(engine.stage(WeightUpdate(1, push=source)))
+        await clock.sleep(1.0)
+        await engine.stage(WeightUpdate(2, directory))
+        with pytest.raises(Conflict):
+            await slow
+        await engine.commit(2)
+        await engine.close()
+
+    clock.run(main())
+
+
+async def test_a_sleep_drops_what_was_staged_and_all_kv(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "weights")
+    engine = SimulatedEngine()
+    await engine.start()
+    prompt = list(range(40))
+    await engine.generate(ask(prompt, 1))
+    await engine.stage(WeightUpdate(1, directory))
+    with pytest.raises(InvalidRequest):
+        await engine.sleep(0)
+    await engine.sleep(1)
+    assert engine.load().kv_used_tokens == 0
+    await engine.wake()
+    with pytest.raises(Conflict, match="nothing is staged"):
+        await engine.commit(1)
+    await engine.resume()
+    assert (await engine.generate(ask(prompt, 1))).cached_tokens == 0
+    await engine.close()
+
+
+async def test_a_spec_without_sleep() -> None:
+    engine = SimulatedEngine(SimulatedSpec(can_sleep=False, num_workers=4))
+    await engine.start()
+    assert (engine.info.can_sleep, engine.info.num_workers, engine.info.weight_dtype) == (False, 4, None)
+    with pytest.raises(InvalidRequest):
+        await engine.sleep(1)
+    assert not engine.is_paused
+    await engine.close()
 
 
 # --- faults -------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from agentloop import codec
+from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.store import TrajectoryStore
+from agentloop.types import KVPolicy
 from tests.support.samples import make_group, make_trajectory
 
 
@@ -131,6 +133,25 @@ def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_open(
             reader.commit([make_trajectory(sample_index=1)])
     finally:
         reader.close()
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        WeightUpdate(0, "/weights/0"),
+        WeightUpdate(7, push=PushSource((), "", ())),
+        WeightUpdate(8, adapter="/adapters/8"),
+    ],
+)
+def test_the_last_update_is_remembered_whatever_its_source(path: Path, update: WeightUpdate) -> None:
+    store = TrajectoryStore(path)
+    assert store.saved_weights() is None
+    store.save_weights(WeightUpdate(0, "/weights/before"), KVPolicy.KEEP)
+    store.save_weights(update, KVPolicy.FRESH)
+    store.close()
+    again = TrajectoryStore(path)
+    assert again.saved_weights() == (update, KVPolicy.FRESH)
+    again.close()
 
 
 def test_a_failed_transaction_stores_nothing_and_the_next_one_works(store: TrajectoryStore, path: Path) -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 
 from agentloop.control import ReplicaUpdate, UpdateReport
-from agentloop.summary import UpdateSummary, VersionSuccess, summarize
+from agentloop.summary import StaleSummary, UpdateSummary, VersionSuccess, summarize
 from agentloop.types import KVPolicy, StopReason
 from tests.support.samples import make_trajectory
 
@@ -47,6 +48,30 @@ def test_success_is_told_by_version_and_apart_for_mixed_ones() -> None:
 def test_what_has_no_record_is_lost_and_a_duplicate_does_not_make_up_for_it() -> None:
     assert summarize(RECORDS[:4], num_accepted=6, wall_s=1.0).lost == 2
     assert summarize([RECORDS[0]] * 6, num_accepted=6, wall_s=1.0).lost == 5
+
+
+def test_stale_trajectories_are_counted_by_what_became_of_them() -> None:
+    limited = [replace(one, max_staleness=1, staleness=1) for one in RECORDS[:5]]
+    dropped = replace(limited[0], stop_reason=StopReason.STALE, is_complete=False, paths=(), num_stale_attempts=3)
+    finished = replace(limited[1], stop_reason=StopReason.STALE, is_complete=True, staleness=2, num_masked_tokens=1)
+    masked = replace(limited[2], num_masked_tokens=4)
+    late = replace(limited[3], staleness=2, num_stale_attempts=1)
+    summary = summarize([dropped, finished, masked, late, limited[4]], num_accepted=5, wall_s=1.0)
+    assert summary.stale == StaleSummary(
+        dropped_attempts=4, given_up=1, masked=1, finished=1, late=1, masked_tokens=5
+    )
+    assert summarize(RECORDS, num_accepted=6, wall_s=1.0).stale is None
+    well = summarize(limited, num_accepted=5, wall_s=1.0)
+    assert well.stale == StaleSummary(0, 0, 0, 0, 0, 0)
+
+
+def test_masked_tokens_were_sampled_all_the_same() -> None:
+    (path,) = RECORDS[0].paths
+    mask = path.response_mask.copy()
+    mask[:3] = False
+    masked = replace(RECORDS[0], paths=(replace(path, response_mask=mask),), num_masked_tokens=3)
+    summary = summarize([masked], num_accepted=1, wall_s=1.0)
+    assert (summary.sampled_tokens, summary.observed_tokens) == (6, 2)
 
 
 def test_an_empty_run_divides_by_nothing(tmp_path: Path) -> None:

@@ -113,6 +113,44 @@ def test_a_prompt_that_rewrites_history_forks_with_its_reason():
     assert second.response_ids.tolist() == [4]
 
 
+@pytest.mark.parametrize(
+    ("verb", "version", "mask"),
+    [
+        ("mask_older_than", 1, [False, False, True, False, True]),
+        ("mask_older_than", 0, [True, True, True, False, True]),
+        ("mask_newer_than", 0, [True, True, False, False, False]),
+        ("mask_newer_than", 2, [True, True, True, False, True]),
+    ],
+)
+def test_masking_by_version_changes_the_mask_alone(verb, version, mask):
+    builder = TrajectoryBuilder()
+    builder.start([1])
+    builder.add_sampled(generation([10, 11, 12], spans=[(0, 0, 2), (1, 2, 3)]))
+    builder.add_observed([20])
+    builder.add_sampled(generation([13], spans=[(2, 0, 1)]))
+    (before,) = builder.finish()
+    getattr(builder, verb)(version)
+    getattr(builder, verb)(version)  # again: nothing is counted twice
+    (path,) = builder.finish()
+    assert path.response_mask.tolist() == mask
+    assert builder.num_masked_tokens == 4 - sum(mask)
+    assert path.logprobs.tolist() == before.logprobs.tolist() == [-0.5, -0.5, -0.5, 0.0, -0.5]
+    assert path.response_ids.tolist() == before.response_ids.tolist()
+    assert (path.weight_versions, path.turns) == (before.weight_versions, before.turns)
+    assert path.trained_versions == {span.version for span in path.weight_versions if mask[span.start]}
+    assert builder.oldest_version == 0
+
+
+def test_masking_reaches_every_path():
+    builder = TrajectoryBuilder()
+    builder.start([1])
+    builder.add_sampled(generation([2]))
+    builder.extend_to([1, 9, 3], "template")
+    builder.add_sampled(generation([4], spans=[(1, 0, 1)]))
+    builder.mask_older_than(1)
+    assert [path.response_mask.tolist() for path in builder.finish()] == [[False], [True]]
+
+
 def test_nothing_grows_before_a_start():
     with pytest.raises(InvariantBroken):
         TrajectoryBuilder().add_observed([1])

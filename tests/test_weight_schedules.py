@@ -1,5 +1,7 @@
-"""Weight updates under seeded schedules of faults, in virtual time. Whatever happens, the fleet comes to one
-version that was really pushed, and every trajectory is there once, whole, each token under the version it names.
+"""Weight updates under seeded schedules of faults, in virtual time: trainers that die while they send, replicas
+that die while they receive, orders that come late or twice, a fleet that sleeps in between. Whatever happens, the
+fleet comes to one version that was really pushed, and every trajectory is there once, whole, each token under the
+version it names.
 
 A failure names its seed; `run_schedule(seed, path)` runs it again, exactly.
 """
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentloop.clock import VirtualClock
+from agentloop.engine import ALL_MEMORY
 from agentloop.fleet import ReplicaState
 from agentloop.types import KVPolicy
 from agentloop.weights import UpdateState
@@ -59,6 +62,7 @@ async def _schedule(world: World) -> Counter[str]:
             await asyncio.wait(trouble)
             await world.heal()
             await world.resume()
+            await world.wake(ALL_MEMORY)
             if await world.needs_a_push():
                 await world.push_until_done()
             await _until_quiet(world, num_accepted)
@@ -71,6 +75,7 @@ async def _schedule(world: World) -> Counter[str]:
     finally:
         await world.close()
     assert world.network.errors == []
+    assert world.wire.problems == []
     leaked = asyncio.all_tasks() - {asyncio.current_task()}
     assert not leaked, f"leaked: {leaked}"
     return world.counts()
@@ -183,6 +188,10 @@ def test_schedules(batch: int, checkpoint: Path) -> None:
     ):
         assert totals[what] > 0, f"{what} never happened in {totals}"
     for what in ("_kill", "_crash", "operator paused", "aborted", "generate: engine_lost", "swapped in flight"):
+        assert totals[what] > 0, f"{what} never happened in {totals}"
+    for what in ("transfers", "one phase", "broken transfers", "relayed", "order refused", "commit refused"):
+        assert totals[what] > 0, f"{what} never happened in {totals}"
+    for what in ("slept 1", "slept 2", "sleep failed", "woke", "woken by new weights"):
         assert totals[what] > 0, f"{what} never happened in {totals}"
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agentloop.control import ReplicaRegistration
-from agentloop.engine import WeightUpdate
+from agentloop.engine import HeldIn, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -17,6 +17,8 @@ from agentloop.fleet import Fleet, ReplicaState
 from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
 from agentloop.weights import MOVES, UpdateState, WeightController
+from tests.support.engines import INFO, SLEEPER
+from tests.support.pushes import Sender, Wire
 from tests.support.weights import CONFIG, KEEP, Site, virtual
 
 
@@ -204,6 +206,76 @@ async def test_an_update_cut_short_leaves_no_replica_in_between(clock):
     assert site.placeable() == ["a"]
 
 
+@pytest.mark.parametrize("held_in", [HeldIn.DEVICE, HeldIn.NOWHERE])
+def test_the_report_says_how_the_weights_travelled(held_in):
+    @virtual
+    async def test(clock):
+        site = Site(clock, "a", "b")
+        for engine in site.engines.values():
+            engine.held_in = held_in
+        site.engines["b"].fail("commit")
+        report = await site.push(1)
+        good, bad = report.replicas
+        assert (good.held_in, good.transport, good.num_bytes) == (held_in, "nccl", 1000)
+        assert good.transfer_ms == report.transfer_ms == (40.0 if held_in is HeldIn.NOWHERE else 30.0)
+        assert (good.swap_ms, good.verify_ms, good.num_verified) == (5.0, 2.0, 7)
+        assert (bad.held_in, bad.num_verified) == (held_in, 0)
+
+    test()
+
+
+@virtual
+async def test_a_push_is_told_how_many_will_connect(clock):
+    site = Site(clock, "a", "b", info=SLEEPER)
+    site.info = INFO
+    site.register("c", version=0)
+    await site.push(1)
+    receivers = [update.push.num_receivers for engine in site.engines.values() for update in engine.updates]
+    assert receivers == [2 + 2 + 1] * 3
+    await site.update(2)
+    assert site.engines["a"].updates[-1].push is None
+
+
+@virtual
+async def test_in_one_phase_all_receive_together_and_a_dead_trainer_fails_them_all(clock):
+    site = Site(clock, "a", "b")
+    for engine in site.engines.values():
+        engine.held_in = HeldIn.NOWHERE
+        engine.seconds = {"commit": 3.0}
+        engine.fail("commit", times=1)
+    with pytest.raises(WeightUpdateFailed, match=r"a: commit: .*; b: commit: "):
+        await site.push(1)
+    assert {dict(engine.called_at)["commit"] for engine in site.engines.values()} == {0.0}
+    assert site.placeable() == []
+    await site.push(1)  # the fleet never served it
+    assert site.placeable() == ["a", "b"]
+
+
+@virtual
+async def test_a_source_that_no_engine_knows_is_the_callers_mistake(clock):
+    site = Site(clock, "a", "b")
+    for engine in site.engines.values():
+        engine.fail("stage")
+        engine.failures["stage"] = InvalidRequest("not from there")
+    with pytest.raises(InvalidRequest, match=r"a: .*not from there; b: ") as raised:
+        await site.push(1)
+    assert raised.value.param == "push"
+    assert type(raised.value) is InvalidRequest
+    assert site.placeable() == ["a", "b"]
+
+
+@virtual
+async def test_a_version_that_nobody_holds_any_more_can_be_pushed_again(clock):
+    site = Site(clock, "a")
+    await site.push(1)
+    with pytest.raises(Conflict, match="version 1"):
+        await site.push(1)
+    site.fleet.deregister("a")
+    site.register("a", version=0)
+    await site.push(1)
+    assert site.placeable() == ["a"]
+
+
 @virtual
 async def test_the_latest_reports_are_kept(clock):
     site = Site(clock, "a")
@@ -241,6 +313,46 @@ def test_with_simulated_engines(tmp_path):
         assert [engine.weight_version for engine in engines.values()] == [1, 1]
         assert [replica.replica_id for replica in fleet.placeable()] == ["a", "b"]
         assert [span.version for span in (await generating).weight_versions] == [0, 1]
+        for engine in engines.values():
+            await engine.close()
+
+    test()
+
+
+@pytest.mark.parametrize("is_one_phase", [False, True])
+def test_a_push_to_simulated_engines_whose_trainer_dies(is_one_phase):
+    """Nothing half-received is served; the one that joins late gets the weights from one that has them."""
+
+    @virtual
+    async def test(clock):
+        wire = Wire(clock, relay_s=1.0)
+        engines = {}
+
+        def register(name, version):
+            receiver = wire.receiver()
+            engine = SimulatedEngine(SimulatedSpec(initial_version=version), clock=clock, weight_source=receiver)
+            engines[name] = receiver.engine = engine
+            fleet.register(ReplicaRegistration(name, f"sim://{name}", engine.info, version), clock.now())
+            return engine.start()
+
+        fleet = Fleet()
+        controller = WeightController(fleet, lambda url: engines[url[-1]], clock, CONFIG)
+        for name in "ab":
+            await register(name, 0)
+            assert await controller.catch_up(name)
+        dying = wire.listen(Sender(1, transfer_s=5.0, is_one_phase=is_one_phase, dies_at=2.0))
+        with pytest.raises(WeightUpdateFailed if is_one_phase else CheckpointUnreadable):
+            await controller.update(WeightUpdate(1, push=dying), KEEP)
+        assert len(fleet.placeable()) == (0 if is_one_phase else 2)
+        alive = wire.listen(Sender(1, transfer_s=5.0, is_one_phase=is_one_phase))
+        report = await controller.update(WeightUpdate(1, push=alive), KEEP)
+        assert report.transfer_ms == pytest.approx(5000.0)
+        assert report.stall_ms == pytest.approx(5000.0 if is_one_phase else 0.0)
+        assert [replica.replica_id for replica in fleet.placeable()] == ["a", "b"]
+        await register("c", None)
+        assert await controller.catch_up("c")
+        assert engines["c"].weight_version == 1
+        assert (wire.problems, wire.num_relayed) == ([], 1)
         for engine in engines.values():
             await engine.close()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentloop import codec
 from agentloop.control import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.tasks import load_tasks
 from agentloop.types import (
@@ -21,11 +23,22 @@ from agentloop.types import (
     Load,
     Message,
     OnExcess,
+    OnStale,
     RolloutTask,
+    StalenessLimit,
     ToolCall,
     WeightVersionSpan,
 )
-from agentloop.wire import GenerateBody, SubmitBody, TaskBody, WeightsBody, check_body, parse_body
+from agentloop.wire import (
+    GenerateBody,
+    SleepBody,
+    SubmitBody,
+    TaskBody,
+    WakeBody,
+    WeightsBody,
+    check_body,
+    parse_body,
+)
 from agentloop.wire_answers import GenerateAnswer, PageBody, StatusBody, UpdateBody, rollout_status
 from tests.support.samples import make_task, make_trajectory
 
@@ -61,8 +74,61 @@ def test_generate_becomes_a_request() -> None:
     assert check_body({"version": 0, "directory": "/x", "kv_policy": "keep"}, WeightsBody).policy is KVPolicy.KEEP
 
 
+PUSH: dict[str, Any] = {
+    "addresses": ["127.0.0.1:5000", "[::1]:65535"],
+    "token": "t0ken",
+    "tensors": [
+        {"name": "a.weight", "dtype": "bfloat16", "shape": [2, 3]},
+        {"name": "b", "dtype": "int8", "shape": []},
+    ],
+    "names": "runtime",
+}
+
+
+def test_weights_come_from_one_source() -> None:
+    tensors = (TensorInfo("a.weight", "bfloat16", (2, 3)), TensorInfo("b", "int8", ()))
+    source = PushSource(("127.0.0.1:5000", "[::1]:65535"), "t0ken", tensors, TensorNames.RUNTIME)
+    assert check_body({"version": 1, "push": PUSH}, WeightsBody).to_update() == WeightUpdate(1, push=source)
+    assert check_body({"version": 1, "adapter": "/x"}, WeightsBody).to_update() == WeightUpdate(1, adapter="/x")
+    for sources in ({}, {"directory": "/x", "adapter": "/y"}, {"directory": "/x", "push": PUSH}):
+        with pytest.raises(InvalidRequest, match="one source"):
+            check_body({"version": 1, **sources}, WeightsBody).to_update()
+
+
+def test_a_large_model_is_announced_in_little_time() -> None:
+    tensors = [{"name": f"model.layers.{i}.weight", "dtype": "bfloat16", "shape": [8, 8]} for i in range(100_000)]
+    data = orjson.dumps({"version": 1, "push": {**PUSH, "tensors": tensors}})
+    started_at = time.monotonic()
+    update = parse_body(data, WeightsBody).to_update()
+    assert time.monotonic() - started_at < 10  # measured: 0.3 s
+    assert update.push is not None
+    assert len(update.push.tensors) == 100_000
+
+
+def test_no_tags_wake_everything() -> None:
+    assert check_body({}, WakeBody).memory == check_body({"tags": None}, WakeBody).memory == ALL_MEMORY
+    assert check_body({"tags": ["weights"]}, WakeBody).memory == {MemoryTag.WEIGHTS}
+    assert check_body({}, SleepBody).level == 1
+
+
+def test_a_staleness_limit_comes_through_and_zero_is_one() -> None:
+    assert check_body({"tasks": [TASK]}, SubmitBody).staleness is None
+    assert check_body({"tasks": [TASK], "max_staleness": 0}, SubmitBody).staleness == StalenessLimit(0)
+    body = {"max_staleness": 2, "on_stale": "drop", "trajectories_per_version": 8, "run_id": "run"}
+    staleness = check_body({"tasks": [TASK], **body}, SubmitBody).staleness
+    assert staleness == StalenessLimit(2, OnStale.DROP, 8, "run")
+
+
 def changed(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**body, **changes}
+
+
+TENSOR = PUSH["tensors"][0]
+
+
+def pushed(**changes: Any) -> dict[str, Any]:
+    """An update by a push whose first tensor is wrong."""
+    return {"version": 1, "push": changed(PUSH, tensors=[changed(TENSOR, **changes)])}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +154,16 @@ def changed(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (SubmitBody, {"tasks": [TASK], "num_samples": 1025}, "num_samples"),
         (SubmitBody, {"tasks": [TASK], "num_samples": True}, "num_samples"),
         (SubmitBody, {"tasks": [TASK], "rollout_id": "../etc"}, "rollout_id"),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": -1}, "max_staleness"),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": True}, "max_staleness"),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": 0, "on_stale": "keep"}, "on_stale"),
+        (
+            SubmitBody,
+            {"tasks": [TASK], "max_staleness": 0, "trajectories_per_version": 0},
+            "trajectories_per_version",
+        ),
+        (SubmitBody, {"tasks": [TASK], "trajectories_per_version": 4}, None),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": 0, "run_id": "a/b"}, "run_id"),
         (SubmitBody, {"tasks": [TASK] * 4097}, "tasks"),
         (SubmitBody, {"tasks": [changed(TASK, messages=[])]}, "tasks.0.messages"),
         (SubmitBody, {"tasks": [changed(TASK, messages=[{"role": "robot"}])]}, "tasks.0.messages.0.role"),
@@ -99,6 +175,29 @@ def changed(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (WeightsBody, {"version": -1, "directory": "/x"}, "version"),
         (WeightsBody, {"version": 1, "directory": ""}, "directory"),
         (WeightsBody, {"version": 1, "directory": "/x", "kv_policy": "drop"}, "kv_policy"),
+        (WeightsBody, {"version": 1, "adapter": "/" * 4097}, "adapter"),
+        (WeightsBody, {"version": 1, "push": {}}, "push.addresses"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=[])}, "push.addresses"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["host"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["host:0"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["host:70000"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["a b:1"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["h:1"] * 4097)}, "push.addresses"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, token="a b")}, "push.token"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, names="mine")}, "push.names"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, num_receivers=3)}, "push.num_receivers"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, tensors=[])}, "push.tensors"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, tensors=[TENSOR] * 100_001)}, "push.tensors"),
+        (WeightsBody, pushed(name=""), "push.tensors.0.name"),
+        (WeightsBody, pushed(name="a\nb"), "push.tensors.0.name"),
+        (WeightsBody, pushed(dtype="__import__"), "push.tensors.0.dtype"),
+        (WeightsBody, pushed(shape=[-1]), "push.tensors.0.shape.0"),
+        (WeightsBody, pushed(shape=[1] * 9), "push.tensors.0.shape"),
+        (SleepBody, {"level": 0}, "level"),
+        (SleepBody, {"level": 3}, "level"),
+        (SleepBody, {"level": True}, "level"),
+        (WakeBody, {"tags": []}, "tags"),
+        (WakeBody, {"tags": ["lora"]}, "tags.0"),
     ],
 )
 def test_bad_bodies_name_the_field(kind: Any, body: Any, param: str | None) -> None:

@@ -2,16 +2,32 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from agentloop.control import Orders
+from agentloop.engine import WeightUpdate
 from agentloop.errors import EngineLost, ServiceUnavailable, TemplateNotPrefixStable
 from agentloop.loops import LoopContext
 from agentloop.renderer import OnUnstable, Renderer
-from agentloop.types import KVPolicy, Limits, Message, OnExcess, PauseMode, RolloutTask, StopReason
+from agentloop.simulate import ScriptedPolicy, SimulatedEngine
+from agentloop.types import (
+    FinishReason,
+    KVPolicy,
+    Limits,
+    Message,
+    OnExcess,
+    OnStale,
+    PauseMode,
+    RolloutTask,
+    StalenessLimit,
+    StopReason,
+)
 from agentloop_tools.calculator import calculator
 from tests.support.feeder import Feeder
-from tests.support.scripted import POLICY, RENDERER, call, ids, running_worker, scripted_engine, task
+from tests.support.live_run import write_checkpoint
+from tests.support.scripted import POLICY, RENDERER, SPEC, call, ids, running_worker, scripted_engine, task, turns
 
 CALL = call("calculator", expression="2 + 3")
 ANSWER = "The answer is 5."
@@ -268,6 +284,127 @@ async def test_a_record_is_offered_until_it_is_durable():
     feeder.finish_failures.extend([ServiceUnavailable("restarting"), ConnectionError("cut")])
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
     assert found["t/0"].reward == 1.0
+
+
+class UpdatedAfterATurn(SimulatedEngine):
+    """Gets version 1 when its first turn has been sampled, and says so with that turn's answer."""
+
+    def __init__(self, checkpoint, *replies):
+        super().__init__(SPEC, policy=ScriptedPolicy(turns(*replies)))
+        self.checkpoint = str(write_checkpoint(checkpoint))
+
+    async def generate(self, request):
+        generation = await super().generate(request)
+        if self.weight_version == 0:
+            await self.stage(WeightUpdate(1, self.checkpoint))
+            await self.pause(PauseMode.KEEP, KVPolicy.KEEP)
+            await self.commit(1)
+            await self.resume()
+        return replace(generation, load=self.load())
+
+
+async def stale(tmp_path, limit: StalenessLimit):
+    """What becomes of a trajectory of two turns that an update meets between them."""
+    engine = UpdatedAfterATurn(tmp_path, "Perhaps 4.", ANSWER)
+    feeder = Feeder([task(loop="tests.test_worker:AsksAgain")], staleness=limit)
+    trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
+    assert trajectory.max_staleness == limit.max_staleness
+    return trajectory
+
+
+async def test_finish_ends_a_stale_trajectory_with_what_it_has(tmp_path):
+    trajectory = await stale(tmp_path, StalenessLimit(0, OnStale.FINISH))
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert (len(trajectory.path.turns), trajectory.versions, trajectory.num_masked_tokens) == (1, (0,), 0)
+    assert trajectory.path.response_mask.all()
+    assert trajectory.reward is not None
+
+
+async def test_mask_goes_on_and_takes_the_old_tokens_out(tmp_path):
+    trajectory = await stale(tmp_path, StalenessLimit(0, OnStale.MASK))
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.COMPLETED, True)
+    first, second = trajectory.path.turns
+    assert trajectory.versions == (0, 1)
+    assert trajectory.num_masked_tokens == first.end - first.start
+    assert trajectory.path.response_mask.nonzero()[0].tolist() == list(range(second.start, second.end))
+    assert trajectory.reward == 1.0
+
+
+async def test_drop_hands_in_nothing_and_says_so(tmp_path):
+    trajectory = await stale(tmp_path, StalenessLimit(0, OnStale.DROP))
+    assert (trajectory.stop_reason, trajectory.is_complete, trajectory.paths) == (StopReason.STALE, False, ())
+    assert trajectory.reward is None
+    assert len(trajectory.messages) == 1
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_within_its_limit_nothing_happens_to_it(tmp_path, on_stale):
+    trajectory = await stale(tmp_path, StalenessLimit(1, on_stale))
+    assert (trajectory.stop_reason, trajectory.versions) == (StopReason.COMPLETED, (0, 1))
+    assert trajectory.path.response_mask.sum() == trajectory.num_sampled_tokens
+
+
+async def test_a_failed_trajectory_keeps_its_own_reason(tmp_path):
+    limit = StalenessLimit(0, OnStale.FINISH)
+    feeder = Feeder([task("bad", loop="tests.test_worker:Raising")], staleness=limit)
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert (found["bad/0"].stop_reason, found["bad/0"].is_complete) == (StopReason.LOOP_FAILED, False)
+
+
+async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_path):
+    """Its tokens so far are kept, and it is a turn cut by an abort."""
+    engine = scripted_engine(" ".join(["word"] * 400))
+    limits = Limits(max_tokens_per_turn=2000)
+    feeder = Feeder([task(tools=(), limits=limits)], staleness=StalenessLimit(0, OnStale.FINISH))
+    async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(60):
+        while engine.load().kv_used_tokens < 200:  # more than the prompt, less than the answer
+            await asyncio.sleep(0)
+        await engine.stage(WeightUpdate(1, str(write_checkpoint(tmp_path))))
+        await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        await engine.commit(1)  # its answer, which the abort brings, tells of version 1
+        await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)
+        await engine.resume()
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert trajectory.versions == (0,)
+    assert [turn.finish_reason for turn in trajectory.path.turns] == [FinishReason.ABORT]
+
+
+class Again(Feeder):
+    """Gives a dropped sample out again to the worker that dropped it, before that has the answer."""
+
+    def __init__(self, tasks, **options):
+        super().__init__(tasks, **options)
+        self.first = self._waiting[0]
+        self.reports: list[tuple[str, ...]] = []
+        self.is_out = asyncio.Event()
+        self.is_taken = asyncio.Event()
+
+    async def take(self, report, wait_s):
+        if self.is_out.is_set():
+            self.reports.append(report.running)
+            if not self.is_taken.is_set():
+                self.is_taken.set()
+                return Orders((replace(self.first, attempt=1, num_stale_attempts=1),), ())
+        return await super().take(report, wait_s)
+
+    async def finish(self, worker_id, trajectory):
+        if trajectory.stop_reason is StopReason.STALE and trajectory.attempt == 0:
+            self.is_out.set()
+            await self.is_taken.wait()
+            await asyncio.sleep(0.05)
+            return
+        await super().finish(worker_id, trajectory)
+
+
+async def test_a_dropped_sample_may_come_back_at_once(tmp_path):
+    engine = UpdatedAfterATurn(tmp_path, "Perhaps 4.", ANSWER)
+    feeder = Again([task(loop="tests.test_worker:AsksAgain")], staleness=StalenessLimit(0, OnStale.DROP))
+    trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
+    assert (trajectory.stop_reason, trajectory.versions) == (StopReason.COMPLETED, (1,))
+    assert (trajectory.attempt, trajectory.num_stale_attempts) == (1, 1)
+    assert "t/0" not in feeder.reports[0], "reported as running, it would be adopted"
 
 
 async def test_a_thousand_trajectories_in_one_worker():

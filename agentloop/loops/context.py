@@ -15,6 +15,7 @@ from agentloop.errors import InvariantBroken
 from agentloop.limits import Budget, LimitReached
 from agentloop.parsers import Parser
 from agentloop.renderer import Renderer
+from agentloop.staleness import StalenessGuard
 from agentloop.toolbox import ToolScope
 from agentloop.trajectory import TrajectoryBuilder
 from agentloop.types import (
@@ -70,6 +71,7 @@ class LoopContext:
         budget: Budget,
         kv_policy: KVPolicy,
         seed: int | None,
+        guard: StalenessGuard | None = None,
     ) -> None:
         self.task = task
         self.trajectory_id = trajectory_id
@@ -81,6 +83,7 @@ class LoopContext:
         self._budget = budget
         self._kv_policy = kv_policy
         self._seed = seed
+        self._guard = guard
         self._builder = TrajectoryBuilder()
         self._messages: list[Message] = list(task.messages)
         self._pending: list[Message] = []  # observed, not yet tokens
@@ -109,8 +112,9 @@ class LoopContext:
     async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> AssistantTurn:
         """One turn of the policy, appended to the conversation.
 
-        Ends the trajectory when a limit is reached, before the turn or by cutting it.
+        Ends the trajectory when a limit is reached, before the turn or by cutting it, or when it is too old.
         """
+        self._check_age()
         await self._observe_pending(max_tokens)
         num_prompt = self._builder.num_context_tokens
         room = self._budget.tokens_for_turn(num_prompt, max_tokens)
@@ -123,6 +127,7 @@ class LoopContext:
         self._messages.append(message)
         self._is_closed = finish_reason is FinishReason.STOP
         self._budget.turn_ended(num_prompt, len(token_ids), finish_reason)
+        self._check_age()
         return AssistantTurn(message, finish_reason)
 
     async def run_tools(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
@@ -190,7 +195,13 @@ class LoopContext:
                 return token_ids, generation.finish_reason
             if len(token_ids) >= room:
                 return token_ids, FinishReason.LENGTH
+            if self._guard is not None and self._guard.must_end(self._builder):
+                return token_ids, FinishReason.ABORT
         raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times")
+
+    def _check_age(self) -> None:
+        if self._guard is not None:
+            self._guard.check(self._builder)
 
     def _request(self, max_tokens: int, temperature: float | None, continuation: int) -> GenerateRequest:
         task = self.task

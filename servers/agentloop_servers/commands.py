@@ -7,7 +7,7 @@ Exit codes: 0 good; 1 a clear error, lost trajectories, or something needed is b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from agentloop.client import RolloutClient
 from agentloop.control import ServiceStatus, UpdateReport
+from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.export import export
 from agentloop.logs import LOG_NAME, configure_logging
@@ -141,21 +142,47 @@ def push_weights(
     version: Annotated[int, typer.Option(min=0, help="The version they become.")],
     url: Url = DEFAULT_URL,
     kv_policy: Annotated[KVPolicy | None, typer.Option(help="What happens to older KV.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The folder holds a LoRA adapter (PEFT).")] = False,
     admin_key: AdminKey = None,
 ) -> None:
     """Bring every replica to new weights."""
 
-    async def send() -> UpdateReport:
-        async with RolloutClient(url, admin_key=admin_key, retry_timeout_s=5.0) as client:
-            return await client.update_weights(directory, version=version, kv_policy=kv_policy)
+    async def send(client: RolloutClient) -> UpdateReport:
+        if adapter:
+            return await client.update_adapter(directory, version=version, kv_policy=kv_policy)
+        return await client.update_weights(directory, version=version, kv_policy=kv_policy)
 
     with _clear_errors():
-        report = _run(send())
+        report = _run(_as_admin(url, admin_key, send))
     console = _console()
     for replica in report.replicas:
         outcome = f"failed: {replica.error}" if replica.error else f"stood still for {replica.stall_ms:.0f} ms"
-        console.print(f"{replica.replica_id}  {outcome}", highlight=False)
+        console.print(f"{replica.replica_id}  {outcome}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"version {report.version} live after {report.total_ms:.0f} ms", highlight=False)
+
+
+@app.command()
+def sleep(
+    level: Annotated[int, typer.Option(min=1, max=2, help="2 also discards the weights.")] = 1,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Freeze all replicas and give their memory back, until `wake`."""
+    with _clear_errors():
+        _run(_as_admin(url, admin_key, lambda client: client.sleep(level)))
+    _console().print(f"asleep at level {level}", highlight=False)
+
+
+@app.command()
+def wake(
+    tag: Annotated[list[MemoryTag] | None, typer.Option(help="Only this memory; may be repeated.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Take memory back; once all of it is, generation goes on."""
+    with _clear_errors():
+        _run(_as_admin(url, admin_key, lambda client: client.wake(tag or None)))
+    _console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
 
 
 @app.command()
@@ -169,6 +196,11 @@ def doctor() -> None:
     _console().print(table)
     if any(check.is_needed and not check.is_ok for check in checks):
         raise typer.Exit(1)
+
+
+async def _as_admin(url: str, admin_key: str | None, ask: Callable[[RolloutClient], Awaitable[T]]) -> T:
+    async with RolloutClient(url, admin_key=admin_key, retry_timeout_s=5.0) as client:
+        return await ask(client)
 
 
 async def _serve(config: ServiceConfig, out: Path) -> None:
@@ -233,6 +265,8 @@ def _store_of(run: str) -> Path:
 
 def _show_status(console: Console, service: ServiceStatus) -> None:
     state = "paused" if service.is_paused else "ready" if service.is_ready else "not ready"
+    if service.asleep:
+        state = f"asleep ({', '.join(service.asleep)})"
     version = "none" if service.weight_version is None else str(service.weight_version)
     console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
     replicas = Table("replica", "state", "engine", "version", "running", "waiting", "leases", box=None)
@@ -241,6 +275,10 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
         replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers))
     console.print(replicas)
+    for replica in service.replicas:
+        if replica.error is not None:
+            line = f"{replica.replica_id}: {replica.error}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     rollouts = Table("rollout", "accepted", "finished", "running", "queued", box=None)
     for one in service.rollouts:
         numbers4 = (one.num_accepted, one.num_finished, one.num_running, one.num_queued)

@@ -4,11 +4,12 @@ file: it is a Ray Serve config whose application arguments are this model.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import KVPolicy
@@ -21,8 +22,24 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Mode(StrEnum):
+    """Who owns the accelerators, and where weights come from."""
+
+    STANDALONE = "standalone"  # engines own theirs; a trainer elsewhere pushes weights
+    HYBRID = "hybrid"  # shared with a trainer: engines sleep while it trains, and take its weights on waking
+    COLOCATED = "colocated"  # shared, weights never change: judge and reward models sleep and wake
+    DEBUG = "debug"  # weights from a checkpoint, no trainer; an operator may load another directory by hand
+
+
+Staging = Literal["auto", "device", "host", "none"]
+"""Where new weights wait for their commit; auto: the device's memory if they fit, else the host's, else none."""
+
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+"""The adapter ranks that vLLM has kernels for."""
+
+
 class EngineConfig(_Strict):
-    """One engine replica."""
+    """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
 
     kind: Literal["vllm", "simulated"] = "vllm"
     device: Literal["cpu", "cuda"] = "cuda"
@@ -31,12 +48,37 @@ class EngineConfig(_Strict):
     max_context_tokens: int | None = None  # None: what the model's config.json says
     max_running: Annotated[int, Field(ge=1)] = 256
     block_size: Annotated[int, Field(ge=1)] = 32  # on CPU a multiple of 32
-    kv_cache_mib: int | None = None  # CPU: required, the default would claim most of the memory
+    kv_cache_mib: Annotated[int, Field(ge=1)] | None = None  # CPU: required, the default takes most of the memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1  # a dense model is better served by more replicas
+    expert_parallel: bool = False  # experts are spread over the whole gang; mixture-of-experts models only
+    weight_staging: Staging | None = None  # None: auto; none in hybrid mode, where memory is short
+    lora_rank: LoraRank | None = None  # the largest rank of an adapter; None: no adapters
+    stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a push, from the connection to the last byte
+    commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     enforce_eager: bool = False  # always on for CPU
     num_threads: Annotated[int, Field(ge=1)] = 1  # CPU
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        is_cpu_vllm = self.kind == "vllm" and self.device == "cpu"
+        if is_cpu_vllm and self.kv_cache_mib is None:
+            raise ValueError("kv_cache_mib is required on device cpu: vLLM would take most of the memory")
+        if is_cpu_vllm and self.block_size % 32:
+            raise ValueError(f"block_size on device cpu is a multiple of 32, not {self.block_size}")
+        if self.expert_parallel and self.num_workers == 1:
+            raise ValueError("expert_parallel needs a tensor_parallel_size or data_parallel_size above 1")
+        if self.gpu_share < 1 and self.num_workers > 1:
+            raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
+        return self
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold weights, and on CUDA the GPUs of a replica."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 class WorkerSettings(_Strict):
@@ -60,6 +102,7 @@ class KeysConfig(_Strict):
 class ServiceConfig(_Strict):
     """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
+    mode: Mode = Mode.STANDALONE
     model: str
     model_version: Annotated[int, Field(ge=0)] = 0
     replicas: Annotated[int, Field(ge=1)] = 1
@@ -73,6 +116,45 @@ class ServiceConfig(_Strict):
     keys: KeysConfig = KeysConfig()
     run_dir: str | None = None
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        engine = self.engine
+        if self.can_sleep and engine.kind == "vllm" and engine.device == "cpu":
+            raise ValueError(f"mode {self.mode} needs device cuda: vLLM cannot give memory back on CPU")
+        if self.mode in (Mode.COLOCATED, Mode.DEBUG) and engine.load_format == "dummy":
+            raise ValueError(f"mode {self.mode} needs load_format auto: nobody pushes weights")
+        return self
+
+    @property
+    def allows_push(self) -> bool:
+        """Whether a trainer may push tensors."""
+        return self.mode in (Mode.STANDALONE, Mode.HYBRID)
+
+    @property
+    def allows_weights(self) -> bool:
+        """Whether served weights may change at all: a directory, an adapter, or a push where that is allowed."""
+        return self.mode is not Mode.COLOCATED
+
+    @property
+    def allows_adapters(self) -> bool:
+        """Whether a LoRA adapter may be served."""
+        return self.allows_weights and self.engine.lora_rank is not None
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the fleet can give its memory back."""
+        return self.mode in (Mode.HYBRID, Mode.COLOCATED)
+
+    @property
+    def max_sleep_level(self) -> int:
+        """Level 2 discards the weights, so somebody must send new ones."""
+        return {Mode.HYBRID: 2, Mode.COLOCATED: 1}.get(self.mode, 0)
+
+    @property
+    def weight_staging(self) -> Staging:
+        """Where new weights wait for their commit."""
+        return self.engine.weight_staging or ("none" if self.mode is Mode.HYBRID else "auto")
 
     @classmethod
     def load(cls, path: Path) -> ServiceConfig:
@@ -94,7 +176,8 @@ class ServiceConfig(_Strict):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise InvalidRequest(f"{path}: {where}: {first['msg']}", param=where) from error
+            reason = first["msg"].removeprefix("Value error, ")
+            raise InvalidRequest(": ".join(filter(None, (str(path), where, reason))), param=where) from error
 
     def model_path(self) -> Path:
         """The model's folder, absolute. Raises InvalidRequest if there is none."""

@@ -28,9 +28,9 @@ from agentloop.control import (
     UpdateReport,
     WorkerReport,
 )
-from agentloop.engine import WeightUpdate
+from agentloop.engine import MemoryTag, WeightUpdate
+from agentloop.fleet_engines import Connect
 from agentloop.types import KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
-from agentloop.weights import Connect
 from agentloop_servers.coordinator_config import CoordinatorConfig
 from agentloop_servers.coordinator_fleet import FleetDesk
 from agentloop_servers.coordinator_store import Store, StoreThread
@@ -139,13 +139,19 @@ class Coordinator:
 
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
         policy = self._config.kv_policy if kv_policy is None else kv_policy
-        return await self._to_its_end(self._fleet.update(update, policy), "update_weights")
+        return await self._to_its_end(self._update(update, policy), "update_weights")
 
     async def pause(self, mode: PauseMode) -> None:
         await self._to_its_end(self._fleet.pause(mode), "pause")
 
     async def resume(self) -> None:
         await self._to_its_end(self._fleet.resume(), "resume")
+
+    async def sleep(self, level: int) -> None:
+        await self._to_its_end(self._fleet.sleep(level), "sleep")
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        await self._to_its_end(self._fleet.wake(tags), "wake")
 
     async def status(self) -> ServiceStatus:
         return ServiceStatus(
@@ -156,7 +162,12 @@ class Coordinator:
             num_workers=self._work.num_workers,
             rollouts=self._work.queue.rollouts,
             updates=self._fleet.reports,
+            asleep=self._fleet.asleep,
         )
+
+    async def _update(self, update: WeightUpdate, policy: KVPolicy) -> UpdateReport:
+        with self._work.update_under_way(update.version):
+            return await self._fleet.update(update, policy)
 
     # --- tasks ---
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agentloop.balancer import BalancerConfig
+from agentloop.engine import WeightUpdate
 from agentloop.fleet import FleetConfig
+from agentloop.fleet_engines import WeightConfig
 from agentloop.types import KVPolicy
-from agentloop.weights import WeightConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,7 @@ class CoordinatorConfig:
     """All finite."""
 
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE  # of updates that do not say
+    initial_weights: WeightUpdate | None = None  # what engines load at their start, under the version they say
     max_queued_trajectories: int = 100_000
     max_attempts: int = 3  # of one trajectory, over lost workers
     max_page: int = 1000

@@ -1,7 +1,6 @@
 """FleetDesk: the coordinator's side towards replicas: their comings and goings, their weights, and places on them.
 
-Ownership: the Fleet, the Balancer and the WeightController, one catch-up task for each replica that is behind, and
-one that looks for replicas which a stray pause has frozen.
+Ownership: the Fleet, the Balancer and the WeightController, and one catch-up task for each replica that is behind.
 It notifies `changed` whenever places may have become free or taken.
 """
 
@@ -15,11 +14,12 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.balancer import Balancer
 from agentloop.clock import Clock
 from agentloop.control import ReplicaRegistration, ReplicaStatus, UpdateReport
-from agentloop.engine import WeightUpdate
+from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import InvariantBroken, NoHealthyReplica
 from agentloop.fleet import Fleet, Replica, ReplicaState
+from agentloop.fleet_engines import Connect
 from agentloop.types import KVPolicy, Lease, Load, PauseMode
-from agentloop.weights import Connect, WeightController
+from agentloop.weights import WeightController
 from agentloop_servers.coordinator_config import CoordinatorConfig
 from agentloop_servers.wakeup import Wakeup, deadline_after
 
@@ -49,9 +49,9 @@ class FleetDesk:
             config.weights,
             on_commit=self.balancer.begin_epoch,
             on_staged=on_staged,
+            initial=None if config.initial_weights is None else (config.initial_weights, config.kv_policy),
         )
         self._catching_up: dict[str, asyncio.Task[None]] = {}
-        self._freeing: asyncio.Task[None] | None = None
         self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
 
     @property
@@ -64,6 +64,10 @@ class FleetDesk:
         return self._weights.is_paused
 
     @property
+    def asleep(self) -> tuple[MemoryTag, ...]:
+        return tuple(sorted(self._weights.asleep))
+
+    @property
     def weight_version(self) -> int | None:
         return self._fleet.weight_version
 
@@ -73,12 +77,12 @@ class FleetDesk:
 
     def check_health(self) -> None:
         """Raises what ended a task that only a bug can end."""
-        for task in self._own_tasks():
+        for task in self._catching_up.values():
             if task.done():
                 task.result()
 
     async def close(self) -> None:
-        tasks = self._own_tasks()
+        tasks = tuple(self._catching_up.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -108,13 +112,11 @@ class FleetDesk:
             self._forget(replica_id, "left")
 
     def look(self, now: float) -> None:
-        """Count the silence, end direct leases that nobody gave back, and have stray pauses undone."""
+        """Count the silence, and end direct leases that nobody gave back."""
         for replica_id in self._fleet.expire(now):
             self._forget(replica_id, "silent")
         self.balancer.expire(now)
         self._fleet_changed()
-        if self._freeing is None:
-            self._freeing = asyncio.create_task(self._free_strays(), name="free strays")
 
     def statuses(self) -> tuple[ReplicaStatus, ...]:
         """The fleet as a table."""
@@ -128,6 +130,9 @@ class FleetDesk:
                 load=replica.load,
                 num_leases=self.balancer.num_leases(replica.replica_id),
                 heartbeat_age_s=now - replica.seen_at,
+                num_workers=replica.registration.info.num_workers,
+                weight_dtype=replica.registration.info.weight_dtype,
+                error=replica.error,
             )
             for replica in self._fleet.replicas
         )
@@ -179,22 +184,25 @@ class FleetDesk:
         return report
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._weights.pause(mode)
-        self._log.info("fleet_paused", mode=mode)
+        await self._ordered(self._weights.pause(mode), f"pause {mode}")
 
     async def resume(self) -> None:
-        await self._weights.resume()
-        self._log.info("fleet_resumed")
+        await self._ordered(self._weights.resume(), "resume")
+
+    async def sleep(self, level: int) -> None:
+        await self._ordered(self._weights.sleep(level), f"sleep {level}")
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        await self._ordered(self._weights.wake(tags), f"wake {', '.join(sorted(tags))}")
 
     # --- inside ---
 
-    def _own_tasks(self) -> list[asyncio.Task[None]]:
-        return [*self._catching_up.values(), *([self._freeing] if self._freeing is not None else [])]
-
-    async def _free_strays(self) -> None:
-        for replica_id in await self._weights.free_strays():
-            self._log.warning("stray_pause_undone", replica=replica_id)
-        self._freeing = None  # after a bug it stays, for `check_health`
+    async def _ordered(self, order: Awaitable[None], name: str) -> None:
+        try:
+            await order
+        finally:
+            self._fleet_changed()  # also for those that did not follow: they are behind now
+        self._log.info("fleet_ordered", order=name)
 
     def _forget(self, replica_id: str, reason: str) -> None:
         self._log.warning("replica_gone", replica=replica_id, reason=reason)
@@ -236,4 +244,5 @@ class FleetDesk:
 
     def _tried(self, replica: Replica) -> object:
         """What an attempt to bring a replica up depends on: if it changes, it is worth trying at once."""
-        return replica.incarnation, replica.weight_version, self._fleet.weight_version
+        of_replica = (replica.incarnation, replica.weight_version)
+        return of_replica, self._fleet.weight_version, self._weights.asleep, self.is_ready  # it may have a peer now

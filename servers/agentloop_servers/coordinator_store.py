@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from agentloop.engine import WeightUpdate
+from agentloop.engine import PushSource, WeightUpdate
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
 T = TypeVar("T")
@@ -71,6 +72,9 @@ class StoreThread:
         return await self._call(self._store.unfinished)
 
     async def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Of a push only that it was one: its process and its secret are gone when somebody asks."""
+        if update.push is not None:
+            update = replace(update, push=PushSource((), "", ()))
         await self._call(lambda: self._store.save_weights(update, kv_policy))
 
     async def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:

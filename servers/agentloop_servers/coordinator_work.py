@@ -7,7 +7,9 @@ finished; the queue alone decides who owns a sample. Leases come from, and go ba
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from structlog.typing import FilteringBoundLogger
 
@@ -16,6 +18,7 @@ from agentloop.control import Orders, Page, RolloutStatus, WorkerReport
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.queue import COORDINATOR, RolloutQueue
 from agentloop.samples import Handout, Owed, assignment_id, group_key
+from agentloop.staleness import FleetVersions
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -69,6 +72,9 @@ class WorkDesk:
         self._polls: dict[str, _Poll] = {}
         self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
         self._grace_until: float | None = None
+        self._coming: list[
+            int
+        ] = []  # versions that updates under way are to bring; a refused one is here for a moment
 
     @property
     def num_workers(self) -> int:
@@ -83,10 +89,23 @@ class WorkDesk:
             by_rollout.setdefault(group.rollout_id, []).append((group, sample_indexes))
         for rollout_id, work in by_rollout.items():
             _, num_finished = await self._store.counts(rollout_id)
-            self.queue.restore(rollout_id, work, now, num_finished)
+            limit = work[0][0].staleness
+            is_counted = limit is not None and limit.trajectories_per_version is not None
+            trained = await self._trained(rollout_id) if is_counted else (0, None)
+            self.queue.restore(rollout_id, work, now, num_finished, *trained)
         if by_rollout:
             self._grace_until = now + self._config.restart_grace_s
             self._log.info("work_restored", num_rollouts=len(by_rollout), num_queued=self.queue.num_queued)
+
+    @contextmanager
+    def update_under_way(self, version: int) -> Iterator[None]:
+        """While this lasts, nothing is begun that the update would make too stale; then it goes out at once."""
+        self._coming.append(version)
+        try:
+            yield
+        finally:
+            self._coming.remove(version)
+            self._changed.notify()
 
     # --- workers ---
 
@@ -119,6 +138,11 @@ class WorkDesk:
         if not self.queue.is_live(name):
             await self._store.counts(trajectory.rollout_id)  # raises NotFound; else it is a repeat, and stored
             return
+        if _is_dropped(trajectory):
+            if self.queue.drop_stale(worker_id, name, trajectory.attempt):
+                self._log.info("trajectory_dropped", assignment=name, attempt=trajectory.attempt)
+                self._lost((name,))
+            return  # else it is queued or run by another worker already
         if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(name):
             if not self.queue.is_running_at(worker_id, name):
                 return  # it is queued, or another worker runs it: a failure here is not its end
@@ -126,11 +150,13 @@ class WorkDesk:
                 self.queue.give_back(worker_id, name)  # nobody had asked for that: somebody else shall run it
                 self._lost((name,))
                 return
+        trajectory = self._aged(trajectory)
         await self._store.commit(trajectory)
         self._recorded(name, trajectory)
 
     def look(self, now: float) -> None:
         """Count the silence of workers, and end the grace of a restart."""
+        self._tell_versions()
         for worker_id, poll in list(self._polls.items()):
             if now - poll.seen_at >= self._config.worker_timeout_s:
                 del self._polls[worker_id]
@@ -220,6 +246,7 @@ class WorkDesk:
         """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
         if self._grace_until is not None or not self._fleet.is_ready:
             return ()
+        self._tell_versions()
         handouts = self.queue.take(worker_id, num_free, self._clock.now())
         return tuple(self._assignment(handout) for handout in handouts)
 
@@ -235,11 +262,40 @@ class WorkDesk:
             attempt=handout.attempt,
             queue_s=handout.queued_s,
             rollout_id=name.partition("/")[0],
+            staleness=group.staleness,
+            num_stale_attempts=handout.num_stale_attempts,
         )
+
+    def _tell_versions(self) -> None:
+        coming = max(self._coming, default=None)
+        self.queue.set_versions(FleetVersions(self._fleet.weight_version, coming))
+
+    def _aged(self, trajectory: Trajectory) -> Trajectory:
+        """The record with its staleness by what the fleet serves now: an update may have come since its worker
+        judged it, and it is then told, not dropped."""
+        served, oldest = self._fleet.weight_version, trajectory.oldest_trained_version
+        if served is None or oldest is None:
+            return trajectory
+        staleness = max(0, served - oldest)  # a replica commits a moment before the fleet does
+        limit = trajectory.max_staleness
+        if limit is not None and staleness > limit:
+            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("record_is_stale", assignment=name, staleness=staleness, max_staleness=limit)
+        return replace(trajectory, staleness=staleness)
+
+    async def _trained(self, rollout_id: str) -> tuple[int, int | None]:
+        """How many stored records of a rollout can be trained on, and the oldest version in them."""
+        num_trained, oldest, cursor = 0, [], 0
+        while page := await self._store.read(rollout_id, cursor, MAX_BATCH):
+            cursor = page[-1][0]
+            trained = [trajectory for _, trajectory in page if _is_trained(trajectory)]
+            num_trained += len(trained)
+            oldest += [version for one in trained if (version := one.oldest_trained_version) is not None]
+        return num_trained, min(oldest, default=None)
 
     def _recorded(self, name: str, trajectory: Trajectory) -> None:
         """A record is durable: the sample is finished, its place is free, its readers may look."""
-        if not self.queue.finished(name):
+        if not self.queue.finished(name, is_trained=_is_trained(trajectory)):
             return
         num_tokens = sum(len(path.response_ids) for path in trajectory.paths)
         self._fleet.end_lease(name, num_tokens if trajectory.is_complete else None)
@@ -256,6 +312,7 @@ class WorkDesk:
             self._changed.notify()
 
     async def _status(self, rollout_id: str) -> RolloutStatus:
+        self._tell_versions()
         live = self.queue.status(rollout_id)
         if live is not None:
             return live
@@ -266,6 +323,16 @@ class WorkDesk:
 def session_holder(session_id: str) -> str:
     """The holder name of a direct lease: no assignment's, which begin with the id of a rollout."""
     return f"/{session_id}"
+
+
+def _is_dropped(trajectory: Trajectory) -> bool:
+    """Whether a worker threw its tokens away for their age. A record of FINISH is complete, and keeps them."""
+    return trajectory.stop_reason is StopReason.STALE and not trajectory.is_complete
+
+
+def _is_trained(trajectory: Trajectory) -> bool:
+    """Whether the trainer consumes it: what failed, or was masked whole, is none of its batch."""
+    return trajectory.is_complete and trajectory.oldest_trained_version is not None
 
 
 def _record(owed: Owed) -> Trajectory:
@@ -282,6 +349,8 @@ def _record(owed: Owed) -> Trajectory:
         attempt=handout.attempt,
         timings=Timings(queue_s=handout.queued_s),
         rollout_id=handout.assignment_id.partition("/")[0],
+        num_stale_attempts=handout.num_stale_attempts,
+        max_staleness=handout.group.staleness.max_staleness if handout.group.staleness is not None else None,
     )
 
 

@@ -22,7 +22,7 @@ from agentloop.control import (
     UpdateReport,
     WorkerReport,
 )
-from agentloop.engine import WeightUpdate
+from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop.types import KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
@@ -84,6 +84,12 @@ class CoordinatorClient:
 
     async def resume(self) -> None:
         await self._call("resume", timeout_s=UPDATE_TIMEOUT_S)
+
+    async def sleep(self, level: int) -> None:
+        await self._call("sleep", level, timeout_s=UPDATE_TIMEOUT_S)
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        await self._call("wake", tags, timeout_s=UPDATE_TIMEOUT_S)
 
     async def status(self) -> ServiceStatus:
         answer: ServiceStatus = await self._call("status")

@@ -34,9 +34,7 @@ from agentloop.wire import (
     MAX_PAGE,
     MAX_WAIT_S,
     GenerateBody,
-    PauseBody,
     SubmitBody,
-    WeightsBody,
 )
 from agentloop.wire_answers import (
     ErrorBody,
@@ -47,7 +45,7 @@ from agentloop.wire_answers import (
     StatusBody,
     rollout_status,
 )
-from agentloop_servers.admin import Admin
+from agentloop_servers.admin import ADMIN_BODIES, Admin, ModeRules
 from agentloop_servers.http_guard import (
     HttpGuard,
     HttpLimits,
@@ -58,7 +56,7 @@ from agentloop_servers.http_guard import (
     json_body,
 )
 
-__all__ = ["FrontDoor", "HttpLimits", "Keys", "create_app"]
+__all__ = ["FrontDoor", "HttpLimits", "Keys", "ModeRules", "create_app"]
 
 T = TypeVar("T")
 
@@ -87,11 +85,13 @@ def create_app(
     *,
     weight_roots: Iterable[Path] = (),
     tool_names: frozenset[str] | None = None,
+    rules: ModeRules = ModeRules(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """The service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
-    Pushed weights must lie under one of `weight_roots`. Tasks that name unknown loops or rewards are refused at
-    once, and with `tool_names` also those that name other tools; the worker ends what remains as invalid.
+    Weight directories must lie under one of `weight_roots`; `rules` say what the service's mode allows. Tasks that
+    name unknown loops or rewards are refused at once, and with `tool_names` also those that name other tools; the
+    worker ends what remains as invalid.
     """
     door = FrontDoor(coordinator, connect, limits, tool_names)
 
@@ -111,8 +111,8 @@ def create_app(
     add_error_handlers(app, limits)
     app.include_router(_open_routes(door))
     app.include_router(_user_routes(door, keys))
-    app.include_router(Admin(coordinator, limits, tuple(weight_roots)).routes(keys, ERRORS))
-    bodies = (GenerateBody, SubmitBody, PauseBody, WeightsBody)
+    app.include_router(Admin(coordinator, limits, tuple(weight_roots), rules).routes(keys, ERRORS))
+    bodies = (GenerateBody, SubmitBody, *ADMIN_BODIES)
     describe_bodies(app, "agentloop", "Asynchronous rollouts of language-model agents.", bodies)
     return app
 
@@ -208,7 +208,7 @@ class FrontDoor:
         self._check_names(body)
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
         groups = tuple(
-            RolloutGroup(f"{rollout_id}-{index:06d}", task.to_task(), body.num_samples, rollout_id)
+            RolloutGroup(f"{rollout_id}-{index:06d}", task.to_task(), body.num_samples, rollout_id, body.staleness)
             for index, task in enumerate(body.tasks)
         )
         return _json(rollout_status(await self._ask(self._coordinator.submit(rollout_id, groups))))

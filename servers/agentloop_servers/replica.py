@@ -13,7 +13,7 @@ import structlog
 from agentloop.control import CoordinatorApi, ReplicaRegistration
 from agentloop.engine import Engine
 from agentloop.errors import AgentLoopError, EngineLost
-from agentloop_servers.dataplane import DataPlaneServer
+from agentloop_servers.dataplane_server import DataPlaneServer
 
 HEARTBEAT_S = 1.0
 

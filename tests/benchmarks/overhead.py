@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from agentloop.engine import Engine
-from agentloop_servers.dataplane import DataPlaneServer, EngineClients
+from agentloop_servers.dataplane import EngineClients
+from agentloop_servers.dataplane_server import DataPlaneServer
 from agentloop_servers.process import settle_heap
 from tests.support.feeder import Feeder
 from tests.support.scripted import call, running_worker, scripted_engine, task

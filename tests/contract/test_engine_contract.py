@@ -14,7 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.engine import AllBlocksCleared, BlocksStored, Delta, Engine, WeightUpdate
+from agentloop.engine import (
+    ALL_MEMORY,
+    AllBlocksCleared,
+    BlocksStored,
+    Delta,
+    Engine,
+    HeldIn,
+    MemoryTag,
+    PushSource,
+    WeightUpdate,
+)
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -39,6 +49,8 @@ async def case(engine_case: EngineCase) -> AsyncIterator[EngineCase]:
     assert engine_case.engine.is_usable
     assert not engine_case.engine.is_paused
     yield engine_case
+    if engine_case.engine.asleep:
+        await engine_case.engine.wake()
     await engine_case.engine.resume()
     await until(lambda: is_idle(engine_case.engine))
 
@@ -523,6 +535,51 @@ async def test_a_commit_needs_a_pause_and_its_own_stage(case: EngineCase) -> Non
     assert (await generated(case, case.request(case.prompt(), 4))).weight_versions[0].version == update.version
 
 
+async def test_stage_and_commit_report_what_they_did(case: EngineCase) -> None:
+    update = case.next_update()
+    staged = await case.engine.stage(update)
+    assert staged.transport == "directory"
+    assert staged.held_in is not HeldIn.NOWHERE
+    assert staged.num_bytes > 0
+    await case.engine.pause(PauseMode.KEEP)
+    committed = await case.engine.commit(update.version)
+    assert committed.num_verified > 0
+    assert min(staged.transfer_ms, committed.swap_ms, committed.verify_ms, committed.transfer_ms) >= 0.0
+
+
+async def test_a_second_stage_takes_the_place_of_the_first_even_if_it_fails(
+    case: EngineCase, tmp_path: Path
+) -> None:
+    before = case.engine.weight_version
+    first, second, third = case.next_update(), case.next_update(), case.next_update()
+    await case.engine.stage(first)
+    await case.engine.stage(second)
+    await case.engine.pause(PauseMode.KEEP)
+    with pytest.raises(Conflict):
+        await case.engine.commit(first.version)
+    with pytest.raises(CheckpointUnreadable):
+        await case.engine.stage(replace(third, directory=str(tmp_path / "missing")))
+    for update in (second, third):
+        with pytest.raises(Conflict):
+            await case.engine.commit(update.version)
+    assert case.engine.weight_version == before
+    assert case.engine.is_usable
+
+
+async def test_an_offer_disturbs_nothing(case: EngineCase) -> None:
+    prompt = case.prompt()
+    whole = await generated(case, case.request(prompt, case.long_tokens))
+    reading = Reading(case, case.request(prompt, case.long_tokens))
+    await reading.middle()
+    offer = await case.engine.offer()
+    if offer is not None:
+        assert isinstance(offer, PushSource)
+        assert offer.addresses
+        assert offer.token
+    assert (await reading.end()).token_ids == whole.token_ids
+    assert (await commit_next(case, KVPolicy.KEEP)).version == case.engine.weight_version
+
+
 async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase) -> None:
     if case.failing_checkpoint is None:
         pytest.skip("this engine has no checkpoint that passes stage and fails commit")
@@ -565,6 +622,125 @@ async def test_many_requests_across_an_update_are_all_whole(case: EngineCase) ->
         assert {span.version for span in generation.weight_versions} <= {before, update.version}
         assert all(a.version < b.version for a, b in pairwise(generation.weight_versions))
     assert any(len(generation.weight_versions) == 2 for generation in generations)
+
+
+# --- sleep and wake ---------------------------------------------------------------------------------------
+
+WEIGHTS = frozenset({MemoryTag.WEIGHTS})
+KV_CACHE = frozenset({MemoryTag.KV_CACHE})
+
+
+@pytest.fixture
+def sleeper(case: EngineCase) -> EngineCase:
+    if not case.engine.info.can_sleep:
+        pytest.skip("this engine cannot sleep")
+    return case
+
+
+async def test_an_engine_that_cannot_sleep_says_so(case: EngineCase) -> None:
+    if case.engine.info.can_sleep:
+        pytest.skip("this engine can sleep")
+    with pytest.raises(InvalidRequest):
+        await case.engine.sleep(1)
+    assert case.engine.asleep == frozenset()
+    assert not case.engine.is_paused
+
+
+@pytest.mark.parametrize("tags", [(ALL_MEMORY,), (WEIGHTS, KV_CACHE), (KV_CACHE, WEIGHTS)])
+async def test_a_sleep_loses_no_request_and_changes_no_token(
+    sleeper: EngineCase, tags: tuple[frozenset[MemoryTag], ...]
+) -> None:
+    case, engine = sleeper, sleeper.engine
+    prompt = case.prompt()
+    whole = await generated(case, case.request(prompt, case.long_tokens))
+    reading = Reading(case, case.request(prompt, case.long_tokens))
+    await reading.middle()
+    for _ in range(2):  # idempotent
+        await engine.sleep(1)
+        assert engine.asleep == ALL_MEMORY
+        assert engine.is_paused
+    late = asyncio.create_task(generated(case, case.request(prompt, case.long_tokens)))
+    await asyncio.sleep(0.1)  # what was sampled before may still be on its way to the reader
+    num_before = reading.num_tokens
+    await asyncio.sleep(0.1)
+    with pytest.raises(Conflict):
+        await engine.resume()
+    asleep = ALL_MEMORY
+    for some in tags:
+        await engine.wake(some)
+        asleep -= some
+        assert engine.asleep == asleep
+        await engine.wake(some)
+    assert engine.is_paused
+    assert (reading.num_tokens, late.done()) == (num_before, False)
+    await engine.resume()
+    both = await reading.end()
+    assert both.token_ids == whole.token_ids
+    assert len(both.weight_versions) == 1
+    assert (await late).token_ids == whole.token_ids
+
+
+async def test_abort_works_while_asleep(sleeper: EngineCase) -> None:
+    prompt = sleeper.prompt()
+    whole = await generated(sleeper, sleeper.request(prompt, sleeper.long_tokens))
+    reading = Reading(sleeper, sleeper.request(prompt, sleeper.long_tokens))
+    await reading.middle()
+    await sleeper.engine.sleep(1)
+    await sleeper.engine.abort(reading.request.request_id)
+    partial = await reading.end()
+    assert partial.finish_reason is FinishReason.ABORT
+    assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
+
+
+async def test_a_sleep_of_an_engine_that_is_paused_already_ends_paused(sleeper: EngineCase) -> None:
+    await sleeper.engine.pause(PauseMode.KEEP)
+    await sleeper.engine.sleep(1)
+    await sleeper.engine.pause(PauseMode.KEEP)
+    assert sleeper.engine.asleep == ALL_MEMORY
+    await sleeper.engine.wake()
+    assert sleeper.engine.is_paused
+    await sleeper.engine.resume()
+    assert len((await generated(sleeper, sleeper.request(sleeper.prompt(), 8))).token_ids) == 8
+
+
+async def test_weights_are_staged_and_committed_when_their_memory_is_awake(sleeper: EngineCase) -> None:
+    engine, update = sleeper.engine, sleeper.next_update()
+    await engine.sleep(1)
+    with pytest.raises(Conflict):
+        await engine.stage(update)
+    await engine.wake(WEIGHTS)
+    await engine.stage(update)
+    await engine.commit(update.version)
+    assert engine.weight_version == update.version
+    await engine.wake(KV_CACHE)
+    await engine.resume()
+    after = await generated(sleeper, sleeper.request(sleeper.prompt(), 8))
+    assert after.weight_versions[0].version == update.version
+
+
+async def test_discarded_weights_are_unusable_until_a_commit_and_no_request_is_lost(sleeper: EngineCase) -> None:
+    case, engine = sleeper, sleeper.engine
+    old_version = engine.weight_version
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    await engine.sleep(2)
+    assert not engine.is_usable
+    assert engine.weight_version is None
+    with pytest.raises(EngineUnusable):
+        await engine.generate(case.request(case.prompt(), 4))
+    update = case.next_update()
+    await engine.wake(WEIGHTS)
+    assert not engine.is_usable
+    with pytest.raises(Conflict):
+        await engine.wake(KV_CACHE)  # there is nothing that could fill it
+    await engine.stage(update)
+    await engine.commit(update.version)
+    await engine.wake(KV_CACHE)
+    assert engine.is_usable
+    await engine.resume()
+    both = await reading.end()
+    assert len(both.token_ids) == case.long_tokens
+    assert [span.version for span in both.weight_versions] == [old_version, update.version]
 
 
 # --- KV reuse and its events ------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
 
+torch.set_num_threads(1)  # threads that wait for each other on busy cores take up to 25 times as long
+
 
 @cache
-def model(version: int) -> Any:
-    return AutoModelForCausalLM.from_pretrained(POLICY / f"v{version}", dtype=torch.float32).eval()
+def model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +30,10 @@ class Difference:
     other: np.ndarray
 
 
-def logprobs(token_ids: list[int], version: int) -> np.ndarray:
-    """The logprob of each id given the ids before it, at temperature 1; 0 for the first."""
+def logprobs(token_ids: list[int], folder: Path) -> np.ndarray:
+    """The logprob of each id given those before it, at temperature 1, by the model in `folder`; 0 for the first."""
     with torch.inference_mode():
-        logits = model(version)(torch.tensor([token_ids])).logits[0]
+        logits = model(folder)(torch.tensor([token_ids])).logits[0]
     chosen = torch.log_softmax(logits.float(), dim=-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])
     return np.concatenate([[0.0], chosen[:, 0].numpy()])
 
@@ -47,7 +49,7 @@ def difference(row: Mapping[str, Any]) -> Difference:
     assert len(response) == len(mask) == len(recorded), "the response's arrays differ in length"
     covered = np.zeros(len(response), dtype=bool)
     named, other = np.zeros(len(response)), np.zeros(len(response))
-    by_version = {version: logprobs(prompt + response, version)[len(prompt) :] for version in (0, 1)}
+    by_version = {version: logprobs(prompt + response, POLICY / f"v{version}")[len(prompt) :] for version in (0, 1)}
     for span in row["weight_versions"]:
         part = slice(span["start"], span["end"])
         assert not covered[part].any(), "spans overlap"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from agentloop.engine import WeightUpdate
-from agentloop.errors import CheckpointUnreadable, Conflict
-from agentloop_servers.transfer.checkpoint import Staging, inspect_checkpoint
+from agentloop.engine import TensorInfo
+from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.transfer.checkpoint import ServedForm, inspect_checkpoint
 
 Tensors = dict[str, tuple[str, list[int], int]]  # name: dtype, shape, bytes
 
@@ -34,8 +35,8 @@ def write(folder: Path, tensors: Tensors, *, is_tied: bool = True) -> str:
 def test_names_dtypes_shapes_and_bytes_are_read(tmp_path: Path) -> None:
     info = inspect_checkpoint(write(tmp_path / "a", MODEL))
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in info.tensors.items()} == {
-        "model.embed_tokens.weight": ("BF16", (4, 2)),
-        "model.norm.weight": ("F32", (2,)),
+        "model.embed_tokens.weight": ("bfloat16", (4, 2)),
+        "model.norm.weight": ("float32", (2,)),
     }
     assert info.num_bytes == 24
 
@@ -68,45 +69,41 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_served_models_tensors_are_taken(tmp_path: Path, changed: Tensors, reason: str) -> None:
-    staging = Staging(write(tmp_path / "served", MODEL), is_dummy=False)
+    form = ServedForm(write(tmp_path / "served", MODEL), is_dummy=False)
     with pytest.raises(CheckpointUnreadable, match=reason):
-        staging.stage(WeightUpdate(1, write(tmp_path / "other", {**MODEL, **changed})))
+        form.check_directory(write(tmp_path / "other", {**MODEL, **changed}))
     with pytest.raises(CheckpointUnreadable, match="lacks 1 tensors"):
-        staging.stage(WeightUpdate(1, write(tmp_path / "less", {"model.norm.weight": ("F32", [2], 8)})))
-    with pytest.raises(Conflict):
-        staging.take(1)
+        form.check_directory(write(tmp_path / "less", {"model.norm.weight": ("F32", [2], 8)}))
+    with pytest.raises(CheckpointUnreadable, match="lacks 1 tensors"):
+        form.check_push([TensorInfo("model.norm.weight", "float32", (2,))])
+
+
+def test_a_push_in_another_dtype_fits(tmp_path: Path) -> None:
+    form = ServedForm(write(tmp_path / "served", MODEL), is_dummy=False)
+    form.check_push([replace(tensor, dtype="float64") for tensor in form.tensors])
+    with pytest.raises(CheckpointUnreadable, match="twice"):
+        form.check_push([*form.tensors, form.tensors[0]])
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_output_head_is_optional_where_it_is_tied(tmp_path: Path, is_tied: bool) -> None:
-    staging = Staging(write(tmp_path / "served", MODEL, is_tied=is_tied), is_dummy=False)
-    update = WeightUpdate(1, write(tmp_path / "a", {**MODEL, "lm_head.weight": ("BF16", [4, 2], 16)}))
+    form = ServedForm(write(tmp_path / "served", MODEL, is_tied=is_tied), is_dummy=False)
+    directory = write(tmp_path / "a", {**MODEL, "lm_head.weight": ("BF16", [4, 2], 16)})
     if is_tied:
-        staging.stage(update)
-        assert staging.take(1) == update
+        assert "lm_head.weight" in {tensor.name for tensor in form.check_directory(directory)}
     else:
         with pytest.raises(CheckpointUnreadable, match=r"lm_head\.weight"):
-            staging.stage(update)
+            form.check_directory(directory)
 
 
 def test_a_dummy_model_takes_its_form_from_the_first_served_update(tmp_path: Path) -> None:
     folder = Path(write(tmp_path / "served", MODEL))
     (folder / "model.safetensors").unlink()
-    staging = Staging(str(folder), is_dummy=True)
-    staging.stage(WeightUpdate(1, write(tmp_path / "bad", {"model.norm.weight": ("F32", [9], 36)})))
-    staging.take(1)  # its commit failed: nothing is known yet
-    staging.stage(WeightUpdate(2, write(tmp_path / "good", MODEL)))
-    staging.take(2)
-    staging.confirm()
+    form = ServedForm(str(folder), is_dummy=True)
+    bad = write(tmp_path / "bad", {"model.norm.weight": ("F32", [9], 36)})
+    form.check_directory(bad)  # its commit failed: nothing is known yet
+    assert form.tensors == ()
+    form.check_directory(write(tmp_path / "good", MODEL))
+    form.confirm()
     with pytest.raises(CheckpointUnreadable):
-        staging.stage(WeightUpdate(3, str(tmp_path / "bad")))
-
-
-def test_a_folder_that_changed_since_its_stage_is_noticed(tmp_path: Path) -> None:
-    staging = Staging(write(tmp_path / "served", MODEL), is_dummy=False)
-    update = WeightUpdate(1, write(tmp_path / "a", MODEL))
-    staging.stage(update)
-    staging.recheck(update)
-    write(tmp_path / "a", {"model.norm.weight": ("F32", [2], 8)})
-    with pytest.raises(CheckpointUnreadable, match="changed after"):
-        staging.recheck(update)
+        form.check_directory(bad)

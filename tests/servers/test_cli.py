@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from agentloop.client import RolloutClient
 from agentloop.control import ReplicaUpdate, UpdateReport
+from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import WeightUpdateFailed
 from agentloop.store import STORE_NAME, TrajectoryStore
 from agentloop.types import KVPolicy
@@ -102,6 +103,9 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
         (["export", "no-such-run"], 1, "error: no run 'no-such-run'"),
         (["export", "x", "--format", "csv"], 2, "csv"),
         (["rollout", "--samples", "0"], 2, "samples"),
+        (["sleep", "--level", "3"], 2, "level"),
+        (["wake", "--tag", "lora"], 2, "tag"),
+        (["wake", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
         (["rollout", "--push-after", "2"], 2, "push-after"),
         (["rollout", "--config", "absent.yaml"], 1, "error: cannot read the config"),
         (["rollout", "--tasks", "absent.jsonl"], 1, "error: cannot read tasks"),
@@ -132,6 +136,41 @@ def test_weights_push_needs_the_admin_key(service: tuple[str, FakeCoordinator], 
     assert result.exit_code == 0, result.output
     assert "version 3 live" in result.output
     assert coordinator.updates[0][1] is KVPolicy.KEEP
+
+
+def test_status_shows_what_is_asleep_and_why_a_replica_is_quarantined(
+    service: tuple[str, FakeCoordinator],
+) -> None:
+    url, coordinator = service
+    coordinator.asleep = frozenset({MemoryTag.KV_CACHE})
+    coordinator.replica_error = "commit: checksums of [model.embed] differ"
+    result = runner.invoke(app, ["status", "--url", url])
+    assert "asleep (kv_cache), weight version 0" in result.output
+    assert "replica-1: commit: checksums of [model.embed] differ" in result.output
+
+
+def test_an_adapter_is_pushed_as_one(service: tuple[str, FakeCoordinator], tmp_path: Path) -> None:
+    url, coordinator = service
+    arguments = ["weights", "push", str(tmp_path), "--version", "3", "--adapter", "--url", url]
+    result = runner.invoke(app, arguments, env={"AGENTLOOP_ADMIN_KEY": "admin"})
+    assert result.exit_code == 0, result.output
+    assert coordinator.updates[0][0].adapter == str(tmp_path.resolve())
+
+
+def test_sleep_and_wake(service: tuple[str, FakeCoordinator]) -> None:
+    url, coordinator = service
+    keys = {"AGENTLOOP_ADMIN_KEY": "admin"}
+    result = runner.invoke(app, ["sleep", "--level", "2", "--url", url], env=keys)
+    assert (result.exit_code, result.output) == (0, "asleep at level 2\n")
+    assert (coordinator.sleep_levels, coordinator.asleep) == ([2], ALL_MEMORY)
+    result = runner.invoke(app, ["wake", "--tag", "weights", "--url", url], env=keys)
+    assert (result.exit_code, result.output) == (0, "awake: weights\n")
+    assert coordinator.asleep == {MemoryTag.KV_CACHE}
+    assert runner.invoke(app, ["wake", "--url", url], env=keys).output == "awake: all\n"
+    assert coordinator.asleep == frozenset()
+    refused = runner.invoke(app, ["sleep", "--url", url], env={"AGENTLOOP_ADMIN_KEY": ""})
+    assert refused.exit_code == 1
+    assert "error: " in refused.output
 
 
 def test_doctor_says_what_is_there() -> None:

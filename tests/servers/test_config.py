@@ -1,18 +1,38 @@
 """The shipped Serve configs run under `serve deploy` and `agentloop serve`, and wrong ones say what is wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 from ray import serve
 
+from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest
-from agentloop_servers.app import application, engine_actor_options, model_facts
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.app import (
+    application,
+    engine_actor_options,
+    initial_weights,
+    mode_rules,
+    model_facts,
+)
+from agentloop_servers.config import Mode, ServiceConfig
 from agentloop_servers.http_guard import Keys
 
 SERVERS = Path(__file__).parents[2] / "servers"
 CONFIGS = sorted(SERVERS.glob("*.yaml"))
+
+
+def a_model(folder, **fields):
+    """A folder that describes a model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, "vocab_size": 64, **fields}))
+    return str(folder)
+
+
+def service(**changed):
+    """A CUDA service with some fields replaced; those of its engine as `engine={...}`."""
+    return ServiceConfig.model_validate({"model": "examples/tiny_policy/v0", **changed})
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -22,6 +42,9 @@ def test_a_shipped_config_builds_an_application(path, tmp_path):
     assert document["http_options"]["host"] == "127.0.0.1"
     config = ServiceConfig.load(path)
     assert config.port == document["http_options"]["port"]
+    assert "mode" in document["applications"][0]["args"]
+    if path.stem == "moe":  # the repository has no such model
+        config = config.model_copy(update={"model": a_model(tmp_path / "moe", num_experts=8)})
     assert isinstance(application(config, tmp_path), serve.Application)
     assert model_facts(config).max_context_tokens == 1024
 
@@ -30,7 +53,98 @@ def test_a_gpu_replica_takes_its_tensor_parallel_group():
     config = ServiceConfig.load(SERVERS / "standalone.yaml")
     wide = config.model_copy(update={"engine": config.engine.model_copy(update={"tensor_parallel_size": 4})})
     assert engine_actor_options(wide)["num_gpus"] == 4
+    assert engine_actor_options(ServiceConfig.load(SERVERS / "moe.yaml"))["num_gpus"] == 2
+    assert engine_actor_options(ServiceConfig.load(SERVERS / "hybrid.yaml"))["num_gpus"] == 0.5
     assert "num_gpus" not in engine_actor_options(ServiceConfig.load(SERVERS / "cpu.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "push", "weights", "sleep_level", "staging"),
+    [
+        ("standalone", True, True, 0, "auto"),
+        ("hybrid", True, True, 2, "none"),
+        ("colocated", False, False, 1, "auto"),
+        ("debug", False, True, 0, "auto"),
+    ],
+)
+def test_what_a_mode_allows(mode, push, weights, sleep_level, staging):
+    config = service(mode=mode)
+    assert (config.allows_push, config.allows_weights) == (push, weights)
+    assert (config.can_sleep, config.max_sleep_level) == (sleep_level > 0, sleep_level)
+    assert config.weight_staging == staging
+    assert service(mode=mode, engine={"weight_staging": "host"}).weight_staging == "host"
+    assert not config.allows_adapters
+    assert service(mode=mode, engine={"lora_rank": 8}).allows_adapters == weights
+    rules = mode_rules(config)
+    assert (rules.mode, rules.allows_push, rules.allows_weights) == (mode, push, weights)
+    assert rules.can_sleep == config.can_sleep
+
+
+def test_the_modes_of_the_shipped_configs():
+    modes = {path.stem: ServiceConfig.load(path).mode for path in CONFIGS}
+    assert modes == {
+        "cpu": Mode.DEBUG,
+        "simulated": Mode.DEBUG,
+        "standalone": Mode.STANDALONE,
+        "moe": Mode.STANDALONE,
+        "hybrid": Mode.HYBRID,
+        "judge": Mode.COLOCATED,
+    }
+
+
+CPU = {"device": "cpu", "kv_cache_mib": 64}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mode": "hybrid", "engine": CPU}, "mode hybrid needs device cuda"),
+        ({"mode": "colocated", "engine": CPU}, "mode colocated needs device cuda"),
+        ({"mode": "colocated", "engine": {"load_format": "dummy"}}, "colocated needs load_format auto"),
+        ({"mode": "debug", "engine": {"load_format": "dummy"}}, "debug needs load_format auto"),
+        ({"mode": "detached"}, "'standalone', 'hybrid', 'colocated' or 'debug'"),
+        ({"engine": {"device": "cpu"}}, "kv_cache_mib is required on device cpu"),
+        ({"engine": {**CPU, "block_size": 16}}, "a multiple of 32, not 16"),
+        ({"engine": {"expert_parallel": True}}, "tensor_parallel_size or data_parallel_size above 1"),
+        ({"engine": {"data_parallel_size": 0}}, "greater than or equal to 1"),
+        ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share is for replicas of one GPU"),
+        ({"engine": {"lora_rank": 7}}, "1, 8, 16"),
+        ({"engine": {"weight_staging": "disk"}}, "'auto', 'device', 'host' or 'none'"),
+    ],
+)
+def test_what_cannot_go_together_is_one_clear_line(tmp_path, changed, message):
+    path = tmp_path / "config.yaml"
+    arguments = {"model": "examples/tiny_policy/v0", **changed}
+    path.write_text(yaml.safe_dump({"applications": [{"args": arguments}]}))
+    with pytest.raises(InvalidRequest) as caught:
+        ServiceConfig.load(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_simulated_engine_can_be_in_any_mode():
+    for mode in Mode:
+        assert service(mode=mode, engine={"kind": "simulated", "device": "cpu"}).mode is mode
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_only_a_mixture_of_experts_is_spread_by_experts(tmp_path, field):
+    engine = {"expert_parallel": True, "data_parallel_size": 2}
+    mixture = service(model=a_model(tmp_path / "mixture", **{field: 8}), engine=engine)
+    assert isinstance(application(mixture, tmp_path), serve.Application)
+    for dense in (a_model(tmp_path / "dense"), a_model(tmp_path / "one", **{field: 1})):
+        with pytest.raises(InvalidRequest, match="needs a mixture of experts") as caught:
+            application(service(model=dense, engine=engine), tmp_path)
+        assert caught.value.param == "engine.expert_parallel"
+        ranks = service(model=dense, engine={"data_parallel_size": 2})  # allowed, though replicas are better
+        assert isinstance(application(ranks, tmp_path), serve.Application)
+
+
+def test_where_the_first_weights_come_from():
+    config = service(model_version=3)
+    assert initial_weights(config) == WeightUpdate(3, str(config.model_path()))
+    assert initial_weights(service(engine={"load_format": "dummy"})) is None
+    assert initial_weights(service(engine={"lora_rank": 8})) is None
 
 
 @pytest.mark.parametrize(

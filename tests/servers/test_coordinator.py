@@ -2,11 +2,14 @@
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
 from agentloop.clock import RealClock
+from agentloop.engine import WeightUpdate
 from agentloop.errors import (
+    CheckpointUnreadable,
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
@@ -14,7 +17,8 @@ from agentloop.errors import (
     Overloaded,
 )
 from agentloop.store import TrajectoryStore
-from agentloop.types import StopReason
+from agentloop.summary import summarize
+from agentloop.types import OnStale, StalenessLimit, StopReason
 from agentloop_servers.coordinator import Coordinator
 from agentloop_servers.coordinator_store import StoreThread
 from tests.support.engines import FakeEngine
@@ -205,6 +209,118 @@ async def test_orders_that_never_arrived_are_given_again(site, coordinator):
     while not orders.start:
         orders = await coordinator.take(report("w"), 5.0)
     assert ids(orders.start) == ["r/g/0"]
+
+
+def limited_group(limit, group_id="g", num_samples=1):
+    return replace(make_group(group_id, num_samples), staleness=limit)
+
+
+@service("a")
+async def test_on_policy_work_waits_for_the_commit_and_goes_out_then(site, coordinator):
+    await coordinator.submit("r", (limited_group(StalenessLimit(0)),))
+    await coordinator.submit("other", (limited_group(StalenessLimit(1)),))
+    site.engines["a"].seconds = {"stage": 3.0}
+    updating = asyncio.create_task(coordinator.update_weights(WeightUpdate(1, "dir1"), None))
+    await site.clock.sleep(0.5)
+    assert ids((await coordinator.take(report(), 1.0)).start) == ["other/g/0"]
+    assert [status.num_held for status in (await coordinator.status()).rollouts] == [1, 0]
+    taking = asyncio.create_task(coordinator.take(report("w", 8, "other/g/0"), 5.0))
+    await updating
+    assert site.clock.now() == pytest.approx(3.1, abs=0.5)
+    began = site.clock.now()
+    assert ids((await taking).start) == ["r/g/0"]
+    assert site.clock.now() == began
+    assert (await coordinator.status()).weight_version == 1
+
+
+@service("a")
+async def test_an_update_that_fails_or_is_refused_holds_nothing_for_long(site, coordinator):
+    await coordinator.submit("r", (limited_group(StalenessLimit(0)),))
+    with pytest.raises(InvalidRequest):
+        await coordinator.update_weights(WeightUpdate(-1, "dir"), None)
+    site.engines["a"].fail("stage", 1)
+    with pytest.raises(CheckpointUnreadable):
+        await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
+    assert ids((await coordinator.take(report(), 1.0)).start) == ["r/g/0"]
+
+
+@service("a")
+async def test_a_failure_makes_room_for_the_next_at_once(site, coordinator):
+    await coordinator.submit("r", (limited_group(StalenessLimit(0, trajectories_per_version=1), num_samples=3),))
+    (first,) = (await coordinator.take(report(), 1.0)).start
+    assert first.staleness == StalenessLimit(0, trajectories_per_version=1)
+    taking = asyncio.create_task(coordinator.take(report("w", 8, first.assignment_id), 5.0))
+    await site.clock.sleep(0.5)
+    assert not taking.done()
+    await coordinator.finish("w", record(first, StopReason.DEADLINE))  # incomplete
+    (second,) = (await taking).start
+    await coordinator.finish("w", record(second))
+    assert (await coordinator.take(report(), 1.0)).start == ()
+    await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
+    assert len((await coordinator.take(report(), 1.0)).start) == 1
+
+
+@service("a", "b")
+async def test_a_dropped_sample_is_given_out_again_and_ends_as_stale(site, coordinator):
+    limit = StalenessLimit(0, OnStale.DROP)
+    await coordinator.submit("r", (limited_group(limit),))
+    for attempt in range(3):
+        (assignment,) = (await coordinator.take(report(), 1.0)).start
+        assert (assignment.attempt, assignment.num_stale_attempts) == (attempt, attempt)
+        dropped = replace(record(assignment, StopReason.STALE), paths=(), max_staleness=0)
+        assert not dropped.is_complete
+        await coordinator.finish("w", dropped)
+        await coordinator.finish("w", dropped)  # its answer was lost
+        await coordinator.finish("v", dropped)  # not its own
+    assert (await coordinator.take(report(), 1.0)).start == ()
+    page = await coordinator.read("r", 0, 10, 10.0)
+    (trajectory,) = page.trajectories
+    assert (trajectory.stop_reason, trajectory.is_complete, trajectory.paths) == (StopReason.STALE, False, ())
+    assert (trajectory.attempt, trajectory.num_stale_attempts, trajectory.max_staleness) == (3, 3, 0)
+    assert page.status.is_done
+    assert [one.num_leases for one in (await coordinator.status()).replicas] == [0, 0]
+
+
+@service("a")
+async def test_a_record_that_became_stale_on_its_way_is_kept_and_told(site, coordinator):
+    await coordinator.submit("r", (limited_group(StalenessLimit(0, OnStale.DROP), num_samples=2),))
+    early, late = (await coordinator.take(report(), 1.0)).start
+    await coordinator.finish("w", replace(record(early), max_staleness=0))
+    await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
+    await coordinator.finish("w", replace(record(late), max_staleness=0))
+    records = (await coordinator.read("r", 0, 10, 1.0)).trajectories
+    assert [one.staleness for one in records] == [0, 1]
+    stale = summarize(records, num_accepted=2, wall_s=1.0).stale
+    assert stale is not None
+    assert (stale.late, stale.given_up) == (1, 0)
+
+
+@service("a")
+async def test_a_finished_trajectory_of_a_stale_run_is_a_record(site, coordinator):
+    await coordinator.submit("r", (limited_group(StalenessLimit(0)),))
+    (assignment,) = (await coordinator.take(report(), 1.0)).start
+    finished = replace(record(assignment, StopReason.STALE), is_complete=True)
+    await coordinator.finish("w", finished)
+    (trajectory,) = (await coordinator.read("r", 0, 10, 1.0)).trajectories
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+
+
+@service("a")
+async def test_a_restart_counts_what_was_begun_before(site, coordinator):
+    limit = StalenessLimit(0, trajectories_per_version=2)
+    await coordinator.submit("r", (limited_group(limit, num_samples=6),))
+    begun = (await coordinator.take(report(), 1.0)).start
+    await coordinator.finish("w", record(begun[0]))
+    await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
+    await site.stop()
+    coordinator = await site.start()
+    # One of version 0 is finished, one still runs: of (0 + 1 + 1) * 2, two are left.
+    assert (await coordinator.take(report("w", 7, begun[1].assignment_id), 1.0)).start == ()
+    orders = await coordinator.take(report("w", 7, begun[1].assignment_id), 5.0)
+    assert len(orders.start) == 2
+    running = [begun[1].assignment_id, *ids(orders.start)]
+    assert (await coordinator.take(report("w", 5, *running), 2.0)).start == ()
+    assert (await coordinator.status()).rollouts[0].num_held == 2
 
 
 @service("a")

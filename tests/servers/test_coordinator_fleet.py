@@ -1,20 +1,25 @@
 """The coordinator towards replicas: real store, fake engines, virtual time."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from agentloop.control import ReplicaRegistration
-from agentloop.engine import WeightUpdate
+from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
+    Conflict,
+    EngineLost,
+    InvalidRequest,
     NoHealthyReplica,
     NotFound,
     WeightUpdateFailed,
 )
 from agentloop.types import KVPolicy, PauseMode
-from tests.support.engines import INFO, FakeEngine
+from tests.support.engines import INFO, SLEEPER, FakeEngine
 from tests.support.samples import make_group
 from tests.support.service import CONFIG, record, report, service
+from tests.support.weights import push_source
 
 
 @service("a", "b")
@@ -150,3 +155,115 @@ async def test_a_restart_remembers_the_weights_and_late_replicas_catch_up(site, 
     assert (await coordinator.status()).weight_version == 5
     assert await site.states() == {"a": "ready", "b": "ready", "late": "ready"}
     assert site.engines["late"].weight_version == 5
+
+
+def push(version):
+    return WeightUpdate(version, push=push_source())
+
+
+@service("a", "b", info=SLEEPER)
+async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordinator):
+    lease = await coordinator.lease("s", 10)
+    await coordinator.sleep(1)
+    status = await coordinator.status()
+    assert (status.is_ready, set(status.asleep)) == (False, {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
+    assert [(one.state, one.num_workers, one.weight_dtype) for one in status.replicas] == [
+        ("asleep", 2, "bfloat16"),
+        ("asleep", 2, "bfloat16"),
+    ]
+    assert sum(one.num_leases for one in status.replicas) == 1
+    await site.clock.sleep(10.0)  # heartbeats go on; nobody is judged by them
+    waiting = asyncio.create_task(coordinator.lease("other", 10))
+    await site.clock.sleep(1.0)
+    await coordinator.wake(ALL_MEMORY)
+    assert (await waiting).epoch == 0
+    assert await coordinator.lease("s", 10) == lease
+    assert (await coordinator.status()).asleep == ()
+    assert await site.states() == {"a": "ready", "b": "ready"}
+
+
+@service("a", "b")
+async def test_a_fleet_without_sleep_says_so(site, coordinator):
+    with pytest.raises(InvalidRequest, match="a, b"):
+        await coordinator.sleep(1)
+    assert (await coordinator.status()).asleep == ()
+
+
+@service("a", info=SLEEPER)
+async def test_who_joins_while_the_fleet_sleeps_is_brought_up_as_soon_as_it_wakes(site, coordinator):
+    await coordinator.update_weights(WeightUpdate(1, "dir"), None)
+    await coordinator.sleep(2)
+    await site.join("late", version=0)
+    await site.clock.sleep(5.0)
+    assert await site.states() == {"a": "asleep", "late": "asleep"}
+    await coordinator.wake(ALL_MEMORY)
+    await site.clock.sleep(0.1)
+    assert await site.states() == {"a": "ready", "late": "ready"}
+    assert site.engines["late"].weight_version == 1
+
+
+@service("a", "b", info=SLEEPER)
+async def test_pushed_weights_are_given_on_to_who_joins_late(site, coordinator):
+    await coordinator.update_weights(push(1), None)
+    await site.join("late", version=0)
+    await site.clock.sleep(3.0)
+    (late,) = [one for one in (await coordinator.status()).replicas if one.replica_id == "late"]
+    assert late.state == "joining"
+    assert "version 1 was pushed" in late.error
+    site.engines["b"].offered = push_source("relay")
+    await site.clock.sleep(CONFIG.catch_up_pause_s)
+    assert (await site.states())["late"] == "ready"
+
+
+@service("a", "b", info=SLEEPER)
+async def test_a_restart_goes_on_with_pushed_weights_and_their_secret_is_not_kept(site, coordinator):
+    await coordinator.update_weights(push(1), None)
+    for engine in site.engines.values():
+        engine.offered = push_source("relay")
+    await site.stop()
+    coordinator = await site.start()
+    saved, _ = site.store.saved_weights()
+    assert (saved.version, saved.push.token, saved.push.tensors) == (1, "", ())
+    await site.clock.sleep(2.0)
+    await site.join("late", version=0)
+    await site.clock.sleep(2.0)
+    assert await site.states() == {"a": "ready", "b": "ready", "late": "ready"}
+    assert (await coordinator.status()).weight_version == 1
+
+
+@service("a", info=SLEEPER)
+async def test_a_restarted_coordinator_wakes_who_sleeps(site, coordinator):
+    await coordinator.sleep(1)
+    await site.stop()
+    await site.start()
+    await site.clock.sleep(2.0)
+    assert await site.states() == {"a": "ready"}
+    assert site.engines["a"].asleep == frozenset()
+
+
+@service("a", info=SLEEPER, config=replace(CONFIG, initial_weights=WeightUpdate(0, "/models/judge")))
+async def test_a_judge_sleeps_deeply_and_comes_back_from_its_checkpoint(site, coordinator):
+    await coordinator.sleep(2)
+    await coordinator.wake(ALL_MEMORY)
+    assert await site.states() == {"a": "ready"}
+    assert [update.directory for update in site.engines["a"].updates] == ["/models/judge"]
+
+
+@service("a", info=SLEEPER)
+async def test_without_its_checkpoint_a_deep_sleep_ends_with_a_push(site, coordinator):
+    await coordinator.sleep(2)
+    with pytest.raises(Conflict):
+        await coordinator.wake(ALL_MEMORY)
+    await coordinator.update_weights(push(1), None)
+    assert await site.states() == {"a": "ready"}
+
+
+@service("a", "b")
+async def test_a_replica_that_missed_the_operators_resume_gets_it_later(site, coordinator):
+    await coordinator.pause(PauseMode.KEEP)
+    site.engines["b"].fail("resume", times=1)
+    with pytest.raises(EngineLost, match="b"):
+        await coordinator.resume()
+    await site.clock.sleep(1.0)
+    assert await site.states() == {"a": "ready", "b": "ready"}
+    assert not site.engines["b"].is_paused

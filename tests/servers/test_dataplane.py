@@ -1,11 +1,14 @@
 """An engine behind its private port is the same engine: results, errors, cancellation, and who may ask."""
 
 import asyncio
+from dataclasses import replace
 
 import aiohttp
 import pytest
 
-from agentloop.engine import BlocksStored, Delta, WeightUpdate
+from agentloop.clock import RealClock
+from agentloop.codec import encode
+from agentloop.engine import ALL_MEMORY, BlocksStored, Delta, HeldIn, MemoryTag, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -16,7 +19,18 @@ from agentloop.errors import (
 )
 from agentloop.simulate import Faults, LatencyModel, SimulatedEngine, SimulatedSpec
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
-from agentloop_servers.dataplane import SECRET_HEADER, DataPlaneServer, EngineClients
+from agentloop_servers.dataplane import EngineClients
+from agentloop_servers.dataplane_server import DataPlaneServer
+from agentloop_servers.dataplane_wire import (
+    EPOCH_HEADER,
+    ORDER_HEADER,
+    SECRET_HEADER,
+    Fence,
+    Lane,
+    OrderNumber,
+    PauseOrder,
+)
+from tests.support.pushes import Sender, Wire
 
 SPEC = SimulatedSpec(vocab_size=1000, max_context_tokens=512)
 SLOW = SimulatedSpec(vocab_size=1000, max_context_tokens=4096, latency=LatencyModel(decode_s=0.002))
@@ -31,7 +45,9 @@ class Plane:
     """A served engine and a client's view of it."""
 
     def __init__(self, spec: SimulatedSpec) -> None:
-        self.engine = SimulatedEngine(spec, faults=Faults())
+        self.wire = Wire(RealClock())
+        receiver = self.wire.receiver()
+        self.engine = receiver.engine = SimulatedEngine(spec, faults=Faults(), weight_source=receiver)
         self.server = DataPlaneServer(self.engine, "replica-1", "secret")
         self.clients = EngineClients("secret")
 
@@ -82,6 +98,99 @@ async def test_control_verbs_reach_the_engine_and_bring_its_state(tmp_path):
         with pytest.raises(CheckpointUnreadable):
             await plane.remote.stage(WeightUpdate(1, str(tmp_path / "missing")))
         await plane.remote.check_health()
+
+
+async def test_reports_of_stage_and_commit_come_back(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    async with Plane(SPEC) as plane:
+        staged = await plane.remote.stage(WeightUpdate(3, str(tmp_path)))
+        assert (staged.held_in, staged.transport, staged.num_bytes) == (HeldIn.FILES, "directory", 10)
+        await plane.remote.pause(PauseMode.KEEP)
+        assert (await plane.remote.commit(3)).num_verified == 1
+        assert plane.remote.weight_version == 3
+        await plane.remote.resume()
+
+
+async def test_a_push_travels_whole_and_its_relay_too():
+    async with Plane(SPEC) as plane:
+        source = plane.wire.listen(Sender(5, is_one_phase=True))
+        staged = await plane.remote.stage(WeightUpdate(5, push=replace(source, num_receivers=1)))
+        assert staged.held_in is HeldIn.NOWHERE
+        await plane.remote.pause(PauseMode.KEEP)
+        assert (await plane.remote.commit(5)).transfer_ms >= 0.0
+        await plane.remote.resume()
+        offer = await plane.remote.offer()
+        assert offer is not None
+        assert plane.wire.problems == []
+
+
+async def test_sleep_and_wake_bring_the_state():
+    async with Plane(SPEC) as plane:
+        await plane.remote.sleep(1)
+        assert plane.remote.asleep == plane.engine.asleep == ALL_MEMORY
+        assert plane.remote.is_paused
+        with pytest.raises(Conflict):
+            await plane.remote.resume()
+        await plane.remote.wake(frozenset({MemoryTag.WEIGHTS}))
+        assert plane.remote.asleep == {MemoryTag.KV_CACHE}
+        await plane.remote.wake()
+        assert plane.remote.asleep == frozenset()
+        await plane.remote.resume()
+        assert await plane.remote.generate(request())
+
+
+def numbered(epoch: int, number: int) -> dict[str, str]:
+    return {SECRET_HEADER: "secret", EPOCH_HEADER: str(epoch), ORDER_HEADER: str(number)}
+
+
+async def test_orders_that_arrive_late_or_twice_or_unnumbered_are_refused():
+    async with Plane(SPEC) as plane, aiohttp.ClientSession() as session:
+        pause = encode(PauseOrder(PauseMode.KEEP, KVPolicy.KEEP))
+
+        async def send(path: str, headers: dict[str, str], body: bytes | None = None) -> int:
+            async with session.post(plane.server.url + path, headers=headers, data=body) as answer:
+                return answer.status
+
+        assert await send("/pause", numbered(7, 1), pause) == 200
+        assert await send("/resume", numbered(7, 3)) == 200
+        for late in ((7, 2), (7, 3), (7, 1), (6, 99)):  # after its resume, a copy, an older coordinator
+            assert await send("/pause", numbered(*late), pause) == 409
+        assert not plane.engine.is_paused
+        assert await send("/pause", {SECRET_HEADER: "secret"}, pause) == 400
+        assert await send("/pause", {**numbered(7, 9), ORDER_HEADER: "soon"}, pause) == 400
+        assert not plane.engine.is_paused
+        assert await send("/pause", numbered(8, 1), pause) == 200
+        assert await send("/resume", numbered(7, 100)) == 409
+        assert plane.engine.is_paused
+
+
+async def test_a_new_process_outranks_the_one_before_it():
+    async with Plane(SPEC) as plane:
+        old, new, newest = (
+            EngineClients("secret", epoch=1),
+            EngineClients("secret", epoch=2),
+            EngineClients("secret"),
+        )
+        try:
+            await old.connect(plane.server.url).pause(PauseMode.KEEP)
+            await new.connect(plane.server.url).resume()
+            with pytest.raises(Conflict):
+                await old.connect(plane.server.url).pause(PauseMode.KEEP)
+            await newest.connect(plane.server.url).pause(PauseMode.KEEP)  # by default, the time counts
+            with pytest.raises(Conflict):
+                await new.connect(plane.server.url).resume()
+            assert plane.engine.is_paused
+        finally:
+            for clients in (old, new, newest):
+                await clients.close()
+
+
+def test_a_long_stage_is_not_late_because_of_what_froze_meanwhile():
+    fence = Fence()
+    fence.admit(Lane.FREEZE, OrderNumber(1, 2))
+    fence.admit(Lane.STAGE, OrderNumber(1, 1))
+    with pytest.raises(Conflict):
+        fence.admit(Lane.STAGE, OrderNumber(1, 1))
 
 
 async def test_kv_events_arrive():

@@ -14,14 +14,21 @@ import pytest
 
 from agentloop import codec
 from agentloop.control import Page
+from agentloop.engine import PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import EngineLost, EnginePaused, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
 from agentloop.types import KVPolicy, PauseMode
 from agentloop.wire_answers import GenerateAnswer, PageBody, StatusBody, UpdateBody
 from agentloop_servers.http_guard import is_loopback
-from agentloop_servers.ingress import HttpLimits, Keys, create_app
+from agentloop_servers.ingress import HttpLimits, Keys, ModeRules, create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 
 LIMITS = HttpLimits(max_body_bytes=200_000, max_direct_calls=2, body_timeout_s=1.0, coordinator_timeout_s=5.0)
+RULES = ModeRules()
+PUSH = {
+    "addresses": ["127.0.0.1:5000"],
+    "token": "t",
+    "tensors": [{"name": "w", "dtype": "float32", "shape": [2]}],
+}
 GENERATE = {"token_ids": [1, 2, 3], "sampling": {"max_tokens": 2}}
 TASK = {"task_id": "t", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -62,10 +69,11 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door
 class opened:
     """A served app with the keys given; its weight root is `tmp_path/weights`."""
 
-    def __init__(self, tmp_path: Path, keys: Keys) -> None:
+    def __init__(self, tmp_path: Path, keys: Keys, rules: ModeRules = RULES) -> None:
         self._root = tmp_path / "weights"
         self._root.mkdir(exist_ok=True)
         self._keys = keys
+        self._rules = rules
 
     async def __aenter__(self) -> Door:
         coordinator, engine = FakeCoordinator(), FakeEngine()
@@ -76,6 +84,7 @@ class opened:
             LIMITS,
             weight_roots=[self._root],
             tool_names=frozenset({"calculator"}),
+            rules=self._rules,
         )
         self._serving = serving(app)
         url = await self._serving.__aenter__()
@@ -207,6 +216,56 @@ async def test_admin_routes_reach_the_fleet(door: Door) -> None:
     assert (update.version, update.directory, policy) == (0, str((door.root / "v1").resolve()), KVPolicy.KEEP)
 
 
+async def test_sleep_and_wake_reach_the_fleet_and_tell_what_is_asleep(door: Door) -> None:
+    status, body, _ = await door.call("POST", "/admin/sleep", json={"level": 2})
+    assert (status, body, door.coordinator.sleep_levels) == (200, {"asleep": ["weights", "kv_cache"]}, [2])
+    StatusBody.model_validate((await door.call("GET", "/status"))[1])
+    assert (await door.call("POST", "/admin/wake", json={"tags": ["weights"]}))[1] == {"asleep": ["kv_cache"]}
+    assert (await door.call("POST", "/admin/wake", json={}))[1] == {"asleep": []}
+
+
+async def test_tensors_are_announced_to_the_fleet(door: Door) -> None:
+    status, report, _ = await door.call("POST", "/admin/weights", json={"version": 1, "push": PUSH})
+    assert (status, report["version"]) == (200, 1)
+    source = PushSource(("127.0.0.1:5000",), "t", (TensorInfo("w", "float32", (2,)),))
+    assert door.coordinator.updates == [(WeightUpdate(1, push=source), None)]
+
+
+async def test_an_adapter_lies_under_the_roots_too(door: Door) -> None:
+    (door.root / "lora").mkdir()
+    body = {"version": 1, "adapter": str(door.root / "lora")}
+    assert (await door.call("POST", "/admin/weights", json=body))[0] == 200
+    assert door.coordinator.updates[0][0].adapter == str((door.root / "lora").resolve())
+    status, answer, _ = await door.call("POST", "/admin/weights", json={"version": 2, "adapter": "/"})
+    assert (status, answer["error"]["param"]) == (400, "adapter")
+
+
+@pytest.mark.parametrize(
+    ("rules", "refused"),
+    [
+        (ModeRules(), set()),
+        (ModeRules("debug", allows_push=False, can_sleep=False), {"push", "sleep", "wake"}),
+        (ModeRules("colocated", allows_weights=False), {"directory", "push", "adapter"}),
+        (ModeRules("hybrid", allows_adapters=False), {"adapter"}),
+    ],
+)
+async def test_the_mode_says_what_is_possible(tmp_path: Path, rules: ModeRules, refused: set[str]) -> None:
+    async with opened(tmp_path, Keys(), rules) as door:
+        questions = {
+            "directory": ("/admin/weights", {"version": 1, "directory": str(door.root)}),
+            "push": ("/admin/weights", {"version": 1, "push": PUSH}),
+            "adapter": ("/admin/weights", {"version": 1, "adapter": str(door.root)}),
+            "sleep": ("/admin/sleep", {}),
+            "wake": ("/admin/wake", {}),
+        }
+        for name, (path, body) in questions.items():
+            status, answer, _ = await door.call("POST", path, json=body)
+            assert status == (400 if name in refused else 200), name
+            if name in refused:
+                assert rules.mode in answer["error"]["message"]
+        assert len(door.coordinator.updates) == 3 - len(refused & {"directory", "push", "adapter"})
+
+
 async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
     _, schema, _ = await door.call("GET", "/openapi.json")
     assert set(schema["paths"]) == {
@@ -220,11 +279,15 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/admin/pause",
         "/admin/resume",
         "/admin/weights",
+        "/admin/sleep",
+        "/admin/wake",
     }
     text = orjson.dumps(schema).decode()
     names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= set(schema["components"]["schemas"])
-    assert {"GenerateBody", "SubmitBody", "TaskBody", "TrajectoryBody", "ErrorBody"} <= names
+    assert {"GenerateBody", "SubmitBody", "TaskBody", "TrajectoryBody", "ErrorBody", "PushBody"} <= names
+    sources = schema["components"]["schemas"]["WeightsBody"]["oneOf"]
+    assert [source["required"] for source in sources] == [["directory"], ["push"], ["adapter"]]
     assert "HTTPValidationError" not in text or "422" not in schema["paths"]["/generate"]["post"]["responses"]
     async with door.http.get(f"{door.url}/docs") as answer:
         assert answer.status == 200
@@ -308,6 +371,22 @@ CASES: dict[str, tuple[str, bytes, int, str | None]] = {
     "unknown loop": ("/rollouts", orjson.dumps({"tasks": [{**TASK, "loop": "no_loop"}]}), 400, "tasks.0.loop"),
     "unknown reward": ("/rollouts", orjson.dumps({"tasks": [{**TASK, "reward": "no"}]}), 400, "tasks.0.reward"),
     "unknown pause mode": ("/admin/pause", b'{"mode":"stop"}', 400, "mode"),
+    "no source": ("/admin/weights", b'{"version":1}', 400, "directory"),
+    "two sources": ("/admin/weights", b'{"version":1,"directory":"/x","adapter":"/x"}', 400, "directory"),
+    "a push without tensors": (
+        "/admin/weights",
+        b'{"version":1,"push":{"addresses":["h:1"],"token":"t","tensors":[]}}',
+        400,
+        "push.tensors",
+    ),
+    "an address without a port": (
+        "/admin/weights",
+        b'{"version":1,"push":{"addresses":["h"],"token":"t","tensors":[]}}',
+        400,
+        "push.addresses.0",
+    ),
+    "sleep level 3": ("/admin/sleep", b'{"level":3}', 400, "level"),
+    "unknown memory": ("/admin/wake", b'{"tags":["lora"]}', 400, "tags.0"),
     "negative version": ("/admin/weights", b'{"version":-1,"directory":"/x"}', 400, "version"),
     "too large": ("/generate", b" " * 200_001, 413, None),
 }
@@ -427,7 +506,7 @@ USER_ROUTES = [
     ("POST", "/rollouts/r/cancel"),
     ("GET", "/status"),
 ]
-ADMIN_ROUTES = [("POST", "/admin/pause"), ("POST", "/admin/resume"), ("POST", "/admin/weights")]
+ADMIN_ROUTES = [("POST", f"/admin/{verb}") for verb in ("pause", "resume", "weights", "sleep", "wake")]
 
 
 @pytest.mark.parametrize(("method", "path"), USER_ROUTES + ADMIN_ROUTES)

@@ -14,7 +14,8 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentloop.engine import Delta, WeightUpdate
-from agentloop.errors import CheckpointUnreadable, EngineLost, EngineUnusable, WeightUpdateFailed
+from agentloop.engine import CommitReport, Delta, HeldIn, StageReport, TensorInfo, WeightUpdate
+from agentloop.errors import CheckpointUnreadable, Conflict, EngineLost, EngineUnusable, WeightUpdateFailed
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+from agentloop_servers.transfer.holds import receive
+from agentloop_servers.transfer.passes import Outgoing
+from agentloop_servers.transfer.receiver import Receiver
+from agentloop_servers.transfer.sender import WeightSender
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +84,7 @@ async def dummy_engine(
 ) -> AsyncIterator[VllmEngine]:
     folder = tmp_path_factory.mktemp("no weights")
     (folder / "config.json").write_bytes((untied[0] / "config.json").read_bytes())
-    engine = VllmEngine(config(folder, initial_version=None, load_format="dummy"))
+    engine = VllmEngine(config(folder, initial_version=None, load_format="dummy", weight_staging="none"))
     await engine.start()
     yield engine
     await engine.close()
@@ -207,6 +212,117 @@ async def test_a_checkpoint_of_another_model_is_refused(dummy_engine: VllmEngine
     with pytest.raises(CheckpointUnreadable, match="not a float type"):
         await dummy_engine.stage(WeightUpdate(11, str(tmp_path)))
     assert dummy_engine.is_usable
+
+
+# --- pushed tensors ---
+
+
+async def push(
+    engine: VllmEngine,
+    version: int,
+    folder: Path,
+    sender: WeightSender,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> tuple[StageReport, CommitReport]:
+    """As `update`, from the tensors of a folder, which this process holds."""
+    items = [outgoing(name, tensor) for name, tensor in stored(folder).items()]
+    offer = replace(sender.offer(items), num_receivers=1)
+    sending = asyncio.create_task(asyncio.to_thread(sender.run, 60.0))
+    try:
+        staged = await engine.stage(WeightUpdate(version, push=offer))
+        await engine.pause(PauseMode.KEEP)
+        committed = await engine.commit(version)
+        await engine.resume()
+    except BaseException:
+        sender.cancel("the update failed")
+        await asyncio.gather(sending, return_exceptions=True)
+        raise
+    await sending
+    return staged, committed
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def outgoing(name: str, tensor: torch.Tensor) -> Outgoing:
+    info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return Outgoing(info, lambda: tensor)
+
+
+@pytest.fixture
+def sender() -> Iterator[WeightSender]:
+    sender = WeightSender()
+    yield sender
+    sender.close()
+
+
+async def test_pushed_weights_wait_beside_the_served_ones(tied_engine: VllmEngine, sender: WeightSender) -> None:
+    """Two updates over the same link; the first one's label is what the engine's label was, and grows."""
+    version = tied_engine.weight_version
+    assert version is not None
+    staged, committed = await push(tied_engine, version + 1, POLICY / "v1", sender)
+    assert (staged.held_in, staged.transport) == (HeldIn.HOST, "shm")
+    assert staged.num_bytes > 1e6
+    assert committed.num_verified > 10
+    await assert_holds(tied_engine, POLICY / "v1", POLICY / "v0")
+    await push(tied_engine, version + 2, POLICY / "v0", sender)
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+async def test_a_trainer_that_gives_up_changes_nothing(tied_engine: VllmEngine, sender: WeightSender) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+
+    def die() -> torch.Tensor:
+        sender.cancel("the trainer gave up")
+        return torch.zeros(0)
+
+    items = [outgoing(name, tensor) for name, tensor in stored(POLICY / "v1").items()]
+    items[3] = replace(items[3], load=die)
+    offer = replace(sender.offer(items), num_receivers=1)
+    sending = asyncio.create_task(asyncio.to_thread(sender.run, 60.0))
+    with pytest.raises(CheckpointUnreadable):
+        await tied_engine.stage(WeightUpdate(version + 1, push=offer))
+    with pytest.raises(WeightUpdateFailed):
+        await sending
+    assert tied_engine.weight_version == version
+    await tied_engine.pause(PauseMode.KEEP)
+    with pytest.raises(Conflict, match="nothing is staged"):
+        await tied_engine.commit(version + 1)
+    await tied_engine.resume()
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+async def test_weights_that_came_by_a_push_can_be_given_on(tied_engine: VllmEngine, sender: WeightSender) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+    await push(tied_engine, version + 1, POLICY / "v1", sender)
+    offer = await tied_engine.offer()
+    assert offer is not None
+    received: dict[str, torch.Tensor] = {}
+
+    def take() -> None:
+        incoming = Receiver(torch.device("cpu"), 0).open(
+            replace(offer, num_receivers=1), can_hold=True, timeout_s=30.0
+        )
+        receive(incoming, lambda name, tensor: received.update({name: tensor.clone()}))
+
+    await asyncio.to_thread(take)
+    sent = stored(POLICY / "v1")
+    assert received.keys() == sent.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
+
+
+async def test_without_memory_for_staging_the_commit_receives(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path], sender: WeightSender
+) -> None:
+    version = dummy_engine.weight_version
+    assert version is not None
+    staged, committed = await push(dummy_engine, version + 1, untied[1], sender)
+    assert staged.held_in is HeldIn.NOWHERE
+    assert committed.transfer_ms > 0
+    await assert_holds(dummy_engine, untied[1], untied[0])
 
 
 async def greedy_across_update(engine: VllmEngine, prompt: tuple[int, ...], folder: Path) -> Generation:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from agentloop.clock import Clock
 from agentloop.control import ReplicaRegistration
-from agentloop.engine import EngineInfo, WeightUpdate
+from agentloop.engine import (
+    ALL_MEMORY,
+    CommitReport,
+    EngineInfo,
+    HeldIn,
+    MemoryTag,
+    PushSource,
+    StageReport,
+    WeightUpdate,
+)
 from agentloop.errors import CheckpointUnreadable, Conflict, WeightUpdateFailed
 from agentloop.types import KVPolicy, PauseMode
 
 FOR_EVER_S = 1e6
 INFO = EngineInfo("fake", 4096, 1000, 16, 10_000, 8)
+SLEEPER = EngineInfo("fake", 4096, 1000, 16, 10_000, 8, num_workers=2, weight_dtype="bfloat16", can_sleep=True)
 
 
 class FakeEngine:
     """Keeps every call it gets. `failures` and `hangs` name verbs; `num_failures` bounds how often they fail."""
 
-    def __init__(self, clock: Clock, url: str, version: int | None = 0) -> None:
+    def __init__(self, clock: Clock, url: str, version: int | None = 0, info: EngineInfo = INFO) -> None:
         self.clock = clock
         self.url = url
+        self.info = info
         self.weight_version = version
+        self.asleep: frozenset[MemoryTag] = frozenset()
+        self.held_in = HeldIn.DEVICE
+        self.offered: PushSource | None = None
+        self.updates: list[WeightUpdate] = []
         self.is_paused = False
         self.is_usable = version is not None
         self.staged: int | None = None
@@ -26,6 +41,7 @@ class FakeEngine:
         self.called_at: list[tuple[str, float]] = []
         self.failures: dict[str, Exception] = {}
         self.num_failures = 1_000_000
+        self.num_good = 0
         self.hangs: set[str] = set()
         self.seconds: dict[str, float] = {}
 
@@ -34,26 +50,51 @@ class FakeEngine:
         return self.url.removeprefix("fake://")
 
     def registration(self) -> ReplicaRegistration:
-        return ReplicaRegistration(self.replica_id, self.url, INFO, self.weight_version)
+        return ReplicaRegistration(self.replica_id, self.url, self.info, self.weight_version)
 
-    async def stage(self, update: WeightUpdate) -> None:
+    async def stage(self, update: WeightUpdate) -> StageReport:
+        if MemoryTag.WEIGHTS in self.asleep:
+            raise Conflict("asleep")
+        self.updates.append(update)
         await self._called("stage")
         self.staged = update.version
+        is_one_phase = self.held_in is HeldIn.NOWHERE
+        return StageReport(self.held_in, "nccl", 1000, transfer_ms=0.0 if is_one_phase else 30.0)
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         await self._called("pause", f"{mode}:{kv_policy}")
         self.is_paused = True
 
-    async def commit(self, version: int) -> None:
-        if not self.is_paused or self.staged != version:
-            raise Conflict("not paused, or another version staged")
+    async def commit(self, version: int) -> CommitReport:
+        if not self.is_paused or self.staged != version or MemoryTag.WEIGHTS in self.asleep:
+            raise Conflict("not paused, asleep, or another version staged")
         self.is_usable, self.weight_version = False, None
         await self._called("commit")
         self.is_usable, self.weight_version, self.staged = True, version, None
+        is_one_phase = self.held_in is HeldIn.NOWHERE
+        return CommitReport(5.0, 2.0, num_verified=7, transfer_ms=40.0 if is_one_phase else 0.0)
 
     async def resume(self) -> None:
+        if self.asleep:
+            raise Conflict("asleep")
         await self._called("resume")
         self.is_paused = False
+
+    async def offer(self) -> PushSource | None:
+        await self._called("offer")
+        return self.offered
+
+    async def sleep(self, level: int) -> None:
+        await self._called("sleep", str(level))
+        self.is_paused, self.asleep, self.staged = True, ALL_MEMORY, None
+        if level == 2:
+            self.weight_version, self.is_usable = None, False
+
+    async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
+        if MemoryTag.KV_CACHE in self.asleep & tags and self.weight_version is None:
+            raise Conflict("weights are committed before the KV cache wakes")
+        await self._called("wake", "+".join(sorted(tags)))
+        self.asleep -= tags
 
     async def check_health(self) -> None:
         await self._called("check_health")
@@ -64,12 +105,14 @@ class FakeEngine:
         if verb in self.hangs:
             await self.clock.sleep(FOR_EVER_S)
         await self.clock.sleep(self.seconds.get(verb, 0.0))
-        if verb in self.failures and self.num_failures > 0:
+        if verb in self.failures and self.num_good:
+            self.num_good -= 1
+        elif verb in self.failures and self.num_failures > 0:
             self.num_failures -= 1
             raise self.failures[verb]
 
-    def fail(self, verb: str, times: int = 1_000_000) -> None:
-        """The next so many calls of `verb` raise what a real engine would."""
+    def fail(self, verb: str, times: int = 1_000_000, after: int = 0) -> None:
+        """So many calls of `verb`, after some good ones, raise what a real engine would."""
         kinds = {"stage": CheckpointUnreadable, "commit": WeightUpdateFailed}
         self.failures = {verb: kinds.get(verb, ConnectionResetError)(f"injected into {verb}")}
-        self.num_failures = times
+        self.num_failures, self.num_good = times, after

@@ -14,10 +14,11 @@ from random import Random
 from typing import Any, TypeVar
 
 from agentloop.clock import Clock
-from agentloop.engine import WeightUpdate
-from agentloop.errors import AgentLoopError, DeadlineExceeded, EngineLost
+from agentloop.engine import ALL_MEMORY, CommitReport, MemoryTag, PushSource, StageReport, WeightUpdate
+from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, EngineLost
 from agentloop.simulate import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
+from agentloop_servers.dataplane_wire import Fence, Lane, OrderNumber
 
 T = TypeVar("T")
 FOR_EVER_S = 1e6
@@ -93,35 +94,15 @@ class Network:
 
 
 class FaultyLink:
-    """One engine as its remote callers see it."""
+    """One engine behind its data plane, as its remote callers see it."""
 
     def __init__(self, engine: SimulatedEngine, network: Network) -> None:
         self.engine = engine
+        self.network = network
+        self.fence = Fence()
         self.slowness_s = 0.0
         self.commits: list[int] = []  # versions that were swapped in, whoever heard of it
         self.num_blind_resumes = 0  # resumes sent to an engine whose weights nobody knows
-        self.is_paused = False  # as of the last answer to a control call
-        self._network = network
-
-    async def stage(self, update: WeightUpdate) -> None:
-        await self._ask(lambda: self.engine.stage(update))
-
-    async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
-        await self._ask(lambda: self.engine.pause(mode, kv_policy))
-
-    async def commit(self, version: int) -> None:
-        async def commit() -> None:
-            await self.engine.commit(version)
-            self.commits.append(version)
-
-        await self._ask(commit)
-
-    async def resume(self) -> None:
-        self.num_blind_resumes += self.engine.weight_version is None
-        await self._ask(self.engine.resume)
-
-    async def check_health(self) -> None:
-        await self._ask(self.engine.check_health)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Raises DeadlineExceeded after the request's time, as the data plane's client does."""
@@ -132,7 +113,7 @@ class FaultyLink:
             raise DeadlineExceeded(f"no answer to {request.request_id}") from error
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        network = self._network
+        network = self.network
         fault = network.draw(_GENERATE_FAULTS)
         if fault is Fault.LOST_REQUEST:
             raise EngineLost("injected: connection refused")
@@ -151,10 +132,60 @@ class FaultyLink:
             raise EngineLost("injected: the connection broke")
         return generation
 
-    async def _ask(self, send: Callable[[], Awaitable[None]]) -> None:
+
+class Caller:
+    """The remote engine of one coordinator, whose control orders are numbered."""
+
+    def __init__(self, link: FaultyLink, next_order: Callable[[], OrderNumber]) -> None:
+        self._link = link
+        self._engine = link.engine
+        self._network = link.network
+        self._next_order = next_order
+
+    async def stage(self, update: WeightUpdate) -> StageReport:
+        return await self._order(Lane.STAGE, lambda: self._engine.stage(update))
+
+    async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
+        await self._order(Lane.FREEZE, lambda: self._engine.pause(mode, kv_policy))
+
+    async def commit(self, version: int) -> CommitReport:
+        async def commit() -> CommitReport:
+            report = await self._engine.commit(version)
+            self._link.commits.append(version)
+            return report
+
+        return await self._order(Lane.FREEZE, commit, "commit")
+
+    async def resume(self) -> None:
+        self._link.num_blind_resumes += self._engine.weight_version is None
+        await self._order(Lane.FREEZE, self._engine.resume)
+
+    async def sleep(self, level: int) -> None:
+        await self._order(Lane.FREEZE, lambda: self._engine.sleep(level))
+
+    async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
+        await self._order(Lane.FREEZE, lambda: self._engine.wake(tags))
+
+    async def offer(self) -> PushSource | None:
+        return await self._ask(self._engine.offer)
+
+    async def _order(self, lane: Lane, send: Callable[[], Awaitable[T]], name: str = "order") -> T:
+        order = self._next_order()
+
+        async def obey() -> T:
+            try:
+                self._link.fence.admit(lane, order)
+            except Conflict:
+                self._network.counts[f"{name} refused"] += 1
+                raise
+            return await send()
+
+        return await self._ask(obey)
+
+    async def _ask(self, send: Callable[[], Awaitable[T]]) -> T:
         network, clock = self._network, self._network.clock
-        if self.slowness_s:
-            await clock.sleep(self.slowness_s)
+        if self._link.slowness_s:
+            await clock.sleep(self._link.slowness_s)
         fault = network.draw(tuple(Fault))
         match fault:
             case Fault.LOST_REQUEST:
@@ -168,22 +199,21 @@ class FaultyLink:
                     async with asyncio.timeout(network.delay_s()):
                         await send()
                 except TimeoutError:
-                    raise EngineLost("injected: the connection broke") from None
+                    pass
+                raise EngineLost("injected: the connection broke")
             case Fault.HALF_OPEN:
-                await asyncio.shield(network.spawn(self._late(send)))
-                self.is_paused = self.engine.is_paused
-                return
+                return await asyncio.shield(network.spawn(self._late(send)))
             case Fault.TWICE:
                 await asyncio.gather(send(), return_exceptions=True)
             case Fault.COPIED:
                 network.spawn(self._late(send))
-        await send()
-        if fault in (Fault.LOST_ANSWER, Fault.CUT):
+        answer = await send()
+        if fault is Fault.LOST_ANSWER:
             raise EngineLost("injected: the connection broke")
         if fault is Fault.HUNG_ANSWER:
             await clock.sleep(FOR_EVER_S)
-        self.is_paused = self.engine.is_paused
+        return answer
 
-    async def _late(self, send: Callable[[], Awaitable[None]]) -> None:
+    async def _late(self, send: Callable[[], Awaitable[T]]) -> T:
         await self._network.clock.sleep(self._network.delay_s())
-        await send()
+        return await send()

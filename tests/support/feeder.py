@@ -8,14 +8,18 @@ from collections.abc import Sequence
 
 from agentloop.control import Orders, WorkerReport
 from agentloop.errors import NoHealthyReplica
-from agentloop.types import Assignment, Lease, RolloutTask, Trajectory
+from agentloop.types import Assignment, Lease, RolloutTask, StalenessLimit, Trajectory
 
 
 class Feeder:
     """Leases name the replicas in turn; `move` goes to the next one that is not in `dead`."""
 
     def __init__(
-        self, tasks: Sequence[RolloutTask], urls: Sequence[str] = ("sim://a",), num_samples: int = 1
+        self,
+        tasks: Sequence[RolloutTask],
+        urls: Sequence[str] = ("sim://a",),
+        num_samples: int = 1,
+        staleness: StalenessLimit | None = None,
     ) -> None:
         self.urls = list(urls)
         self.dead: set[str] = set()
@@ -31,6 +35,7 @@ class Feeder:
                 sample,
                 task,
                 self.lease_on(self.urls[(place + sample) % len(self.urls)]),
+                staleness=staleness,
             )
             for place, task in enumerate(tasks)
             for sample in range(num_samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import uvicorn
@@ -18,7 +18,7 @@ from agentloop.control import (
     ServiceStatus,
     UpdateReport,
 )
-from agentloop.engine import WeightUpdate
+from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NotFound, Overloaded
 from agentloop.types import (
     FinishReason,
@@ -46,6 +46,11 @@ class FakeCoordinator:
         self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
         self.submitted: list[tuple[str, int]] = []
         self.paused: PauseMode | None = None
+        self.asleep: frozenset[MemoryTag] = frozenset()
+        self.sleep_levels: list[int] = []
+        self.weight_dtypes: list[str | None] = [None]  # one for each replica
+        self.replica_error: str | None = None
+        self.on_update: Callable[[WeightUpdate], Awaitable[None]] | None = None  # plays the engines
         self.is_ready = True
         self.is_holding = False
         self.is_cancelled = False
@@ -108,6 +113,8 @@ class FakeCoordinator:
         if self.update_error is not None:
             raise self.update_error
         self.updates.append((update, kv_policy))
+        if self.on_update is not None:
+            await self.on_update(update)
         replica = ReplicaUpdate("replica-1", 10.0, 20.0)
         return UpdateReport(update.version, 0, kv_policy or KVPolicy.RECOMPUTE, (replica,), 40.0)
 
@@ -117,11 +124,43 @@ class FakeCoordinator:
     async def resume(self) -> None:
         self.paused = None
 
+    async def sleep(self, level: int) -> None:
+        self._raise_next()
+        self.sleep_levels.append(level)
+        self.asleep = ALL_MEMORY
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        self._raise_next()
+        self.asleep -= tags
+
     async def status(self) -> ServiceStatus:
         self._raise_next()
-        replica = ReplicaStatus("replica-1", "ready", "simulated", 0, Load(), len(self.leases), 0.5)
+        replicas = tuple(
+            ReplicaStatus(
+                f"replica-{index}",
+                "ready" if self.replica_error is None else "quarantined",
+                "simulated",
+                0,
+                Load(),
+                len(self.leases),
+                0.5,
+                weight_dtype=dtype,
+                error=self.replica_error,
+            )
+            for index, dtype in enumerate(self.weight_dtypes, 1)
+        )
         rollouts = tuple(self._status(rollout_id) for rollout_id in self.groups)
-        return ServiceStatus(self.is_ready, self.paused is not None, 0, (replica,), 1, rollouts, ())
+        is_paused = self.paused is not None
+        return ServiceStatus(
+            self.is_ready,
+            is_paused,
+            0,
+            replicas,
+            1,
+            rollouts,
+            (),
+            tuple(tag for tag in MemoryTag if tag in self.asleep),
+        )
 
     def _records(self, group: RolloutGroup) -> list[Trajectory]:
         return [make_trajectory(group.group_id, i, rollout_id=group.rollout_id) for i in range(group.num_samples)]

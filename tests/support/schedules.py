@@ -10,7 +10,9 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from logging import CRITICAL
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ import structlog
 
 from agentloop.clock import VirtualClock
 from agentloop.control import ReplicaRegistration, UpdateReport
-from agentloop.engine import WeightUpdate
+from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
     CheckpointUnreadable,
@@ -31,12 +33,14 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.fleet import FleetConfig
+from agentloop.fleet_engines import WeightConfig
 from agentloop.simulate import HashPolicy, LatencyModel, SimulatedEngine, SimulatedSpec
 from agentloop.types import KVPolicy, Lease, PauseMode
-from agentloop.weights import WeightConfig
 from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
-from tests.support.faulty_link import FaultyLink, Network
+from agentloop_servers.dataplane_wire import OrderNumber
+from tests.support.faulty_link import Caller, FaultyLink, Network
 from tests.support.memory_store import MemoryStore
+from tests.support.pushes import Sender, Wire
 from tests.support.service import Inline
 
 T = TypeVar("T")
@@ -56,6 +60,9 @@ CONFIG = CoordinatorConfig(
         pause_timeout_s=0.5,
         commit_timeout_s=1.0,
         resume_timeout_s=0.5,
+        sleep_timeout_s=0.5,
+        wake_timeout_s=0.5,
+        offer_timeout_s=0.5,
         operator_pause_timeout_s=2.0,
         max_catch_up_attempts=3,
         backoff_s=0.1,
@@ -106,11 +113,18 @@ class World:
         self.network = Network(
             clock, rng, fault_rate=rng.choice((0.0, 0.03, 0.1, 0.25, 0.4)), max_delay_s=rng.choice((0.5, 1.5, 6.0))
         )
+        self.wire = Wire(clock, can_relay=rng.random() < 0.7, relay_s=rng.choice((0.0, 0.2, 0.6)))
+        self.push_share = rng.choice((0.0, 0.5, 1.0))  # of the updates; the others are directories
+        self.initial_version = rng.choice((0, 0, None))
+        has_initial = self.initial_version == 0 and rng.random() < 0.5
+        initial_weights = WeightUpdate(0, self.checkpoint) if has_initial else None
+        self.config = replace(CONFIG, kv_policy=self.kv_policy, initial_weights=initial_weights)
         self.store = MemoryStore()
         self.history = History()
         self.processes: dict[str, Process] = {}  # the last one of each replica
         self.links: dict[str, FaultyLink] = {}
         self.num_processes = 0
+        self._num_coordinators = 0
         self.is_healed = False
         self._is_down = False
         self._calls: dict[asyncio.Task[Any], None] = {}
@@ -120,12 +134,17 @@ class World:
 
     async def start(self) -> None:
         await self.start_coordinator()
-        version = self.rng.choice((0, 0, None))
         for number in range(self.rng.randint(2, 4)):
-            await self.boot(f"r{number}", version)
+            await self.boot(f"r{number}", self.initial_version)
 
     async def start_coordinator(self) -> None:
-        self.coordinator = Coordinator(self.store, self.connect, CONFIG, self.clock, log=_SILENT, executor=Inline())
+        self._num_coordinators += 1
+        orders = map(partial(OrderNumber, self._num_coordinators), count())
+
+        def connect(url: str) -> Caller:
+            return Caller(self.links[url], lambda: next(orders))
+
+        self.coordinator = Coordinator(self.store, connect, self.config, self.clock, log=_SILENT, executor=Inline())
         await self.coordinator.start()
 
     async def crash_coordinator(self) -> None:
@@ -148,7 +167,9 @@ class World:
         self.num_processes += 1
         latency = LatencyModel(prefill_s=0.02, decode_s=0.04)
         spec = SimulatedSpec(1000, 512, 8, 200, 8, latency, initial_version=version)
-        engine = SimulatedEngine(spec, clock=self.clock, policy=POLICY)
+        receiver = self.wire.receiver()
+        engine = SimulatedEngine(spec, clock=self.clock, policy=POLICY, weight_source=receiver)
+        receiver.engine = engine
         await engine.start()
         link = FaultyLink(engine, self.network)
         url = f"sim://{replica_id}/{self.num_processes}"
@@ -156,6 +177,7 @@ class World:
         self.processes[replica_id] = Process(replica_id, url, engine, link)
 
     def connect(self, url: str) -> FaultyLink:
+        """For a client's calls."""
         return self.links[url]
 
     async def ask(self, call: Callable[[Coordinator], Coroutine[Any, Any, T]]) -> T:
@@ -210,7 +232,12 @@ class World:
             assert holds == desk.weight_version, (
                 f"{process.url} holds {holds} where {desk.weight_version} is served"
             )
-            if self.network.is_perfect and not self.history.is_operator_paused and not weights._gate.locked():
+            assert not engine.asleep, f"{process.url} takes traffic and is asleep"
+            if (
+                self.network.is_perfect
+                and not self.history.is_operator_paused
+                and not weights._engines.gate.locked()
+            ):
                 assert not engine.is_paused, f"{process.url} takes traffic and is paused"
         blind = [url for url, link in self.links.items() if link.num_blind_resumes]
         assert not blind, f"{blind} were resumed on unknown weights"
@@ -242,17 +269,38 @@ class World:
             version //= 2  # a trainer that was set back
         elif self.rng.random() < 0.9:
             self._next_version += self.rng.choice((1, 1, 3))
-        directory = self.checkpoint if is_readable else self.checkpoint + "-missing"
         if is_readable:
             self.history.pushed.add(version)
-        report = await self.ask(lambda c: c.update_weights(WeightUpdate(version, directory), self.kv_policy))
+        update, sender = self._source(version, is_readable)
+        was_asleep = bool(self.coordinator._fleet.asleep)
+        try:
+            report = await self.ask(lambda c: c.update_weights(update, self.kv_policy))
+        finally:
+            if sender is not None:  # its process ends, whatever came of it
+                sender.dies_at = min(sender.dies_at, self.clock.now())
         self.history.reports.append(report)
         self.history.counts["update"] += 1
+        self.history.counts["woken by new weights"] += was_asleep
         self.history.counts["replica failed"] += any(one.error for one in report.replicas)
 
+    def _source(self, version: int, is_readable: bool) -> tuple[WeightUpdate, Sender | None]:
+        """Where the weights come from: a directory, or a process that may die while it sends."""
+        rng = self.rng
+        if rng.random() >= self.push_share:
+            return WeightUpdate(version, self.checkpoint if is_readable else self.checkpoint + "-missing"), None
+        sender = Sender(version, rng.choice((0.0, 0.05, 0.3, 0.8)), is_one_phase=rng.random() < 0.3)
+        if not is_readable:
+            sender.dies_at = self.clock.now()
+        elif not self.is_healed and rng.random() < 0.2:
+            sender.dies_at = self.clock.now() + rng.uniform(0.0, 1.0)
+        return WeightUpdate(version, push=self.wire.listen(sender)), sender
+
     async def operate(self) -> None:
-        """An operator who pauses and resumes, and tries a resume that failed again."""
+        """An operator who pauses and resumes, or puts the fleet to sleep, and tries again what failed."""
         while await self._goes_on(2.0):
+            if self.rng.random() < 0.4:
+                await self._sleep_and_wake()
+                continue
             self.history.is_operator_paused, paused = True, self.coordinator
             try:
                 await self.ask(lambda c: c.pause(self.rng.choice(tuple(PauseMode))))
@@ -265,6 +313,35 @@ class World:
                     running = [one.url for one in self.placeable() if not one.engine.is_paused]
                     assert not running, f"{running} run while the operator has paused"
             await self.resume()
+
+    async def _sleep_and_wake(self) -> None:
+        level = self.rng.choice((1, 1, 2))
+        try:
+            await self.ask(lambda c: c.sleep(level))
+            self.history.counts[f"slept {level}"] += 1
+        except (EngineLost, ServiceUnavailable):
+            self.history.counts["sleep failed"] += 1
+        await self.clock.sleep(self.rng.uniform(0.0, 1.0))
+        if self.rng.random() < 0.3:
+            await self.wake(frozenset({self.rng.choice(tuple(MemoryTag))}))
+        if self.rng.random() < 0.8:  # else an update does it, or the end of the trouble
+            await self.wake(ALL_MEMORY)
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        """Until it is done, or only new weights can do it."""
+        for _ in range(100):
+            try:
+                await self.ask(lambda c: c.wake(tags))
+            except Conflict:
+                self.history.counts["wake needs new weights"] += 1
+                return
+            except (*REFUSALS, EngineLost) as error:
+                self.history.counts[f"wake: {type(error).__name__}"] += 1
+                await self.clock.sleep(0.2)
+            else:
+                self.history.counts["woke"] += 1
+                return
+        raise AssertionError("the fleet could not be woken")
 
     async def resume(self) -> None:
         for _ in range(100):
@@ -337,8 +414,12 @@ class World:
             faults.commit_delay_s = process.link.slowness_s = process.silent_until = 0.0
 
     async def needs_a_push(self) -> bool:
-        """Whether there is nothing that the controller could bring a replica to: no push ever went through."""
-        return self.coordinator._fleet._weights._current is None
+        """Whether there is nothing that the controller could bring a replica to."""
+        weights = self.coordinator._fleet._weights
+        served = weights._engines.served()
+        if served is None or weights.asleep:
+            return True
+        return not served[0].is_repeatable and not (self.wire.can_relay and self.placeable())
 
     async def push_until_done(self) -> None:
         """A trainer that insists."""
@@ -353,7 +434,10 @@ class World:
 
     def counts(self) -> Counter[str]:
         """What happened."""
-        return self.history.counts + self.network.counts
+        wire = self.wire
+        wired = {"transfers": wire.num_transfers, "relayed": wire.num_relayed, "broken transfers": wire.num_broken}
+        wired |= {"one phase": wire.num_one_phase}
+        return self.history.counts + self.network.counts + Counter(wired)
 
     async def close(self) -> None:
         await self.coordinator.check_health()

@@ -12,7 +12,7 @@ from agentloop.fleet import FleetConfig
 from agentloop.store import TrajectoryStore
 from agentloop.types import Load, StopReason
 from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
-from tests.support.engines import FakeEngine
+from tests.support.engines import INFO, FakeEngine
 from tests.support.samples import make_trajectory
 
 CONFIG = CoordinatorConfig(
@@ -52,8 +52,8 @@ class FlakyStore(TrajectoryStore):
 class Service:
     """A coordinator with fake replicas that heartbeat, on one run directory; restartable."""
 
-    def __init__(self, clock, path, config=CONFIG):
-        self.clock, self.path, self.config = clock, path, config
+    def __init__(self, clock, path, config=CONFIG, info=INFO):
+        self.clock, self.path, self.config, self.info = clock, path, config, info
         self.engines = {}
         self.silent = set()
 
@@ -77,7 +77,7 @@ class Service:
 
     async def join(self, *replica_ids, version=0):
         for replica_id in replica_ids:
-            self.engines[replica_id] = FakeEngine(self.clock, f"fake://{replica_id}", version)
+            self.engines[replica_id] = FakeEngine(self.clock, f"fake://{replica_id}", version, self.info)
             await self.coordinator.register(self.engines[replica_id].registration())
         await self.clock.sleep(0.1)
 
@@ -94,7 +94,7 @@ class Service:
         return {one.replica_id: one.state for one in (await self.coordinator.status()).replicas}
 
 
-def service(*replica_ids, config=CONFIG):
+def service(*replica_ids, config=CONFIG, info=INFO):
     """Run an async test that takes a started service (and its coordinator) in virtual time."""
 
     def decorate(test):
@@ -103,7 +103,7 @@ def service(*replica_ids, config=CONFIG):
             clock = VirtualClock()
 
             async def main():
-                site = Service(clock, tmp_path, config)
+                site = Service(clock, tmp_path, config, info)
                 await site.start()
                 await site.join(*replica_ids)
                 try:

@@ -3,17 +3,21 @@
 from functools import wraps
 
 from agentloop.clock import VirtualClock
-from agentloop.engine import WeightUpdate
+from agentloop.engine import PushSource, TensorInfo, WeightUpdate
 from agentloop.fleet import Fleet
+from agentloop.fleet_engines import WeightConfig
 from agentloop.types import KVPolicy
-from agentloop.weights import WeightConfig, WeightController
-from tests.support.engines import FakeEngine
+from agentloop.weights import WeightController
+from tests.support.engines import INFO, FakeEngine
 
 CONFIG = WeightConfig(
     stage_timeout_s=100.0,
     pause_timeout_s=10.0,
     commit_timeout_s=20.0,
     resume_timeout_s=10.0,
+    sleep_timeout_s=10.0,
+    wake_timeout_s=10.0,
+    offer_timeout_s=10.0,
     max_catch_up_attempts=3,
     num_reports=3,
 )
@@ -23,12 +27,15 @@ KEEP = KVPolicy.KEEP
 class Site:
     """A fleet of fake engines and its controller."""
 
-    def __init__(self, clock, *replica_ids, version=0):
+    def __init__(self, clock, *replica_ids, version=0, info=INFO, initial=None):
         self.clock = clock
+        self.info = info
         self.engines = {}
         self.fleet = Fleet()
         self.num_commits = 0
-        self.controller = WeightController(self.fleet, self.connect, clock, CONFIG, on_commit=self.on_commit)
+        self.controller = WeightController(
+            self.fleet, self.connect, clock, CONFIG, on_commit=self.on_commit, initial=initial
+        )
         for replica_id in replica_ids:
             self.register(replica_id, version)
             replica = self.fleet.get(replica_id)
@@ -43,7 +50,7 @@ class Site:
         return self.engines[url.removeprefix("fake://")]
 
     def register(self, replica_id, version=0):
-        self.engines[replica_id] = FakeEngine(self.clock, f"fake://{replica_id}", version)
+        self.engines[replica_id] = FakeEngine(self.clock, f"fake://{replica_id}", version, self.info)
         self.fleet.register(self.engines[replica_id].registration(), self.clock.now())
         return self.engines[replica_id]
 
@@ -55,6 +62,19 @@ class Site:
 
     async def update(self, version, kv_policy=KEEP):
         return await self.controller.update(WeightUpdate(version, f"dir{version}"), kv_policy)
+
+    async def push(self, version, kv_policy=KEEP):
+        return await self.controller.update(WeightUpdate(version, push=push_source()), kv_policy)
+
+    def calls(self, replica_id):
+        """What the engine was asked since the last time."""
+        engine = self.engines[replica_id]
+        calls, engine.calls = engine.calls, []
+        return calls
+
+
+def push_source(token="trainer"):
+    return PushSource(("127.0.0.1:1",), token, (TensorInfo("w", "bfloat16", (2, 3)),))
 
 
 def virtual(test):

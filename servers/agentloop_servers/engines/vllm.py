@@ -1,42 +1,48 @@
 """The Engine port over vLLM's AsyncLLM (0.32), on CPU and CUDA.
 
 The engine proper is a process that AsyncLLM starts; this object is its only client and lives on one event loop.
-What vLLM leaves to its caller is done here:
+What vLLM leaves to its caller is done here and beside:
 
-- A gate holds new requests while generation is not `SERVING`. So a held request takes its cache salt (the KV
-  version) when it enters, after the update, and cannot meet older KV.
+- A gate holds new requests while generation is not `SERVING` (`vllm_calls.py`).
 - vLLM itself is only ever paused in mode "keep". ABORT first ends what is in flight, WAIT first lets it end.
-- Every request in flight has a `_Call`; whoever ends it for a reason of ours (closed, weights unknown) writes the
-  reason there and aborts it in vLLM.
-
-The version label of vLLM is `str(version)`; it changes only between a pause and a resume, under `_control`.
+- Its version label is `str(version)` and changes only in a pause, under `_control` (`vllm_weights.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from agentloop.engine import Delta, EngineInfo, KVEvent, WeightUpdate
+from agentloop.engine import (
+    ALL_MEMORY,
+    CommitReport,
+    Delta,
+    EngineInfo,
+    KVEvent,
+    MemoryTag,
+    PushSource,
+    StageReport,
+    WeightUpdate,
+)
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
     DeadlineExceeded,
-    EngineError,
     EngineLost,
     EngineUnusable,
+    InvalidRequest,
     WeightUpdateFailed,
 )
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop.validate import check_request, room_tokens
 from agentloop_servers.engines import vllm_values as values
+from agentloop_servers.engines.vllm_calls import Call, Calls, mark_aborted
 from agentloop_servers.engines.vllm_config import VllmConfig, prepare_environment
-from agentloop_servers.engines.vllm_process import VllmProcess
-from agentloop_servers.transfer.checkpoint import Staging
+from agentloop_servers.engines.vllm_process import VllmProcess, control_call
+from agentloop_servers.engines.vllm_weights import VllmWeights
 
 __all__ = ["VllmConfig", "VllmEngine", "prepare_environment"]
 
@@ -50,17 +56,6 @@ class _State(Enum):
     CLOSED = auto()
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One `generate` or `stream` under way."""
-
-    request: GenerateRequest
-    is_admitted: bool = False  # vLLM knows it
-    is_aborted: bool = False
-    verdict: AgentLoopError | None = None  # raised instead of an answer
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to look at the gate again
-
-
 class VllmEngine:
     """One vLLM engine. `start` takes 15 to 40 s on CPU; `close` ends its processes."""
 
@@ -69,11 +64,10 @@ class VllmEngine:
         self._state = _State.NEW
         self._info: EngineInfo | None = None
         self._process = VllmProcess(config)
-        self._weight_version: int | None = None
-        self._committed: set[int] = set()
-        self._staging: Staging | None = None
-        self._calls: dict[str, _Call] = {}  # by request id
-        self._control = asyncio.Lock()  # freeze, resume and commit, one at a time
+        self._weights = VllmWeights(config, self._process)
+        self._asleep: frozenset[MemoryTag] = frozenset()
+        self._calls = Calls(on_leave=self._refresh_drain)
+        self._control = asyncio.Lock()  # freeze, resume, commit, sleep and wake, one at a time
         self._drain_over = asyncio.Event()
 
     @property
@@ -85,9 +79,12 @@ class VllmEngine:
     @property
     def weight_version(self) -> int | None:
         """None also after a failed commit: nobody knows what the weights are."""
-        return self._weight_version
+        return self._weights.version
 
     @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        return self._asleep
+
     def _is_open(self) -> bool:
         return self._state is _State.SERVING
 
@@ -97,7 +94,7 @@ class VllmEngine:
 
     @property
     def is_usable(self) -> bool:
-        return self._weight_version is not None and self._state not in (_State.NEW, _State.CLOSED)
+        return self._weights.version is not None and self._state not in (_State.NEW, _State.CLOSED)
 
     # --- life ---------------------------------------------------------------------------------------------
 
@@ -105,12 +102,10 @@ class VllmEngine:
         """Raises CheckpointUnreadable for a bad model folder, EngineError if vLLM does not come up."""
         if self._state is not _State.NEW:
             raise Conflict("an engine is started once")
-        is_dummy = self._config.load_format == "dummy"
-        self._staging = await asyncio.to_thread(Staging, self._config.model, is_dummy=is_dummy)
+        await self._weights.check()
         try:
             await self._process.start()
-            if self._config.initial_version is not None:
-                await self._stamp(self._config.initial_version)
+            await self._weights.start()
         except BaseException:
             await self.close()
             raise
@@ -124,13 +119,12 @@ class VllmEngine:
         self._drain_over.set()
         await self._end_all(EngineLost("the engine was closed"))
         await self._process.close()
+        self._weights.close()
 
     async def check_health(self) -> None:
         self._require_alive()
-        try:
+        async with control_call("health check", self._config.control_timeout_s):
             await self._process.llm.check_health()
-        except Exception as error:
-            raise values.translate(error) from error
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -182,48 +176,37 @@ class VllmEngine:
             yield values.to_generation(request, output, tuple(token_ids), tuple(logprobs), self.load())
 
     async def abort(self, request_id: str) -> None:
-        call = self._calls.get(request_id)
-        if call is not None:
-            await self._abort([call])
+        await self._abort(self._calls.find(request_id))
 
     @contextlib.contextmanager
-    def _registered(self, request: GenerateRequest) -> Iterator[_Call]:
+    def _registered(self, request: GenerateRequest) -> Iterator[Call]:
         self._require_alive()
         check_request(request, self.info)
         if not self.is_usable:
             raise EngineUnusable("the engine holds no weights of a known version")
-        if request.request_id in self._calls:
-            raise Conflict(f"request {request.request_id} is already running", param="request_id")
-        call = self._calls[request.request_id] = _Call(request)
-        try:
+        with self._calls.entered(request) as call:
             yield call
-        finally:
-            del self._calls[request.request_id]
-            self._refresh_drain()
 
-    async def _outputs(self, call: _Call, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+    async def _outputs(self, call: Call, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         """vLLM's outputs for a call, from the gate on; none if it was aborted before it passed.
 
         Closing or cancelling this aborts the request in vLLM.
         """
-        while not self._is_open and call.verdict is None and not call.is_aborted:
-            call.wake.clear()
-            await call.wake.wait()
-        if call.verdict is not None:
-            raise call.verdict
-        if call.is_aborted:
+        if not await self._calls.pass_gate(call, self._is_open):
             return
         # Nothing is awaited from here until vLLM has registered the request, so an abort cannot miss it.
         call.is_admitted = True
         request = call.request
-        version = request.kv_version if request.kv_version is not None else self._weight_version
+        version = request.kv_version if request.kv_version is not None else self._weights.version
         try:
             params = values.sampling_params(
                 request.sampling, room_tokens(request, self.info), is_streamed=is_streamed
             )
             prompt = values.tokens_prompt(request, version)
             async with contextlib.aclosing(
-                self._process.llm.generate(prompt, params, request.request_id)
+                self._process.llm.generate(
+                    prompt, params, request.request_id, lora_request=self._weights.lora_request
+                )
             ) as outputs:
                 async for output in outputs:
                     if call.verdict is not None:
@@ -232,11 +215,8 @@ class VllmEngine:
         except Exception as error:
             raise (call.verdict or values.translate(error)) from error
 
-    async def _abort(self, calls: list[_Call]) -> None:
-        for call in calls:
-            call.is_aborted = True
-            call.wake.set()
-        admitted = [call.request.request_id for call in calls if call.is_admitted]
+    async def _abort(self, calls: Sequence[Call]) -> None:
+        admitted = mark_aborted(calls)
         if admitted:
             try:
                 await self._process.llm.abort(admitted)
@@ -245,7 +225,7 @@ class VllmEngine:
 
     async def _end_all(self, verdict: AgentLoopError) -> None:
         """Make every call raise `verdict`."""
-        calls = list(self._calls.values())
+        calls = self._calls.all()
         for call in calls:
             call.verdict = verdict
         with contextlib.suppress(EngineLost):  # then vLLM itself has ended them
@@ -262,55 +242,88 @@ class VllmEngine:
         elif mode is PauseMode.ABORT:
             if self._state is _State.SERVING:
                 self._state = _State.DRAINING
-            await self._abort(list(self._calls.values()))
+            await self._abort(self._calls.all())
         async with self._control:
             self._require_alive()
-            with _control_errors("pause"):
-                async with asyncio.timeout(self._config.control_timeout_s):
-                    await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
+            await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
 
     async def resume(self) -> None:
         if self._state is _State.DRAINING:
             self._open()
         async with self._control:
             self._require_alive()
+            if self._asleep:
+                raise Conflict(
+                    f"the engine cannot go on while its memory is asleep: {', '.join(sorted(self._asleep))}"
+                )
             if self._state in (_State.FREEZING, _State.PAUSED):
-                with _control_errors("resume"):
-                    async with asyncio.timeout(self._config.control_timeout_s):
-                        await self._process.llm.resume_generation()
+                async with control_call("resume", self._config.control_timeout_s):
+                    await self._process.llm.resume_generation()
                 self._require_alive()
                 self._open()
 
-    async def stage(self, update: WeightUpdate) -> None:
+    async def stage(self, update: WeightUpdate) -> StageReport:
         self._require_alive()
-        await asyncio.to_thread(self._require_staging().stage, update)
+        self._require_awake()
+        return await self._weights.stage(update)
 
-    async def commit(self, version: int) -> None:
+    async def commit(self, version: int) -> CommitReport:
         async with self._control:
             self._require_alive()
+            self._require_awake()
             if self._state is not _State.PAUSED:
                 raise Conflict("weights are committed to a paused engine only")
-            staging = self._require_staging()
-            update = staging.take(version)
-            self._weight_version = None
             try:
-                async with asyncio.timeout(self._config.commit_timeout_s):
-                    await asyncio.to_thread(staging.recheck, update)
-                    await self._process.llm.collective_rpc("load_directory", args=(update.directory,))
-                    if version in self._committed:
-                        # KV under this version's salt may be of other weights.
-                        await self._clear_cache()
-                    await self._stamp(version)
-                staging.confirm()
+                return await self._weights.commit(version)
+            except Conflict:
+                raise  # nothing was touched
             except BaseException as error:  # cancelled too: the weights are of unknown state
                 await self._end_all(EngineUnusable("its weights are of unknown state"))
                 if isinstance(error, Exception):
                     raise WeightUpdateFailed(f"version {version}: {values.one_line(error)}") from error
                 raise
 
-    def _require_staging(self) -> Staging:
-        assert self._staging is not None, "alive engines have one"
-        return self._staging
+    async def offer(self) -> PushSource | None:
+        self._require_alive()
+        return None if self._asleep else await self._weights.offer()
+
+    async def sleep(self, level: int) -> None:
+        if not self._config.can_sleep or level not in (1, 2):
+            raise InvalidRequest(
+                "levels are 1 and 2, and the mode that sleeps is hybrid or colocated", param="level"
+            )
+        await self.pause(PauseMode.KEEP)
+        async with self._control:
+            self._require_alive()
+            is_discarded = self._weights.version is None
+            if self._asleep == ALL_MEMORY and (level == 1 or is_discarded):
+                return
+            if self._asleep and is_discarded:
+                raise Conflict("weights are committed before the engine sleeps again: these were discarded")
+            async with control_call("sleep", self._config.commit_timeout_s):
+                if self._asleep:  # vLLM only falls asleep as a whole
+                    await self._process.llm.wake_up(sorted(tag.value for tag in self._asleep))
+                await self._weights.release()
+                await self._process.llm.sleep(level=level, mode="keep")
+            self._asleep = ALL_MEMORY
+            self._process.feed.clear()
+            if level == 2:
+                self._weights.version = None
+
+    async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
+        """As the port says; Conflict for the KV cache while nobody knows the weights: with all memory awake vLLM
+        goes on by itself for a step or two, until the pause that follows here."""
+        async with self._control:
+            self._require_alive()
+            wanted = self._asleep & tags
+            if MemoryTag.KV_CACHE in wanted and self._weights.version is None:
+                raise Conflict("weights are committed before the KV cache wakes: these were discarded")
+            if not wanted:
+                return
+            async with control_call("wake", self._config.commit_timeout_s):
+                if await self._process.llm.wake_up(sorted(tag.value for tag in wanted)):
+                    await self._process.pause(is_cache_cleared=False)
+            self._asleep -= wanted
 
     async def _drain(self) -> None:
         if self._state is _State.SERVING:
@@ -325,48 +338,34 @@ class VllmEngine:
         except TimeoutError as error:
             raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
         self._require_alive()
-        if self._is_open:
+        if self._is_open():
             raise Conflict("a resume came while the pause waited for requests to end")
 
     def _refresh_drain(self) -> None:
-        is_busy = any(call.is_admitted for call in self._calls.values())
-        if self._state is not _State.DRAINING or not is_busy:
+        if self._state is not _State.DRAINING or not self._calls.num_admitted:
             self._drain_over.set()
 
     async def _freeze(self, *, is_cache_cleared: bool) -> None:
-        if self._state is not _State.PAUSED:
-            self._state = _State.FREEZING
-            self._refresh_drain()
-            await self._process.llm.pause_generation(mode="keep", clear_cache=is_cache_cleared)
-            self._require_alive()
-            self._state = _State.PAUSED
-            if is_cache_cleared:
-                self._process.feed.clear()
-        elif is_cache_cleared:
-            await self._clear_cache()
-
-    async def _clear_cache(self) -> None:
-        """Drop all KV, that of frozen requests too: they are prefilled again."""
-        if not await self._process.llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("vLLM did not clear its prefix cache")
-        self._process.feed.clear()
+        async with control_call("pause", self._config.control_timeout_s):
+            if self._state is not _State.PAUSED:
+                self._state = _State.FREEZING
+                self._refresh_drain()
+                await self._process.pause(is_cache_cleared=is_cache_cleared)
+                self._require_alive()
+                self._state = _State.PAUSED
+            elif is_cache_cleared and not self._asleep:
+                await self._process.clear_cache()
 
     def _open(self) -> None:
         self._state = _State.SERVING
         self._refresh_drain()
-        for call in self._calls.values():
-            call.wake.set()
-
-    async def _stamp(self, version: int) -> None:
-        await self._process.llm.update_weight_version(str(version))
-        self._weight_version = version
-        self._committed.add(version)
+        self._calls.wake_all()
 
     # --- observation --------------------------------------------------------------------------------------
 
     def load(self) -> Load:
         """Requests are counted here, so the sum is exact; how many wait inside vLLM is its last report."""
-        num_admitted = sum(call.is_admitted for call in self._calls.values())
+        num_admitted = self._calls.num_admitted
         num_queued = min(self._process.stats.num_waiting, num_admitted)
         capacity = self._info.kv_capacity_tokens if self._info is not None else 0
         return Load(
@@ -374,12 +373,16 @@ class VllmEngine:
             num_waiting=len(self._calls) - num_admitted + num_queued,
             kv_used_tokens=round(self._process.stats.kv_cache_usage * capacity) if num_admitted else 0,
             kv_capacity_tokens=capacity,
-            weight_version=self._weight_version,
+            weight_version=self._weights.version,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
         self._require_alive()
         return self._process.feed.subscribe()
+
+    def _require_awake(self) -> None:
+        if MemoryTag.WEIGHTS in self._asleep:
+            raise Conflict("the engine's weights are asleep")
 
     def _require_alive(self) -> None:
         if self._state in (_State.NEW, _State.CLOSED):
@@ -388,13 +391,3 @@ class VllmEngine:
 
 def _too_late(request: GenerateRequest) -> DeadlineExceeded:
     return DeadlineExceeded(f"request {request.request_id} did not finish in {request.timeout_s} s")
-
-
-@contextlib.contextmanager
-def _control_errors(action: str) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise EngineError(f"vLLM did not answer a {action} in time") from error
-    except Exception as error:
-        raise values.translate(error) from error

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-WORKER_EXTENSION = "agentloop_servers.transfer.directory.DirectoryWeights"
+WORKER_EXTENSION = "agentloop_servers.transfer.worker.WeightWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,19 @@ class VllmConfig:
     kv_cache_memory_bytes: int | None = None  # required on CPU
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    can_sleep: bool = False  # its memory can be given back; CUDA only
+    weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
+    lora_rank: int | None = None  # the largest; None: no adapters
     enforce_eager: bool = False  # always on on CPU
     seed: int = 0
     num_threads: int = 1  # CPU only
     control_timeout_s: float = 60.0  # pause, resume
     drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
     commit_timeout_s: float = 300.0
+    stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
+    worker_extension: str = WORKER_EXTENSION  # the import path of our half inside vLLM's workers
 
     def __post_init__(self) -> None:
         if (self.load_format == "dummy") != (self.initial_version is None):
@@ -41,6 +48,14 @@ class VllmConfig:
         if self.device == "cpu" and self.kv_cache_memory_bytes is None:
             # vLLM would reserve a share of all memory, 92 % unless told otherwise.
             raise ValueError("kv_cache_memory_bytes is required on CPU")
+        if self.device == "cpu" and self.can_sleep:
+            # vLLM would only log a warning, and keep everything.
+            raise ValueError("memory cannot be given back on CPU")
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold weights."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 def prepare_environment(config: VllmConfig) -> None:
@@ -74,7 +89,7 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "block_size": config.block_size,
-        "tensor_parallel_size": config.tensor_parallel_size,
+        **_parallel_arguments(config),
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         # A compiled graph keeps the packed weights it was traced with: on CPU an update would not reach it.
@@ -84,15 +99,48 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # under the distribution that was sampled from
         "enable_prefix_caching": True,
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=kv_endpoint),
-        "worker_extension_cls": WORKER_EXTENSION,
+        "worker_extension_cls": config.worker_extension,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics
         "enable_log_requests": False,
     }
+    if config.can_sleep:
+        arguments["enable_sleep_mode"] = True
+    if config.lora_rank is not None:
+        # One adapter is served at a time, always under the same id (`vllm_lora.py`).
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": config.lora_rank,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+        }
     if is_cpu:
         # A seeded request whose prefill is cut in chunks kills vLLM 0.32's CPU worker ("CPU Generator does not
         # use offset").
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return arguments
+
+
+def kv_endpoints(endpoint: str, data_parallel_size: int) -> tuple[str, ...]:
+    """Where each data-parallel rank publishes its KV events when vLLM is given `endpoint` (`kv_endpoint`)."""
+    return (endpoint, *(f"{endpoint}_dp{rank}" for rank in range(1, data_parallel_size)))
+
+
+def kv_endpoint(socket_dir: str) -> str:
+    """An endpoint in a private directory. Its name has "inproc" in it: vLLM 0.32 gives each data-parallel rank a
+    socket of its own only if that word or "tcp" is in the endpoint, and fails on others."""
+    return f"ipc://{socket_dir}/inproc-kv"
+
+
+def _parallel_arguments(config: VllmConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"tensor_parallel_size": config.tensor_parallel_size}
+    if config.data_parallel_size > 1:
+        arguments["data_parallel_size"] = config.data_parallel_size
+    if config.expert_parallel:
+        arguments["enable_expert_parallel"] = True
+    if config.num_workers > 1:
+        # All of a replica's GPUs are on its host. Under Ray, vLLM would choose its Ray executor by itself.
+        arguments["distributed_executor_backend"] = "mp"
     return arguments

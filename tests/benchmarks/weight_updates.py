@@ -1,0 +1,319 @@
+"""What a weight update costs while requests stream: ours in two phases and in one, and what others do.
+
+    python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport nccl --out runs/4b-nccl.json   # 2 GPUs
+    python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport ipc --out runs/4b-ipc.json     # 1 GPU
+    python -m tests.benchmarks.weight_updates --device cpu --shape tiny                                   # dry run
+
+64 requests stream; the trainer is another process, on the next GPU (nccl) or on the same one (ipc). Variants, each
+on an engine of its own, one after the other:
+- `staged`: two phases, KV kept. Also throughput while staging, 20 updates in a row, and vLLM's prefill counters;
+- `one-phase`: ours with `weight_staging` none;
+- `native`: vLLM's packed NCCL path (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); `resend`: abort, update, send again.
+A variant that fails is named, and the others still run; the exit status is then 1. `gap` is what a request sees:
+from its last token under the old weights to its first under the new ones. `transfer` of a baseline is its whole
+update, loading included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentloop.types import KVPolicy
+from agentloop_servers.engines.vllm_config import VllmConfig
+from tests.benchmarks.baselines import PlainUpdate, PlainVllm, agreement, delivered
+from tests.benchmarks.link_speed import measure
+from tests.benchmarks.report import finish
+from tests.benchmarks.shapes import SHAPES, random_prompts, write_model_folder
+from tests.benchmarks.site import Site, TimedUpdate, running_site
+from tests.benchmarks.streams import Flight, Gaps
+from tests.benchmarks.trainer import TrainerConfig, TrainerProcess
+from tests.benchmarks.update_results import Consecutive, Failed, Plain, Staged, Staging, Updates, is_bad, tables
+
+PROBE_PROMPTS, PROBE_TOKENS, PROBE_VERSION = 16, 4, 1  # every variant's first version
+WARM_TOKENS = 16
+SPACING_S = 0.7  # between single updates: the streams are steady again
+
+
+async def staged(site: Site, options: argparse.Namespace) -> Staged:
+    """The two-phase variant."""
+    flight = await _flight(site, options, "staged")
+    counts = site.counts
+    single = await _updates(site, flight, options.updates, SPACING_S)
+    staging = await _staging(site, flight, options.window_s)
+    before = await site.memory()
+    row = await _updates(site, flight, options.consecutive, 0.0)
+    after = await site.memory()
+    kept = site.counts - counts
+    counts = site.counts
+    await site.update(KVPolicy.RECOMPUTE)
+    await flight.until(lambda stream: stream.arrivals[-1][2] == site.version, timeout_s=60)
+    recomputed = site.counts - counts
+    await flight.end(site.engine.abort)
+    lost = site.num_lost(flight)
+    return Staged(single, staging, Consecutive(row, before, after, len(flight.streams), lost), kept, recomputed)
+
+
+async def one_phase(site: Site, options: argparse.Namespace) -> Updates:
+    """The same updates where nothing is staged."""
+    flight = await _flight(site, options, "one-phase")
+    updates = await _updates(site, flight, options.updates, SPACING_S)
+    await flight.end(site.engine.abort)
+    return updates
+
+
+async def _flight(site: Site, options: argparse.Namespace, name: str) -> Flight:
+    prompts = random_prompts(SHAPES[options.shape], options.requests, options.prompt_tokens)
+    flight = Flight(site.stream, prompts, name)
+    try:
+        await flight.start(WARM_TOKENS, timeout_s=120)
+    except BaseException:
+        await flight.cancel()
+        raise
+    return flight
+
+
+async def _updates(site: Site, flight: Flight, num_updates: int, spacing_s: float) -> Updates:
+    began_at = time.perf_counter()
+    await asyncio.sleep(SPACING_S)
+    ordinary_ms = flight.ordinary_gap_ms(began_at, time.perf_counter())
+    timed: list[TimedUpdate] = []
+    gaps: list[float] = []
+    for _ in range(num_updates):
+        update = await site.update()
+        await flight.until(lambda stream: stream.arrivals[-1][2] == site.version, timeout_s=60)
+        gaps += flight.gaps_ms(lambda _, version: version == site.version)
+        timed.append(update)
+        await asyncio.sleep(spacing_s)
+    if flight.num_over:
+        raise RuntimeError(f"{flight.num_over} requests ended before their time: the context is too short")
+    return _summary(timed, gaps, ordinary_ms)
+
+
+def _summary(timed: Sequence[TimedUpdate], gaps: Sequence[float], ordinary_ms: float) -> Updates:
+    reports = [update.report for update in timed]
+    last = reports[-1]
+    stalls = [report.stall_ms for report in reports]
+    return Updates(
+        num_updates=len(reports),
+        gaps=Gaps.of(gaps),
+        ordinary_gap_ms=ordinary_ms,
+        stall_p50_ms=statistics.median(stalls),
+        stall_max_ms=max(stalls),
+        transport=last.transport or "unknown",
+        held_in=str(last.held_in) if last.held_in is not None else None,
+        num_bytes=last.num_bytes,
+        transfer_ms=statistics.median(report.transfer_ms for report in reports),
+        stage_ms=statistics.median(report.stage_ms for report in reports),
+        swap_ms=statistics.median(report.swap_ms for report in reports),
+        verify_ms=statistics.median(report.verify_ms for report in reports),
+        num_verified=last.num_verified,
+    )
+
+
+async def _staging(site: Site, flight: Flight, window_s: float) -> Staging:
+    undisturbed, intervals, reports = [], [], []
+    for is_staging in (False, True, False):
+        await asyncio.sleep(0.2)
+        began_at = time.perf_counter()
+        while is_staging and time.perf_counter() - began_at < window_s:
+            report, started_at, ended_at = await site.stage()
+            intervals.append((started_at, ended_at))
+            reports.append(report)
+        if not is_staging:
+            await asyncio.sleep(window_s)
+            undisturbed.append((began_at, time.perf_counter()))
+        else:
+            elapsed_s = time.perf_counter() - began_at
+    return Staging(
+        undisturbed_tokens_per_s=flight.tokens_per_s(undisturbed),
+        staging_tokens_per_s=flight.tokens_per_s(intervals),
+        num_stages=len(reports),
+        share_of_time=sum(end - start for start, end in intervals) / elapsed_s,
+        transfer_ms=statistics.median(report.transfer_ms for report in reports),
+        num_bytes=reports[-1].num_bytes,
+    )
+
+
+async def plain(config: VllmConfig, trainer: TrainerProcess, options: argparse.Namespace, bench: Bench) -> None:
+    """Both baselines, on one engine."""
+    probes = random_prompts(SHAPES[options.shape], PROBE_PROMPTS, options.prompt_tokens, seed=1)
+    engine = PlainVllm(config)
+    try:
+        await engine.start()
+        await engine.connect(trainer)
+        before = agreement(await engine.greedy(probes, PROBE_TOKENS), bench.probe_answers)
+        await engine.load(trainer, PROBE_VERSION)
+        answers = await engine.greedy(probes, PROBE_TOKENS)
+        after, has_delivered = agreement(answers, bench.probe_answers), delivered(answers, bench.probe_answers)
+        version = PROBE_VERSION
+        for name, update in (("native", engine.update), ("resend", engine.update_by_resending)):
+            if name not in options.variants:
+                continue
+            prompts = random_prompts(SHAPES[options.shape], options.requests, options.prompt_tokens)
+            flight = Flight(engine.stream, prompts, name)
+            try:
+                await flight.start(WARM_TOKENS, timeout_s=120)
+                began_at = time.perf_counter()
+                found: list[PlainUpdate] = []
+                for _ in range(options.updates):
+                    await asyncio.sleep(SPACING_S)
+                    version += 1
+                    found.append(await update(trainer, flight, version))
+                ordinary_ms = flight.ordinary_gap_ms(began_at, began_at + SPACING_S)
+                await flight.end(engine.abort)
+            finally:
+                await flight.cancel()
+            updates = _plain_summary(found, ordinary_ms, SHAPES[options.shape].num_bytes(options.dtype))
+            bench.results[name] = Plain(updates, has_delivered, before, after)
+    finally:
+        await engine.close()
+
+
+def _plain_summary(found: Sequence[PlainUpdate], ordinary_ms: float, num_bytes: int) -> Updates:
+    return Updates(
+        num_updates=len(found),
+        gaps=Gaps.of([gap for update in found for gap in update.gaps_ms]),
+        ordinary_gap_ms=ordinary_ms,
+        stall_p50_ms=statistics.median(update.stall_ms for update in found),
+        stall_max_ms=max(update.stall_ms for update in found),
+        num_bytes=num_bytes,
+        transfer_ms=statistics.median(update.update_ms for update in found),  # loading included
+    )
+
+
+class Bench:
+    """The run: what is asked for, and what was found so far."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.results: dict[str, Any] = {}
+        self.probe_answers: list[tuple[int, ...]] = []  # of our engine at PROBE_VERSION
+        self._options = options
+        self._config = _engine_config(options, folder)
+
+    async def run(self) -> None:
+        """All variants. Raises TimeoutError at the deadline, with `results` as far as it came."""
+        options = self._options
+        device = {"nccl": "cuda:1", "ipc": "cuda:0"}.get(options.transport, options.device)
+        config = TrainerConfig(options.shape, device, options.dtype, options.transport, version=PROBE_VERSION)
+        async with asyncio.timeout(options.deadline_s):
+            if "link" in options.variants:
+                self.results["link"] = await asyncio.to_thread(measure)
+            with TrainerProcess(config) as trainer:
+                await self._ours(trainer)
+                if {"native", "resend"} & set(options.variants):
+                    await self._attempt("native", plain(self._config, trainer, options, self))
+
+    async def _ours(self, trainer: TrainerProcess) -> None:
+        for name, staging, run in (("staged", "auto", staged), ("one-phase", "none", one_phase)):
+            if name in self._options.variants:
+                config = replace(self._config, weight_staging=staging)
+                await self._attempt(name, self._on_site(config, trainer, name, run))
+
+    async def _on_site(self, config: VllmConfig, trainer: TrainerProcess, name: str, run: Any) -> None:
+        began_at = time.perf_counter()
+        async with running_site(config, trainer) as site:
+            _say(f"{name}: engine and trainer ready after {time.perf_counter() - began_at:.0f} s")
+            probes = random_prompts(SHAPES[self._options.shape], PROBE_PROMPTS, self._options.prompt_tokens, seed=1)
+            self.probe_answers = await site.greedy(probes, PROBE_TOKENS)
+            self.results[name] = await run(site, self._options)
+        _say(f"{name}: done after {time.perf_counter() - began_at:.0f} s")
+
+    async def _attempt(self, name: str, run: Any) -> None:
+        try:
+            await run
+        except Exception as error:
+            self.results.setdefault(name, Failed(repr(error)))
+            _say(f"{name}: FAILED: {error!r}")
+
+
+def _engine_config(options: argparse.Namespace, folder: Path) -> VllmConfig:
+    is_cpu = options.device == "cpu"
+    return VllmConfig(
+        model=str(folder),
+        initial_version=None,
+        load_format="dummy",
+        device=options.device,
+        dtype=options.dtype,
+        max_model_len=options.context,
+        max_num_seqs=max(options.requests, PROBE_PROMPTS),
+        block_size=32 if is_cpu else 16,
+        kv_cache_memory_bytes=int(options.kv_gib * 2**30),
+        gpu_memory_utilization=0.6,
+        enforce_eager=not options.graphs,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--transport", choices=("nccl", "ipc", "shm"))
+    parser.add_argument("--variants", help="comma-separated: link,staged,one-phase,native,resend")
+    parser.add_argument("--dtype")
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--prompt-tokens", type=int)
+    parser.add_argument("--context", type=int, help="prompt and answer; must not fill up during a variant")
+    parser.add_argument("--kv-gib", type=float, help="enough for all requests at the full context")
+    parser.add_argument("--updates", type=int, default=5, help="single ones, for the table of gaps")
+    parser.add_argument("--consecutive", type=int, default=20)
+    parser.add_argument("--window-s", type=float, default=3.0)
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs and compilation instead of eager mode")
+    parser.add_argument("--deadline-s", type=float, default=510.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    is_cpu = options.device == "cpu"
+    defaults = {
+        "transport": "shm" if is_cpu else "nccl",
+        "dtype": "float32" if is_cpu else "bfloat16",
+        "requests": 8 if is_cpu else 64,
+        "prompt_tokens": 32 if is_cpu else 512,
+        "context": 6144,
+        "kv_gib": 0.25 if is_cpu else 56.0,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    usual = "link,staged,one-phase,native,resend" if options.transport == "nccl" else "staged,one-phase"
+    options.variants = (options.variants or usual).split(",")
+    if options.transport == "nccl" and torch.cuda.device_count() < 2:
+        parser.error("nccl needs two GPUs: the trainer has one of its own")
+    if not {"staged", "one-phase"} & set(options.variants) and {"native", "resend"} & set(options.variants):
+        parser.error("a baseline is checked against one of our variants in the same run")
+    return options
+
+
+def main() -> None:
+    """Print the tables and write the JSON file, whatever was found."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model_folder(
+            SHAPES[options.shape], Path(folder), max_context_tokens=options.context, dtype=options.dtype
+        )
+        bench = Bench(options, Path(folder))
+        is_late = False
+        try:
+            asyncio.run(bench.run())
+        except TimeoutError:
+            is_late = True
+            _say(f"FAILED: not done within {options.deadline_s:g} s")
+    finish(f"Weight updates, {options.shape}, {options.dtype}", tables(bench.results), bench.results, options.out)
+    sys.exit(is_late or any(is_bad(result) for result in bench.results.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The examples of the deployment modes over the whole service with simulated engines; what each mode refuses."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentloop.client import RolloutClient
+from agentloop.engine import MemoryTag
+from agentloop.errors import AgentLoopError, InvalidRequest
+from tests.support.adapters import POLICY
+from tests.support.whole_service import simulated, whole_service
+
+V1 = POLICY.parent / "v1"
+
+
+SHORT = {"max_context_tokens": 256}  # what pseudo-random ids run on to
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Torch's threads wait for each other by spinning: on busy cores a step would take a minute."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def policy() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("staging", "held_in"), [(None, "nowhere"), ("host", "host")])
+async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsys, staging, held_in):
+    example = importlib.import_module("examples.04_hybrid")
+    config = simulated(mode="hybrid", engine={"weight_staging": staging, **SHORT})
+    async with whole_service(config, tmp_path) as url, RolloutClient(url) as client:
+        await example.main(url, str(POLICY), num_steps=2, num_tasks=2)
+        status = await client.status()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("version")]
+    assert [line.split(":")[0] for line in lines] == ["version 1", "version 2"]
+    assert status.weight_version == 2
+    assert status.is_ready
+    assert not status.asleep
+    num_bytes = sum(4 * parameter.numel() for parameter in policy().parameters())
+    for report in status.updates:
+        assert len(report.replicas) == 2
+        for replica in report.replicas:
+            assert (replica.held_in, replica.transport, replica.error) == (held_in, "shm", None)
+            assert replica.num_bytes >= num_bytes
+
+
+async def test_the_judge_example_sleeps_again_after_it_has_scored(tmp_path, capsys):
+    example = importlib.import_module("examples.05_judge")
+    async with (
+        whole_service(simulated(mode="colocated", engine=SHORT), tmp_path) as url,
+        RolloutClient(url) as client,
+    ):
+        await example.main(url, str(POLICY))
+        status = await client.status()
+        assert set(status.asleep) == set(MemoryTag)
+        await client.wake()
+        assert (await client.status()).is_ready
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("What is 2 + 3?") for line in lines) == 2
+    assert lines.count("asleep again: kv_cache weights") == 1
+
+
+async def test_standalone_takes_pushes_and_directories_and_never_sleeps(tmp_path):
+    async with whole_service(simulated(mode="standalone"), tmp_path) as url, RolloutClient(url) as client:
+        report = await client.update_weights(policy().named_parameters(), version=1)
+        assert [replica.held_in for replica in report.replicas] == ["host", "host"]
+        assert (await client.update_weights(V1, version=2)).version == 2
+        with pytest.raises(InvalidRequest, match="standalone"):
+            await client.sleep()
+
+
+async def test_debug_takes_a_directory_by_hand_and_no_push(tmp_path):
+    async with whole_service(simulated(mode="debug"), tmp_path) as url, RolloutClient(url) as client:
+        assert (await client.update_weights(V1, version=1)).version == 1
+        with pytest.raises(AgentLoopError, match="debug"):
+            await client.update_weights(policy().named_parameters(), version=2)
+        for refused in (client.sleep(), client.wake()):
+            with pytest.raises(InvalidRequest, match="debug"):
+                await refused
+        assert (await client.status()).weight_version == 1
+
+
+async def test_a_judge_never_takes_weights(tmp_path):
+    async with whole_service(simulated(mode="colocated"), tmp_path) as url, RolloutClient(url) as client:
+        with pytest.raises(InvalidRequest, match="colocated"):
+            await client.update_weights(V1, version=1)
+        with pytest.raises(AgentLoopError, match="colocated"):
+            await client.update_weights(policy().named_parameters(), version=1)
+        assert (await client.status()).weight_version == 0
+
+
+async def test_a_gang_receives_with_every_worker(tmp_path):
+    config = simulated(mode="standalone", replicas=1, engine={"tensor_parallel_size": 2, "data_parallel_size": 2})
+    async with whole_service(config, tmp_path) as url, RolloutClient(url) as client:
+        assert [replica.num_workers for replica in (await client.status()).replicas] == [4]
+        report = await client.update_weights(policy().named_parameters(), version=1)
+        assert report.replicas[0].error is None
+        assert (await client.status()).weight_version == 1

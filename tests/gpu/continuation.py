@@ -1,0 +1,205 @@
+"""The acceptance of asynchronous weight updates, on a whole service: a fresh engine says what follows an update.
+
+    python -m tests.gpu.continuation --transport nccl     # trainer's tensors on GPU 1, service on GPU 0
+    python -m tests.gpu.continuation --transport ipc      # both on GPU 0
+    python -m tests.gpu.continuation --device cpu --shape tiny     # over shared memory
+
+Greedy requests are in flight when `client.update_weights(tensors)` comes, policy RECOMPUTE. Then a fresh engine on
+the new weights, given prompt + the tokens of version 0, must sample exactly the tokens of version 1, for every
+prompt. What came before the update must be what an undisturbed run sampled. On GPUs in batch-invariant mode, so
+that no near tie can hide a difference or make one. The exit status says whether all were equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from agentloop.client import RolloutClient
+from agentloop.control import UpdateReport
+from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParams
+from agentloop_servers.app import vllm_config
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engines.vllm import VllmEngine
+from agentloop_servers.local import running_service
+from tests.benchmarks.report import finish, table
+from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
+from tests.gpu.policy import service_config, write_policy
+
+UPDATE_AT = 0.4  # of an undisturbed run's duration
+CONTEXT_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of all prompts. The last four are numbers of prompts."""
+
+    num_prompts: int
+    num_old_tokens: int  # sampled before the update
+    num_new_tokens: int
+    num_mixed: int  # have tokens of both versions
+    num_equal_before: int  # begin as the undisturbed run did
+    num_equal_after: int  # go on exactly as the fresh engine does
+    num_changed: int  # go on otherwise than the undisturbed run: the new weights are other weights
+
+    @property
+    def is_right(self) -> bool:
+        all_equal = self.num_equal_before == self.num_equal_after == self.num_prompts
+        return all_equal and self.num_mixed >= 0.75 * self.num_prompts and self.num_changed >= 0.9 * self.num_mixed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the service answered."""
+
+    prompts: Sequence[tuple[int, ...]]
+    undisturbed: Sequence[Generation]
+    answers: Sequence[Generation]
+    report: UpdateReport
+
+
+async def run_service(
+    config: ServiceConfig, run_dir: Path, tensors: dict[str, torch.Tensor], options: argparse.Namespace
+) -> Run:
+    """All prompts once undisturbed, and once with the update in the middle."""
+    shape = SHAPES[options.shape]
+    prompts = [prompt[: 16 + 3 * n] for n, prompt in enumerate(random_prompts(shape, options.prompts, 128))]
+    async with running_service(config, run_dir) as url, RolloutClient(url) as client:
+
+        async def answer_all() -> list[Generation]:
+            calls = (client.generate(prompt, max_tokens=options.tokens, temperature=0.0) for prompt in prompts)
+            return list(await asyncio.gather(*calls))
+
+        await client.generate(prompts[0], max_tokens=8, temperature=0.0)  # the first call warms up
+        began_at = time.perf_counter()
+        undisturbed = await answer_all()
+        duration_s = time.perf_counter() - began_at
+        async with asyncio.TaskGroup() as group:
+            answering = group.create_task(answer_all())
+            await asyncio.sleep(UPDATE_AT * duration_s)
+            report = await client.update_weights(
+                tensors.items(), version=1, kv_policy=KVPolicy.RECOMPUTE, transport=options.transport
+            )
+        return Run(prompts, undisturbed, answering.result(), report)
+
+
+async def compare(config: ServiceConfig, run: Run) -> Outcome:
+    """Ask a fresh engine on the new weights for every continuation."""
+    engine = VllmEngine(vllm_config(config))
+    await engine.start()
+    try:
+        continuations = await asyncio.gather(
+            *(_continued(engine, n, prompt, run.answers[n]) for n, prompt in enumerate(run.prompts))
+        )
+    finally:
+        await engine.close()
+    old = [num_old(answer) for answer in run.answers]
+    pairs = list(zip(run.answers, run.undisturbed, old, strict=True))
+    return Outcome(
+        num_prompts=len(run.prompts),
+        num_old_tokens=sum(old),
+        num_new_tokens=sum(len(answer.token_ids) - count for answer, _, count in pairs),
+        num_mixed=sum(0 < count < len(answer.token_ids) for answer, _, count in pairs),
+        num_equal_before=sum(answer.token_ids[:n] == other.token_ids[:n] for answer, other, n in pairs),
+        num_equal_after=sum(
+            answer.token_ids[count:] == continuation
+            for (answer, _, count), continuation in zip(pairs, continuations, strict=True)
+        ),
+        num_changed=sum(n > 0 and answer.token_ids[n:] != other.token_ids[n:] for answer, other, n in pairs),
+    )
+
+
+async def _continued(
+    engine: VllmEngine, number: int, prompt: tuple[int, ...], answer: Generation
+) -> tuple[int, ...]:
+    count = num_old(answer)
+    num_new = len(answer.token_ids) - count
+    if num_new == 0:
+        return ()
+    sampling = SamplingParams(max_tokens=num_new, temperature=0.0)
+    request = GenerateRequest(f"fresh-{number}", prompt + answer.token_ids[:count], sampling)
+    return (await engine.generate(request)).token_ids
+
+
+def num_old(answer: Generation) -> int:
+    """How many tokens were sampled under version 0."""
+    return sum(span.end - span.start for span in answer.weight_versions if span.version == 0)
+
+
+async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, UpdateReport]:
+    """The whole check. Raises TimeoutError at the deadline."""
+    shape = SHAPES[options.shape]
+    device = torch.device("cpu" if options.device == "cpu" else options.trainer_device)
+    tensors = make_tensors(shape, device, getattr(torch, options.dtype), version=0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # for the service; this process has its devices already
+    facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
+    old = write_policy(shape, tensors, work / "v0", **facts)
+    set_version(shape, tensors, 1)
+    new = write_policy(shape, tensors, work / "v1", **facts)
+    config = service_config(
+        old,
+        device=options.device,
+        dtype=options.dtype,
+        max_running=options.prompts,
+        kv_cache_mib=256 if options.device == "cpu" else 8192,
+        kv_policy="recompute",
+    )
+    run_dir = work / "run"
+    run_dir.mkdir()
+    async with asyncio.timeout(options.deadline_s):
+        run = await run_service(config, run_dir, tensors, options)
+        outcome = await compare(config.model_copy(update={"model": str(new), "model_version": 1}), run)
+    return outcome, run.report
+
+
+def main() -> None:
+    """Print the counts; exit with 1 if any prompt differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--transport", choices=("nccl", "ipc", "shm"))
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--deadline-s", type=float, default=400.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    is_cpu = options.device == "cpu"
+    options.transport = options.transport or ("shm" if is_cpu else "nccl")
+    options.dtype = "float32" if is_cpu else "bfloat16"
+    options.trainer_device = "cuda:1" if options.transport == "nccl" else "cuda:0"
+    if not is_cpu:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # before vLLM is imported anywhere; children inherit it
+    with tempfile.TemporaryDirectory() as work:
+        outcome, report = asyncio.run(check(options, Path(work)))
+    (replica,) = report.replicas
+    rows = [
+        *asdict(outcome).items(),
+        ("transport", replica.transport),
+        ("held in", replica.held_in),
+        ("GB", replica.num_bytes / 1e9),
+        ("transfer ms", replica.transfer_ms),
+        ("pause to resume ms", replica.stall_ms),
+        ("tensors compared", replica.num_verified),
+    ]
+    verdict = "EXACT" if outcome.is_right else "DIFFERENT"
+    results = {"verdict": verdict, "outcome": outcome, "report": report}
+    heading = f"{verdict}: continuation after an update, against a fresh engine"
+    finish(
+        f"Continuation, {options.shape}, {options.dtype}", {heading: table(("", ""), rows)}, results, options.out
+    )
+    sys.exit(not outcome.is_right)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Engine and trainer on one GPU: sleep, a training step, new weights over CUDA IPC, and on with the same requests.
+
+    python -m tests.gpu.hybrid_cycle --shape qwen3-4b --out runs/hybrid.json
+    python -m tests.gpu.hybrid_cycle --device cpu --shape tiny     # simulated engine, weights from a directory
+
+A cycle: 64 requests start; `client.sleep(level)` in their middle; one AdamW step of the same model in this process;
+`client.update_weights(model.named_parameters())`, which wakes the engine; all requests run to their ends. Three
+cycles for each level. Memory is what all processes together have in use on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from agentloop.client import RolloutClient
+from agentloop.control import ReplicaUpdate
+from agentloop.types import Generation
+from agentloop_servers.local import running_service
+from tests.benchmarks.report import finish, table
+from tests.benchmarks.shapes import SHAPES, Shape, random_prompts, set_version
+from tests.gpu.policy import service_config, write_policy
+
+NUM_CYCLES = 3  # of each level
+LEVELS = (1, 2)
+CONTEXT_TOKENS = 2048
+PROMPT_TOKENS = 128
+BATCH = (4, 512)  # sequences and tokens of a training step
+SLEEP_AFTER_S = 0.5  # of generation
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One cycle. Memory in GB, None without a GPU."""
+
+    level: int
+    sleep_ms: float
+    step_ms: float
+    update_ms: float  # wake, transfer, swap and resume
+    transfer_ms: float
+    swap_ms: float
+    verify_ms: float
+    used_awake_gb: float | None
+    used_asleep_gb: float | None
+    used_training_gb: float | None  # right after the step
+    used_again_gb: float | None
+    transport: str | None
+    num_requests: int
+    num_mixed: int  # answers with tokens from before and from after
+    num_lost: int  # requests that failed, or whose answer is not whole
+
+    @property
+    def given_back_gb(self) -> float | None:
+        if self.used_awake_gb is None or self.used_asleep_gb is None:
+            return None
+        return self.used_awake_gb - self.used_asleep_gb
+
+
+class Trainer:
+    """A transformers model with AdamW, on this process's device."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.device = shape, device
+        config = Qwen3Config(**shape.config(CONTEXT_TOKENS, str(dtype).removeprefix("torch.")))
+        with torch.device(device):
+            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        set_version(shape, self.tensors(), 0)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Under checkpoint names, each once."""
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def step(self) -> float:
+        """One step on random tokens; returns the loss. What it needed for itself is free again."""
+        tokens = torch.randint(0, self.shape.vocab, BATCH, device=self.device)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return value
+
+
+async def cycle(
+    client: RolloutClient, trainer: Trainer, options: argparse.Namespace, level: int, version: int
+) -> Cycle:
+    """One cycle; `version` is the new weights'."""
+    prompts = random_prompts(trainer.shape, options.requests, PROMPT_TOKENS, seed=version)
+    calls = [asyncio.create_task(client.generate(prompt, max_tokens=options.tokens)) for prompt in prompts]
+    try:
+        await asyncio.sleep(SLEEP_AFTER_S)
+        used_awake = used_gb()
+        times = [time.perf_counter()]
+        await client.sleep(level)
+        times.append(time.perf_counter())
+        used_asleep = used_gb()
+        await asyncio.to_thread(trainer.step)
+        used_training = used_gb()
+        times.append(time.perf_counter())
+        update = await _update(client, trainer, options, version)
+        times.append(time.perf_counter())
+        used_again = used_gb()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    sleep_ms, step_ms, update_ms = ((end - start) * 1000 for start, end in pairwise(times))
+    whole = [answer for answer in answers if isinstance(answer, Generation) and _is_whole(answer, options.tokens)]
+    for error in answers:
+        if isinstance(error, BaseException):
+            print(f"a request failed: {error!r}", file=sys.stderr)
+    return Cycle(
+        level=level,
+        sleep_ms=sleep_ms,
+        step_ms=step_ms,
+        update_ms=update_ms,
+        transfer_ms=update.transfer_ms,
+        swap_ms=update.swap_ms,
+        verify_ms=update.verify_ms,
+        used_awake_gb=used_awake,
+        used_asleep_gb=used_asleep,
+        used_training_gb=used_training,
+        used_again_gb=used_again,
+        transport=update.transport,
+        num_requests=len(calls),
+        num_mixed=sum(len(answer.weight_versions) > 1 for answer in whole),
+        num_lost=len(calls) - len(whole),
+    )
+
+
+async def _update(
+    client: RolloutClient, trainer: Trainer, options: argparse.Namespace, version: int
+) -> ReplicaUpdate:
+    weights: Any = trainer.model.named_parameters()
+    if options.device == "cpu":  # a simulated engine is pushed no tensors
+        weights = write_policy(trainer.shape, trainer.tensors(), options.work / f"v{version}", **_facts(options))
+    report = await client.update_weights(weights, version=version)
+    (replica,) = report.replicas
+    if replica.error is not None:
+        raise RuntimeError(f"the replica did not take version {version}: {replica.error}")
+    return replica
+
+
+def _is_whole(answer: Generation, num_tokens: int) -> bool:
+    starts = [*(span.start for span in answer.weight_versions), len(answer.token_ids)]
+    ends = [0, *(span.end for span in answer.weight_versions)]
+    return len(answer.token_ids) == len(answer.logprobs) == num_tokens and starts == ends
+
+
+def used_gb() -> float | None:
+    """In use on the first GPU, by all processes."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(0)
+    return float(total - free) / 1e9
+
+
+async def run(options: argparse.Namespace) -> list[Cycle]:
+    """All cycles, on one service. Raises TimeoutError at the deadline."""
+    shape, is_cpu = SHAPES[options.shape], options.device == "cpu"
+    trainer = Trainer(shape, torch.device("cpu" if is_cpu else "cuda:0"), getattr(torch, options.dtype))
+    model = write_policy(shape, trainer.tensors(), options.work / "v0", **_facts(options))
+    config = service_config(
+        model,
+        device=options.device,
+        dtype=options.dtype,
+        max_running=options.requests,
+        kv_cache_mib=256 if is_cpu else int(options.kv_gib * 1024),
+        kind="simulated" if is_cpu else "vllm",
+        mode="hybrid",
+    )
+    run_dir = options.work / "run"
+    run_dir.mkdir()
+    cycles: list[Cycle] = []
+    async with (
+        asyncio.timeout(options.deadline_s),
+        running_service(config, run_dir) as url,
+        RolloutClient(url) as client,
+    ):
+        for level in LEVELS:
+            for _ in range(NUM_CYCLES):
+                cycles.append(await cycle(client, trainer, options, level, version=len(cycles) + 1))
+                print(cycles[-1], file=sys.stderr, flush=True)
+    return cycles
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    return {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
+
+
+def cycles_table(cycles: Sequence[Cycle]) -> str:
+    """A row a cycle."""
+    names = [field.name for field in fields(Cycle)]
+    rows = [[*(getattr(one, name) for name in names), one.given_back_gb] for one in cycles]
+    return table([*(name.replace("_", " ") for name in names), "given back gb"], rows)
+
+
+def main() -> None:
+    """Print the table; exit with 1 if a request was lost or no request went on over an update."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--kv-gib", type=float, default=40.0)
+    parser.add_argument("--deadline-s", type=float, default=480.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.dtype = "float32" if options.device == "cpu" else "bfloat16"
+    with tempfile.TemporaryDirectory() as work:
+        options.work = Path(work)
+        cycles = asyncio.run(run(options))
+    finish(f"Hybrid cycles, {options.shape}", {"A row a cycle": cycles_table(cycles)}, cycles, options.out)
+    sys.exit(any(one.num_lost or not one.num_mixed for one in cycles))
+
+
+if __name__ == "__main__":
+    main()

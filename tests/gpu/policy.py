@@ -1,0 +1,47 @@
+"""A policy of a known shape as a service needs it: model folders with a tokenizer, and a config for one replica."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from agentloop_servers.config import ServiceConfig
+from tests.benchmarks.shapes import Shape, write_checkpoint, write_model_folder
+from tests.support.model_folder import write_folder
+
+
+def write_policy(
+    shape: Shape, tensors: dict[str, torch.Tensor], folder: Path, *, max_context_tokens: int, dtype: str
+) -> Path:
+    """A whole Hugging Face folder. The tokenizer is a small one; ids above its own are never rendered."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_folder(folder)
+    write_model_folder(shape, folder, max_context_tokens=max_context_tokens, dtype=dtype)
+    return write_checkpoint(tensors, folder)
+
+
+def service_config(
+    model: Path,
+    *,
+    device: str,
+    dtype: str,
+    max_running: int,
+    kv_cache_mib: int,
+    kind: str = "vllm",
+    **changed: object,
+) -> ServiceConfig:
+    """One replica, in eager mode if it is vLLM. `changed` are fields of ServiceConfig."""
+    is_cpu = device == "cpu"
+    engine = {
+        "kind": kind,
+        "device": device,
+        "dtype": dtype,
+        "max_running": max_running,
+        "block_size": 32 if is_cpu else 16,
+        "kv_cache_mib": kv_cache_mib,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": True,
+        "num_cpus": 0.5 if is_cpu else 1.0,
+    }
+    return ServiceConfig.model_validate({"model": str(model), "model_version": 0, "engine": engine, **changed})

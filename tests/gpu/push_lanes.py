@@ -1,0 +1,301 @@
+"""Pushes between processes over every lane that this machine has: figures, kills, and memory that must not grow.
+
+    python3 -m tests.gpu.push_lanes [--gib 4] [--updates 20] [--lanes ipc,nccl,shm]
+
+`ipc` needs one GPU, `nccl` two; `shm` is GPU to CPU and CPU to GPU. Each lane: updates over kept links, then a
+receiver killed in the middle (the other gets a second pass), a further update, a sender killed in the middle
+(receivers raise at once). Every tensor is compared value by value, besides the lanes' own checksums. Prints a
+table; ends with 1 if anything is wrong. About a minute a lane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from agentloop.engine import PushSource, TensorInfo
+from agentloop.errors import AgentLoopError
+from agentloop_servers.transfer.layout import view
+from agentloop_servers.transfer.passes import Outgoing
+from agentloop_servers.transfer.receiver import PassRestarted, Receiver
+from agentloop_servers.transfer.sender import WeightSender
+
+ANSWER_S = 180.0
+NOTICE_S = 5.0
+STALL_S = 120.0
+ROWS, COLUMNS = 4096, 8192  # 64 MiB of bfloat16 a tensor
+MAX_GROWTH_BYTES = 128 * 2**20
+
+
+# --- the processes -------------------------------------------------------------------------------------------
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def send(device: torch.device, transport: str) -> None:
+    """Commands on stdin: {"value", "num_tensors", "stall_at"}. Float32 here, bfloat16 on the way."""
+    sender = WeightSender(device=device, transport=transport)
+    held = torch.empty(ROWS, COLUMNS, device=device)
+
+    def load(value: int, number: int, stall_at: int) -> torch.Tensor:
+        if number == stall_at:
+            say(stalled=True)
+            time.sleep(STALL_S)
+        return held.fill_((value + number) % 251)
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        value, stall_at = order["value"], order["stall_at"]
+        items = [
+            Outgoing(
+                TensorInfo(f"t{number}", "bfloat16", (ROWS, COLUMNS)),
+                lambda number=number, value=value, stall_at=stall_at: load(value, number, stall_at),
+            )
+            for number in range(order["num_tensors"])
+        ]
+        say(source=msgspec.to_builtins(sender.offer(items)))
+        try:
+            report = sender.run(ANSWER_S)
+        except AgentLoopError as error:
+            say(error=str(error))
+            continue
+        sender.release()
+        say(report=msgspec.to_builtins(report), free=free_bytes(device))
+
+
+def receive(device: torch.device, rank: int) -> None:
+    """Commands on stdin: {"source", "value", "stall_at"}."""
+    receiver = Receiver(device, rank)
+    for line in sys.stdin:
+        order = json.loads(line)
+        source = msgspec.convert(order["source"], PushSource)
+        try:
+            incoming = receiver.open(source, can_hold=True, timeout_s=ANSWER_S)
+            num_wrong, num_passes = consume(incoming, order["value"], order["stall_at"])
+        except AgentLoopError as error:
+            say(error=str(error), at=time.time())
+            continue
+        say(
+            transport=incoming.transport,
+            ms=incoming.transfer_ms,
+            wrong=num_wrong,
+            passes=num_passes,
+            free=free_bytes(device),
+        )
+
+
+def consume(incoming: Any, value: int, stall_at: int) -> tuple[int, int]:
+    """How many tensors are not what the sender holds, and how many passes it took."""
+    num_passes = 0
+    while True:
+        num_passes += 1
+        equal = []
+        try:
+            for bucket, data in incoming.buckets():
+                if bucket == stall_at:
+                    say(stalled=True)
+                    time.sleep(STALL_S)
+                for place in incoming.layout.in_bucket(bucket):
+                    tensor = view(data, place)
+                    number = int(place.name.removeprefix("t"))
+                    equal.append((tensor == (value + number) % 251).all())
+            num_wrong = len(equal) - int(torch.stack(equal).sum())
+            incoming.finish()
+        except PassRestarted:
+            continue
+        return num_wrong, num_passes
+
+
+# --- the script ----------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process of this file, its orders and its answers."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.push_lanes", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def order(self, **fields: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(fields) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        return dict(json.loads(self._answers.get(timeout=ANSWER_S)))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self._answers.put(line)
+        self._answers.put(json.dumps({"error": "the process ended"}))
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What is tried: the sender's device and the receivers'."""
+
+    transport: str
+    sender: str
+    receivers: tuple[str, ...]
+
+
+class Trial:
+    """One lane's processes, and what was wrong."""
+
+    def __init__(self, lane: Lane, num_tensors: int) -> None:
+        self.lane = lane
+        self.num_tensors = num_tensors
+        self.faults: list[str] = []
+        self.sender = Child("--send", lane.sender, lane.transport)
+        self.receivers = [Child("--receive", device, str(rank)) for rank, device in enumerate(lane.receivers)]
+
+    def expect(self, is_right: bool, text: str) -> None:
+        if not is_right:
+            self.faults.append(text)
+
+    def start(self, value: int, sender_stalls: int = -1, receiver_stalls: int = -1) -> None:
+        self.sender.order(value=value, num_tensors=self.num_tensors, stall_at=sender_stalls)
+        source = msgspec.convert(self.sender.answer()["source"], PushSource)
+        for rank, receiver in enumerate(self.receivers):
+            receiver.order(
+                source=msgspec.to_builtins(replace(source, num_receivers=len(self.receivers))),
+                value=value,
+                stall_at=receiver_stalls if rank == 0 else -1,
+            )
+
+    def finish(self, num_passes: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        sent, taken = self.sender.answer(), [receiver.answer() for receiver in self.receivers]
+        self.expect("report" in sent and sent["report"]["num_passes"] == num_passes, f"sender: {sent}")
+        for one in taken:
+            is_right = one.get("wrong") == 0 and one["transport"] == self.lane.transport
+            self.expect(is_right and one["passes"] == num_passes, f"receiver: {one}")
+        return sent, taken
+
+    def updates(self, num_updates: int) -> str:
+        """Several updates; the first one and a half dozen may warm caches, after that nothing grows."""
+        times, free = [], []
+        for value in range(num_updates):
+            self.start(value)
+            sent, taken = self.finish()
+            if self.faults:
+                return "-"
+            times.append(sent["report"]["transfer_ms"])
+            free.append([sent["free"], *(one["free"] for one in taken)])
+        warm = min(3, num_updates - 1)
+        growth = max(before - after for before, after in zip(free[warm], free[-1], strict=True))
+        self.expect(growth < MAX_GROWTH_BYTES, f"memory grew by {growth:,} bytes over {num_updates} updates")
+        steady = sorted(times[1:] or times)[len(times[1:] or times) // 2]
+        size = self.num_tensors * ROWS * COLUMNS * 2
+        grown = f"grew {max(growth, 0) / 2**20:.0f} MiB"
+        return f"{times[0]:8.0f} {steady:8.0f} ms {size / steady / 1e6:7.1f} GB/s   {grown}"
+
+    def kill_receiver(self) -> str:
+        """Kill the first one in its second bucket; the others must get everything in a second pass."""
+        self.start(100, receiver_stalls=1)
+        self.expect(self.receivers[0].answer().get("stalled") is True, "the receiver did not stall")
+        self.receivers.pop(0).kill()
+        killed_at = time.time()
+        self.finish(num_passes=2)
+        recovered_s = time.time() - killed_at
+        self.start(101)
+        self.finish()
+        return f"{recovered_s:.2f} s"
+
+    def kill_sender(self) -> str:
+        self.start(102, sender_stalls=self.num_tensors // 2)
+        self.expect(self.sender.answer().get("stalled") is True, "the sender did not stall")
+        self.sender.kill()
+        killed_at = time.time()
+        answers = [receiver.answer() for receiver in self.receivers]
+        noticed_s = max(one.get("at", float("inf")) - killed_at for one in answers)
+        self.expect(noticed_s < NOTICE_S, f"a killed sender was noticed after {noticed_s:.1f} s: {answers}")
+        return f"{noticed_s:.2f} s"
+
+    def close(self) -> None:
+        for child in (self.sender, *self.receivers):
+            child.kill()
+
+
+def lanes_here(wanted: list[str]) -> list[Lane]:
+    """What this machine can try. The parent process makes no CUDA context."""
+    num_gpus = torch.cuda.device_count()
+    others = tuple(f"cuda:{index}" for index in range(1, num_gpus))
+    lanes = [
+        Lane("ipc", "cuda:0", ("cuda:0", "cuda:0")),
+        Lane("nccl", "cuda:0", others),
+        Lane("shm", "cuda:0", ("cpu", "cpu")),
+        Lane("shm", "cpu", ("cuda:0", "cuda:0")),
+    ]
+    if num_gpus == 0:
+        lanes = [Lane("shm", "cpu", ("cpu", "cpu"))]
+    return [lane for lane in lanes if lane.transport in wanted and lane.receivers]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gib", type=float, default=4.0)
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--lanes", default="ipc,nccl,shm")
+    options = parser.parse_args()
+    num_tensors = max(4, int(options.gib * 2**30) // (ROWS * COLUMNS * 2))
+    num_faults = 0
+    print("lane  sender -> receivers             first   steady              memory   receiver lost   sender lost")
+    for lane in lanes_here(options.lanes.split(",")):
+        trial = Trial(lane, num_tensors)
+        try:
+            figures = trial.updates(options.updates)
+            has_survivors = len(lane.receivers) > 1
+            receiver_lost = trial.kill_receiver() if has_survivors and not trial.faults else "-"
+            sender_lost = trial.kill_sender() if not trial.faults else "-"
+        except (queue.Empty, KeyError, OSError) as error:
+            trial.faults.append(f"no answer: {error!r}")
+            figures = receiver_lost = sender_lost = "-"
+        finally:
+            trial.close()
+        route = f"{lane.sender} -> {','.join(lane.receivers)}"
+        print(f"{lane.transport:5} {route:28} {figures}   {receiver_lost:>8}   {sender_lost:>8}", flush=True)
+        for fault in trial.faults:
+            print(f"  WRONG: {fault}", flush=True)
+        num_faults += len(trial.faults)
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--send"]:
+        send(torch.device(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1:2] == ["--receive"]:
+        receive(torch.device(sys.argv[2]), int(sys.argv[3]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,44 @@
+"""vLLM's own reload in the place of ours, inside the worker: a known silent failure, made on order.
+
+A file in the folder of an update orders it, for that update only; all other updates go the shipped way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentloop_servers.transfer.strips import Read
+from agentloop_servers.transfer.worker import RunningModel, WeightWorker
+
+EXTENSION = f"{__name__}.StockReload"
+STOCK = "reload_as_stock_vllm"  # load as `collective_rpc("reload_weights")` does
+UNPROVEN = "skip_the_proof"  # and compare nothing afterwards
+
+
+class StockReload(WeightWorker):
+    """The shipped worker extension, over a model that can be told to be loaded by vLLM alone."""
+
+    def weights_model(self) -> RunningModel:
+        self._faulty = _FaultyModel(self)
+        return self._faulty
+
+    def weights_stage(self, number: int, source: Mapping[str, Any]) -> None:
+        self._faulty.folder = Path(source["directory"])
+        super().weights_stage(number, source)
+
+
+class _FaultyModel(RunningModel):
+    folder: Path
+
+    def reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if (self.folder / STOCK).exists():
+            self._worker.reload_weights(weights_path=str(self.folder))
+        else:
+            super().reload(tensors)
+
+    def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
+        return (0, 0) if (self.folder / UNPROVEN).exists() else super().compare(names, read)
