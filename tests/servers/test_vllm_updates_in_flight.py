@@ -295,11 +295,9 @@ async def test_every_token_is_of_the_version_it_names(
     stalls_ms = [round(report.stall_ms) for report in reports]
     print(f"{kv_policy}: {num_mixed} mixed, stalls {stalls_ms} ms, {json.dumps(figures)}")
     settled = figures["settled"]
+    assert settled["num_off"] == 0
     if kv_policy is KVPolicy.RECOMPUTE:
-        assert settled["num_off"] == 0
         assert settled["mean_under_another_version"] > DIFFERENT
     else:
-        # Not 0: a turn that waited inside vLLM over an update may begin on KV of the version it came in under.
-        assert settled["num_off"] <= settled["num_tokens"] / 10
         assert settled["mean_under_another_version"] > 5 * SAME
         assert SAME < figures["mixed"]["mean"] < figures["mixed"]["mean_under_another_version"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -28,7 +28,6 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import (
-    AgentLoopError,
     Conflict,
     DeadlineExceeded,
     EngineLost,
@@ -39,7 +38,7 @@ from agentloop.errors import (
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop.validate import check_request, room_tokens
 from agentloop_servers.engines import vllm_values as values
-from agentloop_servers.engines.vllm_calls import Call, Calls, mark_aborted
+from agentloop_servers.engines.vllm_calls import Call, Calls
 from agentloop_servers.engines.vllm_config import VllmConfig, prepare_environment
 from agentloop_servers.engines.vllm_process import VllmProcess, control_call
 from agentloop_servers.engines.vllm_weights import VllmWeights
@@ -66,7 +65,8 @@ class VllmEngine:
         self._process = VllmProcess(config)
         self._weights = VllmWeights(config, self._process)
         self._asleep: frozenset[MemoryTag] = frozenset()
-        self._calls = Calls(on_leave=self._refresh_drain)
+        self._is_committing = False
+        self._calls = Calls(self._process, on_leave=self._refresh_drain)
         self._control = asyncio.Lock()  # freeze, resume, commit, sleep and wake, one at a time
         self._drain_over = asyncio.Event()
 
@@ -117,7 +117,7 @@ class VllmEngine:
             return
         self._state = _State.CLOSED
         self._drain_over.set()
-        await self._end_all(EngineLost("the engine was closed"))
+        await self._calls.end_all(EngineLost("the engine was closed"))
         await self._process.close()
         self._weights.close()
 
@@ -176,13 +176,13 @@ class VllmEngine:
             yield values.to_generation(request, output, tuple(token_ids), tuple(logprobs), self.load())
 
     async def abort(self, request_id: str) -> None:
-        await self._abort(self._calls.find(request_id))
+        await self._calls.abort(self._calls.find(request_id))
 
     @contextlib.contextmanager
     def _registered(self, request: GenerateRequest) -> Iterator[Call]:
         self._require_alive()
         check_request(request, self.info)
-        if not self.is_usable:
+        if not self.is_usable and not self._is_committing:  # during a commit it waits at the gate
             raise EngineUnusable("the engine holds no weights of a known version")
         with self._calls.entered(request) as call:
             yield call
@@ -192,44 +192,31 @@ class VllmEngine:
 
         Closing or cancelling this aborts the request in vLLM.
         """
-        if not await self._calls.pass_gate(call, self._is_open):
-            return
-        # Nothing is awaited from here until vLLM has registered the request, so an abort cannot miss it.
-        call.is_admitted = True
-        request = call.request
-        version = request.kv_version if request.kv_version is not None else self._weights.version
-        try:
-            params = values.sampling_params(
-                request.sampling, room_tokens(request, self.info), is_streamed=is_streamed
-            )
-            prompt = values.tokens_prompt(request, version)
-            async with contextlib.aclosing(
-                self._process.llm.generate(
-                    prompt, params, request.request_id, lora_request=self._weights.lora_request
-                )
-            ) as outputs:
-                async for output in outputs:
-                    if call.verdict is not None:
-                        raise call.verdict
-                    yield output
-        except Exception as error:
-            raise (call.verdict or values.translate(error)) from error
-
-    async def _abort(self, calls: Sequence[Call]) -> None:
-        admitted = mark_aborted(calls)
-        if admitted:
+        while await self._calls.pass_gate(call, self._is_open):
+            # Nothing is awaited from here until vLLM has registered the request, so an abort cannot miss it.
+            call.is_admitted, call.is_recalled = True, False
             try:
-                await self._process.llm.abort(admitted)
+                async with contextlib.aclosing(self._admitted(call.request, is_streamed=is_streamed)) as outputs:
+                    async for output in outputs:
+                        if call.verdict is not None:
+                            raise call.verdict
+                        if call.is_recalled:
+                            break
+                        yield output
+                    else:
+                        return
             except Exception as error:
-                raise values.translate(error) from error
+                raise (call.verdict or values.translate(error)) from error
+            call.is_admitted = False
 
-    async def _end_all(self, verdict: AgentLoopError) -> None:
-        """Make every call raise `verdict`."""
-        calls = self._calls.all()
-        for call in calls:
-            call.verdict = verdict
-        with contextlib.suppress(EngineLost):  # then vLLM itself has ended them
-            await self._abort(calls)
+    def _admitted(self, request: GenerateRequest, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+        version = request.kv_version if request.kv_version is not None else self._weights.version
+        params = values.sampling_params(request.sampling, room_tokens(request, self.info), is_streamed=is_streamed)
+        prompt = values.tokens_prompt(request, version)
+        outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
+            prompt, params, request.request_id, lora_request=self._weights.lora_request
+        )
+        return outputs
 
     # --- pause and weights --------------------------------------------------------------------------------
 
@@ -242,7 +229,7 @@ class VllmEngine:
         elif mode is PauseMode.ABORT:
             if self._state is _State.SERVING:
                 self._state = _State.DRAINING
-            await self._abort(self._calls.all())
+            await self._calls.abort(self._calls.all())
         async with self._control:
             self._require_alive()
             await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
@@ -273,15 +260,19 @@ class VllmEngine:
             self._require_awake()
             if self._state is not _State.PAUSED:
                 raise Conflict("weights are committed to a paused engine only")
+            self._is_committing = True
             try:
+                await self._calls.recall()
                 return await self._weights.commit(version)
             except Conflict:
                 raise  # nothing was touched
             except BaseException as error:  # cancelled too: the weights are of unknown state
-                await self._end_all(EngineUnusable("its weights are of unknown state"))
+                await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
                 if isinstance(error, Exception):
                     raise WeightUpdateFailed(f"version {version}: {values.one_line(error)}") from error
                 raise
+            finally:
+                self._is_committing = False
 
     async def offer(self) -> PushSource | None:
         self._require_alive()

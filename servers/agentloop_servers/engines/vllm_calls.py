@@ -11,8 +11,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from agentloop.errors import AgentLoopError, Conflict
+from agentloop.errors import AgentLoopError, Conflict, EngineLost
 from agentloop.types import GenerateRequest
+from agentloop_servers.engines.vllm_process import VllmProcess
+from agentloop_servers.engines.vllm_values import is_unbegun, translate
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +24,7 @@ class Call:
     request: GenerateRequest
     is_admitted: bool = False  # vLLM knows it
     is_aborted: bool = False
+    is_recalled: bool = False  # aborted in vLLM, to pass the gate once more
     verdict: AgentLoopError | None = None  # raised instead of an answer
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to look at the gate again
 
@@ -29,7 +32,8 @@ class Call:
 class Calls:
     """All of one engine's. `on_leave` is called when one has ended."""
 
-    def __init__(self, on_leave: Callable[[], None]) -> None:
+    def __init__(self, process: VllmProcess, on_leave: Callable[[], None]) -> None:
+        self._process = process
         self._on_leave = on_leave
         self._by_id: dict[str, Call] = {}
 
@@ -75,10 +79,33 @@ class Calls:
         for call in self._by_id.values():
             call.wake.set()
 
+    async def abort(self, calls: Sequence[Call]) -> None:
+        """End these now; each gives out what it has."""
+        for call in calls:
+            call.is_aborted = True
+            call.wake.set()
+        await self._abort_in_vllm([call for call in calls if call.is_admitted])
 
-def mark_aborted(calls: Sequence[Call]) -> list[str]:
-    """Mark them, and return the ids of those that vLLM has to be told of."""
-    for call in calls:
-        call.is_aborted = True
-        call.wake.set()
-    return [call.request.request_id for call in calls if call.is_admitted]
+    async def end_all(self, verdict: AgentLoopError) -> None:
+        """Make every call raise `verdict`."""
+        calls = self.all()
+        for call in calls:
+            call.verdict = verdict
+        with contextlib.suppress(EngineLost):  # then vLLM itself has ended them
+            await self.abort(calls)
+
+    async def recall(self) -> None:
+        """Take requests that vLLM has admitted but not begun back behind the gate: after a commit they enter with
+        its salt, and so meet no KV of older weights. Those of a trajectory that goes on with its KV stay."""
+        calls = [call for call in self.all() if call.is_admitted and call.request.kv_version is None]
+        waiting = [call for call in calls if is_unbegun(self._process.llm, call.request.request_id)]
+        for call in waiting:
+            call.is_recalled = True
+        await self._abort_in_vllm(waiting)
+
+    async def _abort_in_vllm(self, calls: Sequence[Call]) -> None:
+        if calls:
+            try:
+                await self._process.llm.abort([call.request.request_id for call in calls])
+            except Exception as error:
+                raise translate(error) from error

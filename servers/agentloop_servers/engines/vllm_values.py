@@ -98,6 +98,13 @@ def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tup
     return None
 
 
+def is_unbegun(llm: Any, request_id: str) -> bool:
+    """Whether vLLM has given out no token of a request that it knows."""
+    processor = llm.output_processor
+    states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
+    return bool(states) and all(state is not None and state.is_prefilling for state in states)
+
+
 def to_generation(
     request: GenerateRequest,
     output: Any,
