@@ -142,7 +142,8 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
     tensors = make_tensors(shape, device, getattr(torch, options.dtype), version=0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # for the service; this process has its devices already
+        torch.cuda.device_count()  # remembered from here on; the variable is for the service
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(options.tp * options.dp)))
     facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
     old = write_policy(shape, tensors, work / "v0", **facts)
     set_version(shape, tensors, 1)
@@ -154,6 +155,8 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
         max_running=options.prompts,
         kv_cache_mib=256 if options.device == "cpu" else 8192,
         kv_policy="recompute",
+        tensor_parallel_size=options.tp,
+        data_parallel_size=options.dp,
     )
     run_dir = work / "run"
     run_dir.mkdir()
@@ -168,7 +171,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=("nccl", "ipc", "shm"))
+    parser.add_argument("--transport", choices=("nccl", "ipc", "shm", "auto"))
+    parser.add_argument("--tp", type=int, default=1, help="the replica's tensor-parallel size; transport auto")
+    parser.add_argument("--dp", type=int, default=1, help="its data-parallel size; transport auto")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--deadline-s", type=float, default=400.0)

@@ -29,6 +29,8 @@ def service_config(
     max_running: int,
     kv_cache_mib: int,
     kind: str = "vllm",
+    tensor_parallel_size: int = 1,
+    data_parallel_size: int = 1,
     **changed: object,
 ) -> ServiceConfig:
     """One replica, in eager mode if it is vLLM. `changed` are fields of ServiceConfig."""
@@ -42,6 +44,8 @@ def service_config(
         "kv_cache_mib": kv_cache_mib,
         "gpu_memory_utilization": 0.5,
         "enforce_eager": True,
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": data_parallel_size,
         "num_cpus": 0.5 if is_cpu else 1.0,
     }
     return ServiceConfig.model_validate({"model": str(model), "model_version": 0, "engine": engine, **changed})

@@ -59,7 +59,9 @@ class VllmWeights:
         if self._lora is not None:
             await self._lora.start(self._process.llm)
         if self._config.initial_version is not None:
-            await self._stamp(self._config.initial_version)
+            await self._label(self._config.initial_version)
+            self.version = self._config.initial_version
+            self._committed.add(self.version)
 
     def close(self) -> None:
         """Idempotent; vLLM may be gone."""
@@ -93,14 +95,13 @@ class VllmWeights:
         (number, update), self._staged = self._staged, None
         self.version = None
         async with asyncio.timeout(self._config.commit_timeout_s):
-            if update.adapter is not None and self._lora is not None:
-                report = await self._lora.commit(update.adapter, self._process)
-            else:
-                report = _commit_report(await self._on_workers("weights_commit", number))
+            # Side by side: the label counts from the next token on, and there is none before the resume.
+            report, _ = await asyncio.gather(self._swap(number, update), self._label(version))
             if version in self._committed:
                 # KV under this version's salt may be of other weights.
                 await self._process.clear_cache()
-            await self._stamp(version)
+        self.version = version
+        self._committed.add(version)
         self._served_form().confirm()
         return report
 
@@ -182,10 +183,13 @@ class VllmWeights:
         except Exception as error:
             raise values.translate(error) from error
 
-    async def _stamp(self, version: int) -> None:
+    async def _swap(self, number: int, update: WeightUpdate) -> CommitReport:
+        if update.adapter is not None and self._lora is not None:
+            return await self._lora.commit(update.adapter, self._process)
+        return _commit_report(await self._on_workers("weights_commit", number))
+
+    async def _label(self, version: int) -> None:
         await self._process.llm.update_weight_version(str(version))
-        self.version = version
-        self._committed.add(version)
 
 
 def _plain(tensors: tuple[TensorInfo, ...]) -> list[list[Any]]:

@@ -101,6 +101,7 @@ class Depot:
         self._timeout_s = timeout_s
         self._memory = StagingMemory(device, staging)
         self._receiver = Receiver(device, rank)
+        self._stream: torch.cuda.Stream | None = None
         self._known: _KnownPlan | None = None
         self._refused: tuple[TensorInfo, ...] = ()
         self._stage: _Stage | None = None
@@ -176,8 +177,8 @@ class Depot:
             return
         self._stage = None
         stage.is_dropped = True
-        if stage.incoming is not None:
-            stage.incoming.abort()
+        if stage.incoming is not None and (stage.state is not StageState.HELD or isinstance(stage.hold, Stream)):
+            stage.incoming.abort()  # else all has arrived, and the link serves the next update
         if stage.thread is not None:
             stage.thread.join(JOIN_TIMEOUT_S)
             if stage.thread.is_alive():
@@ -351,8 +352,10 @@ class Depot:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._device.type == "cuda":
+                if self._stream is None:  # one for all updates: what torch caches belongs to a stream
+                    self._stream = torch.cuda.Stream(self._device)
                 stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+                stack.enter_context(torch.cuda.stream(self._stream))
             yield
 
 

@@ -108,20 +108,21 @@ class Shadow:
         self._staged_sums.compute()
 
     def commit(self, model: Model) -> Swap:
-        started_at = time.perf_counter()
+        device = self._into[0].device
+        started = _Mark(device)
         with torch.no_grad():
             torch._foreach_copy_(self._into, self._from, non_blocking=True)
-        model.synchronize()
-        swapped_at = time.perf_counter()
+        swapped = _Mark(device)
         served = model.parameters
         for name, tensor in zip(self._names, self._into, strict=True):
             if served[name].data_ptr() != tensor.data_ptr():
                 raise RuntimeError(f"parameter {name} was replaced after the update was staged")
-        self._served_sums.compute()
+        self._served_sums.compute()  # without a wait: these are launched while the copies run
+        verified = _Mark(device)
         wrong = self._served_sums.first_difference(self._staged_sums)
         if wrong is not None:
             raise RuntimeError(f"parameter {wrong} does not hold what was sent")
-        return Swap(_ms(started_at, swapped_at), _ms(swapped_at), len(self._names))
+        return Swap(started.ms_to(swapped), swapped.ms_to(verified), len(self._names))
 
 
 class Checkpoint:
@@ -279,6 +280,21 @@ class OpenCheckpoint:
     def read(self, name: str) -> Any:
         """A tensor to be sliced."""
         return self._file_by_name[name].get_slice(name)
+
+
+class _Mark:
+    """A moment in the work of a device; `ms_to` once both have passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._at = time.perf_counter()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def ms_to(self, later: _Mark) -> float:
+        if self._event is None or later._event is None:
+            return _ms(self._at, later._at)
+        return float(self._event.elapsed_time(later._event))
 
 
 def _compare_sums(names: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> None:

@@ -73,10 +73,15 @@ class StaleModel(PlainModel):
 
 
 class WipedModel(PlainModel):
-    """Loses what was copied into it."""
+    """Loses a row whenever somebody looks, once the test says so."""
 
-    def synchronize(self) -> None:
-        self.module.fused.data[3].zero_()
+    is_losing = False
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        if self.is_losing:
+            self.module.fused.data[3].zero_()
+        return super().parameters
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -224,6 +229,8 @@ def test_a_commit_that_did_not_arrive_is_found(kind: type[PlainModel], reason: s
     try:
         site.load(tmp_path, seed=1)
         site.stage(site.offer(seed=2))
+        if isinstance(site.model, WipedModel):
+            site.model.is_losing = True
         with pytest.raises(RuntimeError, match=reason):
             site.commit()
     finally:
