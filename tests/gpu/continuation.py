@@ -37,6 +37,16 @@ from tests.gpu.policy import service_config, write_policy
 
 UPDATE_AT = 0.4  # of an undisturbed run's duration
 CONTEXT_TOKENS = 1024
+NCCL_SETTINGS = {
+    "NCCL_COLLNET_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MIN_NCHANNELS": "1",
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_PROTO": "Simple",
+    "NCCL_ALGO": "ring,tree;allreduce:tree",
+    "NCCL_NTHREADS": "1",
+}
+"""What batch-invariant vLLM 0.32 sets in its workers: the trainer's group with them needs the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +194,8 @@ def main() -> None:
     options.dtype = "float32" if is_cpu else "bfloat16"
     options.trainer_device = "cuda:1" if options.transport == "nccl" else "cuda:0"
     if not is_cpu:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # before vLLM is imported anywhere; children inherit it
+        # Before vLLM is imported or NCCL used anywhere; children inherit it.
+        os.environ |= {"VLLM_BATCH_INVARIANT": "1", **NCCL_SETTINGS}
     with tempfile.TemporaryDirectory() as work:
         outcome, report = asyncio.run(check(options, Path(work)))
     (replica,) = report.replicas

@@ -21,7 +21,7 @@ from agentloop_servers.engines.vllm_lora import LoraAdapters
 from agentloop_servers.engines.vllm_process import VllmProcess
 from agentloop_servers.transfer.checkpoint import ServedForm
 
-POLL_S = 0.01  # each costs the engine a pass between two steps, some tens of microseconds
+POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
 HELD, FAILED = "held", "failed"
 
 

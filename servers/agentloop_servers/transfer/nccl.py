@@ -8,8 +8,9 @@ and the checksums of the whole update are compared after that.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -18,15 +19,30 @@ from agentloop_servers.transfer.lanes import Buffer, LaneBroken, Wire
 from agentloop_servers.transfer.layout import Layout
 from agentloop_servers.transfer.nccl_lib import Communicator, NcclFailed, unique_id
 
+# NCCL takes these from each process and never reconciles them: where they differ a broadcast fails or hangs. vLLM
+# sets them in its workers in batch-invariant mode.
+SHARED_SETTINGS = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_NTHREADS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE",
+)
 JOIN_TIMEOUT_S = 60.0
 TRANSFER_TIMEOUT_S = 600.0  # of one pass; `Wire.check` usually knows better
 
 
 class _Join(msgspec.Struct):
-    """What a receiver needs for its place in the group; `group_id` None: it is in it already."""
+    """What a receiver needs for its place in the group; `group_id` None: it is in it already.
+
+    `settings` are the sender's NCCL variables of `SHARED_SETTINGS`.
+    """
 
     rank: int
     world_size: int
+    settings: dict[str, str]
     group_id: bytes | None = None
 
 
@@ -141,7 +157,7 @@ class NcclSendLane:
         is_kept = self._group.is_joined and members == self._members
         group_id = None if is_kept else unique_id()
         for rank, peer in enumerate(peers, start=1):
-            peer.post(msgspec.msgpack.encode(_Join(rank, world_size, group_id)))
+            peer.post(msgspec.msgpack.encode(_Join(rank, world_size, settings(), group_id)))
         if group_id is not None:
             self._group.join(group_id, 0, world_size)
             self._members = members
@@ -182,6 +198,7 @@ class NcclReceiveLane:
         self._group.begin([wire])
         self._layout = layout
         place = msgspec.msgpack.decode(wire.take(), type=_Join)
+        check_settings(place.settings)
         if place.group_id is not None:
             self._group.join(place.group_id, place.rank, place.world_size)
         num_buffers = min(2, len(layout.bucket_sizes))
@@ -222,3 +239,20 @@ class NcclReceiveLane:
     def close(self) -> None:
         self._group.leave()
         self._buffers = []
+
+
+def settings() -> dict[str, str]:
+    """This process's NCCL variables that all ranks of a group must share."""
+    return {name: os.environ[name] for name in SHARED_SETTINGS if name in os.environ}
+
+
+def check_settings(theirs: Mapping[str, str]) -> None:
+    """Raise LaneBroken, naming the first variable that differs, unless the sender's are this process's."""
+    ours = settings()
+    for name in SHARED_SETTINGS:
+        if ours.get(name) != theirs.get(name):
+            here, there = ours.get(name, "unset"), theirs.get(name, "unset")
+            raise LaneBroken(
+                f"{name} is {here} in the engine's worker and {there} in the sender: start the sender with the "
+                "worker's NCCL variables (batch-invariant vLLM sets them)"
+            )
