@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -72,9 +72,10 @@ class _Stage:
 
 @dataclass(slots=True)
 class _KnownPlan:
-    """A plan for a list of tensors; `is_proved` once it agreed with what the engine loaded by itself."""
+    """A plan for tensors of these names and shapes, in whatever order and dtype they come; `is_proved` once it
+    agreed with what the engine loaded by itself."""
 
-    tensors: tuple[TensorInfo, ...]
+    shapes: Mapping[str, tuple[int, ...]]
     plan: Plan
     is_proved: bool = False
 
@@ -103,7 +104,7 @@ class Depot:
         self._receiver = Receiver(device, rank)
         self._stream: torch.cuda.Stream | None = None
         self._known: _KnownPlan | None = None
-        self._refused: tuple[TensorInfo, ...] = ()
+        self._refused: Mapping[str, tuple[int, ...]] = {}
         self._stage: _Stage | None = None
         self._served: Checkpoint | None = None  # what the last push brought, where parameters cannot be read back
         self._sender: WeightSender | None = None
@@ -120,21 +121,25 @@ class Depot:
 
     def _plan_for(self, tensors: tuple[TensorInfo, ...]) -> _KnownPlan | None:
         """Call on the worker's own thread only: it runs the model's loader."""
-        if not self._can_trace or tensors == self._refused:
+        shapes = {tensor.name: tuple(tensor.shape) for tensor in tensors}
+        if not self._can_trace or shapes == self._refused:
             return None
-        if self._known is None or self._known.tensors != tensors:
+        if self._known is None or self._known.shapes != shapes:
             try:
-                self._known = _KnownPlan(tensors, trace(self._module, tensors))
+                plan = trace(self._module, tensors)
             except PlanRefused:
-                self._refused = tensors
+                self._refused = shapes
                 return None
+            # Tensors that nothing takes, such as a tied output head, may be in one list and not in the other.
+            is_proved = self._known is not None and self._known.is_proved and _is_same(self._known.plan, plan)
+            self._known = _KnownPlan(shapes, plan, is_proved)
         return self._known
 
     def _prove(self, known: _KnownPlan, read: Any) -> None:
         try:
             prove(known.plan, self._model.parameters, read)
         except PlanRefused:
-            self._refused, self._known = known.tensors, None
+            self._refused, self._known = known.shapes, None
         else:
             known.is_proved = True
 
@@ -357,6 +362,10 @@ class Depot:
                 stack.enter_context(torch.cuda.device(self._device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             yield
+
+
+def _is_same(one: Plan, other: Plan) -> bool:
+    return set(one.copies) == set(other.copies) and set(one.fills) == set(other.fills)
 
 
 def _send(sender: WeightSender) -> None:

@@ -115,11 +115,12 @@ class Site:
         self.module.load_weights(iter(weights(seed).items()))
         self.depot.prepare(str(directory), infos())
 
-    def offer(self, seed: int) -> PushSource:
+    def offer(self, seed: int, *, is_reversed: bool = False) -> PushSource:
         items = [
             Outgoing(TensorInfo(name, "float32", tuple(tensor.shape)), lambda tensor=tensor: tensor)
             for name, tensor in weights(seed).items()
         ]
+        items = items[::-1] if is_reversed else items
         offer = replace(self.sender.offer(items), num_receivers=1)
         self.trainer = threading.Thread(target=self.sender.run, args=(20.0,))
         self.trainer.start()
@@ -169,6 +170,17 @@ def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Site, t
     site.assert_holds(1)
     swap = site.commit()
     assert swap.num_verified == 2
+    site.assert_holds(2)
+    assert site.model.num_reloads == 0
+
+
+def test_a_plan_serves_tensors_in_any_order(site: Site, tmp_path: Path) -> None:
+    site.load(tmp_path, seed=1)
+    source = site.offer(seed=2, is_reversed=True)
+    site.depot.stage(1, source, source.tensors)
+    site.num_stages = 1
+    assert site.wait()["state"] == "held"
+    site.commit()
     site.assert_holds(2)
     assert site.model.num_reloads == 0
 
