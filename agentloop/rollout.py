@@ -69,11 +69,11 @@ class Rollout:
 
     async def status(self) -> RolloutStatus:
         """The counts at this moment, under the first of `rollout_ids`."""
-        return _sum([await self._service.rollout_status(name) for name in self._parts])
+        return _sum([await self._service.rollout_status(name) for name in self.rollout_ids])
 
     async def cancel(self) -> RolloutStatus:
         """End what is queued or running; iteration then delivers those records too."""
-        return _sum([await self._service.cancel(name) for name in self._parts])
+        return _sum([await self._service.cancel(name) for name in self.rollout_ids])
 
     def expect(self, rollout_id: str, num_trajectories: int) -> None:
         """A piece is about to be sent."""

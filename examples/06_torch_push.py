@@ -1,7 +1,7 @@
 """A torch process pushes its parameters into a running service: no files, no shared disk.
 
-First, in another terminal: agentloop serve --config servers/standalone.yaml (a GPU), or with servers/cpu.yaml after
-its `mode` was changed to standalone: in mode debug nobody pushes tensors.
+First, in another terminal: agentloop serve --config servers/cpu_push.yaml, or with servers/standalone.yaml on
+a GPU. Not servers/cpu.yaml: in its mode, debug, nobody pushes tensors.
 Then: python examples/06_torch_push.py http://127.0.0.1:8000
 """
 

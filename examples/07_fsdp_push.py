@@ -1,7 +1,7 @@
 """FSDP2 on two CPU processes: train a step, then every rank gives its shards, and rank 0 sends them whole.
 
-First, in another terminal: agentloop serve --config servers/standalone.yaml (a GPU), or with servers/cpu.yaml after
-its `mode` was changed to standalone: in mode debug nobody pushes tensors.
+First, in another terminal: agentloop serve --config servers/cpu_push.yaml, or with servers/standalone.yaml on
+a GPU. Not servers/cpu.yaml: in its mode, debug, nobody pushes tensors.
 Then: torchrun --nproc-per-node 2 examples/07_fsdp_push.py http://127.0.0.1:8000
 On GPUs: "nccl" for "gloo", and one torch.cuda.set_device(local rank) before it.
 """

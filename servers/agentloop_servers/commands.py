@@ -24,7 +24,7 @@ from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.export import export
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.store import STORE_NAME
-from agentloop.types import KVPolicy
+from agentloop.types import KVPolicy, OnStale, StalenessLimit
 from agentloop_servers.app import new_run_dir
 from agentloop_servers.config import ServiceConfig, located
 from agentloop_servers.doctor import examine
@@ -92,16 +92,26 @@ def rollout(
     push_after: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Push once this share of the trajectories has finished.")
     ] = 0.25,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="How many weight versions a trajectory may fall behind; 0: on-policy.")
+    ] = None,
+    on_stale: Annotated[
+        OnStale | None, typer.Option(help="What becomes of one that falls further behind; finish if left out.")
+    ] = None,
+    trajectories_per_version: Annotated[
+        int | None, typer.Option(min=1, help="Begin no more than a trainer of this many a version takes in time.")
+    ] = None,
     out: Out = Path("runs"),
 ) -> None:
     """Start a service, roll out a task file, write a run directory, stop everything."""
     console = _console()
+    limit = _limit(max_staleness, on_stale, trajectories_per_version)
     with _clear_errors():
         settings = ServiceConfig.load(located(str(config)))
         source = SHIPPED_PUSH if push is None and config == DEFAULT_CONFIG else push
         is_pushing = source is not None and not no_push
         weight_push = WeightPush(located(str(source)), push_version, push_after) if is_pushing else None
-        options = RunOptions(located(str(tasks)), samples, out, weight_push)
+        options = RunOptions(located(str(tasks)), samples, out, weight_push, limit)
         result = _run(run_rollout(settings, options, console))
     console.print(summary_table(result.summary))
     console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
@@ -198,6 +208,16 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+def _limit(
+    max_staleness: int | None, on_stale: OnStale | None, trajectories_per_version: int | None
+) -> StalenessLimit | None:
+    if max_staleness is not None:
+        return StalenessLimit(max_staleness, on_stale or OnStale.FINISH, trajectories_per_version)
+    if on_stale is not None or trajectories_per_version is not None:
+        raise typer.BadParameter("--on-stale and --trajectories-per-version need --max-staleness")
+    return None
+
+
 async def _as_admin(url: str, admin_key: str | None, ask: Callable[[RolloutClient], Awaitable[T]]) -> T:
     async with RolloutClient(url, admin_key=admin_key, retry_timeout_s=5.0) as client:
         return await ask(client)
@@ -279,9 +299,10 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         if replica.error is not None:
             line = f"{replica.replica_id}: {replica.error}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-    rollouts = Table("rollout", "accepted", "finished", "running", "queued", box=None)
+    rollouts = Table("rollout", "accepted", "finished", "running", "queued", "", box=None)
     for one in service.rollouts:
         numbers4 = (one.num_accepted, one.num_finished, one.num_running, one.num_queued)
-        rollouts.add_row(one.rollout_id, *map(str, numbers4))
+        held = f"{one.num_held} of them held for the next version" if one.num_held > 0 else ""
+        rollouts.add_row(one.rollout_id, *map(str, numbers4), held)
     if service.rollouts:
         console.print(rollouts)

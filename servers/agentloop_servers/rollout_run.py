@@ -25,13 +25,14 @@ from rich.table import Table
 
 from agentloop.client import RolloutClient
 from agentloop.control import UpdateReport
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.export import export, read_all
 from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.rollout import Rollout
 from agentloop.store import STORE_NAME, TrajectoryStore
-from agentloop.summary import Summary, summarize, version_key
+from agentloop.summary import StaleSummary, Summary, summarize, version_key
 from agentloop.tasks import load_tasks
-from agentloop.types import KVPolicy, RolloutTask, Trajectory
+from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.app import new_run_dir
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
@@ -60,6 +61,7 @@ class RunOptions:
     num_samples: int
     out: Path
     push: WeightPush | None
+    limit: StalenessLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,12 @@ class RunResult:
 async def run_rollout(config: ServiceConfig, options: RunOptions, console: Console) -> RunResult:
     """Start a service, roll out, push in the middle, stop, and write the run directory.
 
-    Raises InvalidRequest for tasks or a model that cannot be read, before anything is started.
+    Raises InvalidRequest for tasks or a model that cannot be read, and for a limit under which the run could not
+    end, before anything is started.
     """
     tasks = load_tasks(options.tasks)
     config.model_path()
+    check_can_end(options, len(tasks) * options.num_samples, config.model_version)
     run_dir = new_run_dir(options.out)
     link_latest(run_dir)
     configure_logging(run_dir / LOG_NAME)
@@ -108,7 +112,7 @@ async def run_rollout(config: ServiceConfig, options: RunOptions, console: Conso
         async with RolloutClient(url, api_key=keys[0], admin_key=keys[1]) as client:
             await client.wait_until_ready()
             with open_progress(console) as progress:
-                collected = await collect(client, tasks, options.num_samples, options.push, progress)
+                collected = await collect(client, tasks, options, progress)
     summary = await asyncio.to_thread(write_results, run_dir, collected)
     return RunResult(run_dir, summary, collected.push_error)
 
@@ -116,25 +120,26 @@ async def run_rollout(config: ServiceConfig, options: RunOptions, console: Conso
 async def collect(
     client: RolloutClient,
     tasks: list[RolloutTask],
-    num_samples: int,
-    push: WeightPush | None,
+    options: RunOptions,
     progress: ProgressView,
 ) -> Collected:
     """Submit everything, take every trajectory, push when it is time."""
     started_at = time.monotonic()
-    rollout = await client.submit(tasks, num_samples=num_samples)
+    push = options.push
+    rollout = await _submit(client, tasks, options)
     tally = Tally(rollout.num_trajectories, started_at)
     progress.show(tally)
     pushing: asyncio.Task[UpdateReport | AgentLoopError] | None = None
-    push_at = math.ceil(push.after_share * rollout.num_trajectories) if push is not None else 0
+    push_at = _push_at(push, rollout.num_trajectories)
+    doomed = rollout.rollout_ids if rollout.num_trajectories > _room(options.limit) else ()
     async with asyncio.TaskGroup() as group:
         if push is not None and push_at == 0:
-            pushing = group.create_task(_push(client, push, progress))
+            pushing = group.create_task(_push(client, push, progress, doomed))
         async for trajectory in rollout:
             tally.add(trajectory)
             progress.show(tally)
             if push is not None and pushing is None and tally.num_finished >= push_at:
-                pushing = group.create_task(_push(client, push, progress))
+                pushing = group.create_task(_push(client, push, progress, doomed))
         wall_s = time.monotonic() - started_at
     outcome = pushing.result() if pushing is not None else None
     return Collected(
@@ -146,17 +151,69 @@ async def collect(
     )
 
 
-async def _push(client: RolloutClient, push: WeightPush, progress: ProgressView) -> UpdateReport | AgentLoopError:
-    """The report, or the error as a value: trajectories in flight go on under the weights there are."""
+async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunOptions) -> Rollout:
+    limit = options.limit
+    if limit is None:
+        return await client.submit(tasks, num_samples=options.num_samples)
+    return await client.submit(
+        tasks,
+        num_samples=options.num_samples,
+        max_staleness=limit.max_staleness,
+        on_stale=limit.on_stale,
+        trajectories_per_version=limit.trajectories_per_version,
+    )
+
+
+async def _push(
+    client: RolloutClient, push: WeightPush, progress: ProgressView, doomed: tuple[str, ...]
+) -> UpdateReport | AgentLoopError:
+    """The report, or the error as a value: trajectories in flight go on under the weights there are.
+
+    `doomed` rollouts hold back until the version comes what would then never begin, so they are cancelled.
+    """
     try:
         # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version alone.
         report = await client.update_weights(push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE)
     except AgentLoopError as error:
         _log.error("push_failed", code=error.code, reason=error.message)
         progress.say(f"weights  version {push.version} not pushed: {error.message}")
+        for rollout_id in doomed:
+            await client.cancel(rollout_id)
         return error
     progress.say(f"weights  version {report.version} live, decoding stood still for {report.stall_ms:.0f} ms")
     return report
+
+
+def check_can_end(options: RunOptions, num_trajectories: int, model_version: int) -> None:
+    """Raises InvalidRequest if the limit would hold some back for ever: a run pushes once, or not at all."""
+    room, push = _room(options.limit), options.push
+    push_at = _push_at(push, num_trajectories)
+    if room < push_at:
+        raise _never_ends(room, num_trajectories, "reach its push")
+    # A push at once may go before the first trajectory, whose version is the one that versions are counted from.
+    if push is not None and push_at > 0:
+        room = _room(options.limit, max(0, push.version - model_version))
+    if room < num_trajectories:
+        raise _never_ends(room, num_trajectories, "end")
+
+
+def _never_ends(room: float, num_trajectories: int, what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the staleness limit lets {room} of {num_trajectories} trajectories begin: the run would never {what}",
+        param="trajectories_per_version",
+    )
+
+
+def _room(limit: StalenessLimit | None, num_versions: int = 0) -> float:
+    """How many trajectories may begin once the fleet is `num_versions` further; infinite without an allowance."""
+    if limit is None or limit.trajectories_per_version is None:
+        return math.inf
+    return (limit.max_staleness + 1 + num_versions) * limit.trajectories_per_version
+
+
+def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
+    """How many trajectories have finished when it is time to push."""
+    return math.ceil(push.after_share * num_trajectories) if push is not None else 0
 
 
 def write_results(run_dir: Path, collected: Collected) -> Summary:
@@ -304,10 +361,24 @@ def summary_table(summary: Summary) -> Table:
         table.add_row(name, f"{_percent(of_version.success)} of {of_version.num_trajectories}")
     table.add_row("both versions", f"{summary.partial} ({_percent(summary.partial_share)})")
     table.add_row("recovered from a tool error", str(summary.recovered_from_tool_error))
+    if summary.stale is not None:
+        table.add_row("stale", _describe_stale(summary.stale))
     table.add_row("prefix-cache hits", _percent(summary.prefix_cache_hit_share))
     for update in summary.updates:
         table.add_row(f"update to v{update.version}", f"{update.pause_to_resume_ms:.0f} ms from pause to resume")
     return table
+
+
+def _describe_stale(stale: StaleSummary) -> str:
+    counts = (
+        (stale.dropped_attempts, "attempts dropped"),
+        (stale.given_up, "given up"),
+        (stale.masked, "masked"),
+        (stale.finished, "ended early"),
+        (stale.late, "late"),
+        (stale.masked_tokens, "tokens masked"),
+    )
+    return ", ".join(f"{count:,} {name}" for count, name in counts if count > 0) or "none"
 
 
 def _percent(share: float | None) -> str:

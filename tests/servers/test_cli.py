@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -19,18 +20,21 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agentloop.client import RolloutClient
-from agentloop.control import ReplicaUpdate, UpdateReport
+from agentloop.control import ReplicaUpdate, RolloutStatus, UpdateReport
 from agentloop.engine import ALL_MEMORY, MemoryTag
-from agentloop.errors import WeightUpdateFailed
+from agentloop.errors import InvalidRequest, WeightUpdateFailed
 from agentloop.store import STORE_NAME, TrajectoryStore
-from agentloop.types import KVPolicy
+from agentloop.summary import StaleSummary
+from agentloop.types import KVPolicy, OnStale, RolloutGroup, StalenessLimit, StopReason
 from agentloop_servers.commands import app
 from agentloop_servers.doctor import Check, examine
 from agentloop_servers.ingress import Keys, create_app
 from agentloop_servers.rollout_run import (
     Collected,
     PlainProgress,
+    RunOptions,
     WeightPush,
+    check_can_end,
     collect,
     link_latest,
     summary_table,
@@ -109,6 +113,16 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
         (["rollout", "--push-after", "2"], 2, "push-after"),
         (["rollout", "--config", "absent.yaml"], 1, "error: cannot read the config"),
         (["rollout", "--tasks", "absent.jsonl"], 1, "error: cannot read tasks"),
+        (["rollout", "--max-staleness", "-1"], 2, "max-staleness"),
+        (["rollout", "--max-staleness", "0", "--on-stale", "keep"], 2, "on-stale"),
+        (["rollout", "--max-staleness", "0", "--trajectories-per-version", "0"], 2, "trajectories-per-version"),
+        (["rollout", "--on-stale", "drop"], 2, "need --max-staleness"),
+        (["rollout", "--trajectories-per-version", "8"], 2, "need --max-staleness"),
+        (
+            ["rollout", "--max-staleness", "0", "--trajectories-per-version", "8", "--no-push"],
+            1,
+            "error: the staleness limit lets 8 of 512 trajectories begin: the run would never end",
+        ),
         (["serve", "--config", "absent.yaml"], 1, "error: cannot read the config"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
     ],
@@ -125,6 +139,22 @@ def test_status_shows_the_fleet(service: tuple[str, FakeCoordinator]) -> None:
     assert result.exit_code == 0, result.output
     assert "ready, weight version 0, 1 worker(s)" in result.output
     assert "replica-1" in result.output
+
+
+async def _submit(url: str) -> str:
+    async with RolloutClient(url) as client:
+        return (await client.submit([make_task("t")], num_samples=3)).rollout_ids[0]
+
+
+def test_status_says_what_a_staleness_limit_holds_back(service: tuple[str, FakeCoordinator]) -> None:
+    url, coordinator = service
+    coordinator.is_holding = True
+    rollout_id = asyncio.run(_submit(url))
+    arguments, wide = ["status", "--url", url], {"COLUMNS": "200"}
+    assert "held" not in runner.invoke(app, arguments, env=wide).output
+    coordinator.num_held = 2
+    [line] = [line for line in runner.invoke(app, arguments, env=wide).output.splitlines() if rollout_id in line]
+    assert " ".join(line.split()[1:]) == "3 0 0 3 2 of them held for the next version"
 
 
 def test_weights_push_needs_the_admin_key(service: tuple[str, FakeCoordinator], tmp_path: Path) -> None:
@@ -209,14 +239,16 @@ def test_ctrl_c_during_the_long_imports_is_quiet() -> None:
 # --- a run, without Ray -----------------------------------------------------------------------------------
 
 
-async def run(coordinator: FakeCoordinator, tmp_path: Path, push: WeightPush | None) -> tuple[Collected, str]:
+async def run(
+    coordinator: FakeCoordinator, tmp_path: Path, push: WeightPush | None, limit: StalenessLimit | None = None
+) -> tuple[Collected, str]:
     output = io.StringIO()
     console = Console(file=output, width=200)
     front_door = create_app(coordinator, FakeEngine().connect, Keys(), weight_roots=[tmp_path])
     async with serving(front_door) as url, RolloutClient(url) as client:
         tasks = [make_task(f"t{index}") for index in range(50)]
         with PlainProgress(console) as progress:
-            collected = await collect(client, tasks, 2, push, progress)
+            collected = await collect(client, tasks, RunOptions(tmp_path, 2, tmp_path, push, limit), progress)
     return collected, output.getvalue()
 
 
@@ -248,6 +280,76 @@ async def test_a_failed_push_costs_no_trajectory(tmp_path: Path) -> None:
     assert "version 1 not pushed: replica-1: no such tensor" in output
 
 
+@pytest.mark.parametrize("limit", [None, StalenessLimit(0, OnStale.DROP), StalenessLimit(2, OnStale.MASK, 64)])
+async def test_a_run_submits_under_its_limit(tmp_path: Path, limit: StalenessLimit | None) -> None:
+    coordinator = FakeCoordinator()
+    collected, _ = await run(coordinator, tmp_path, None, limit)
+    assert collected.num_received == 100
+    submitted = {group.staleness for groups in coordinator.groups.values() for group in groups.values()}
+    if limit is None:
+        assert submitted == {None}
+    else:
+        [found] = submitted
+        assert found is not None
+        assert replace(found, run_id="") == limit
+
+
+class HoldingCoordinator(FakeCoordinator):
+    """Finishes the first half; what it holds back ends by a cancellation only."""
+
+    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+        self.is_holding = True
+        await super().submit(rollout_id, groups)
+        for group in groups[: len(groups) // 2]:
+            self.finished[rollout_id] += self._records(group)
+        return self._status(rollout_id)
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        for group in list(self.groups[rollout_id].values())[len(self.groups[rollout_id]) // 2 :]:
+            ended = [replace(one, stop_reason=StopReason.CANCELLED) for one in self._records(group)]
+            self.finished[rollout_id] += ended
+        self._wake()
+        return await super().cancel(rollout_id)
+
+
+async def test_a_failed_push_ends_what_waits_for_its_version(tmp_path: Path) -> None:
+    coordinator = HoldingCoordinator()
+    coordinator.update_error = WeightUpdateFailed("replica-1: no such tensor")
+    async with asyncio.timeout(30):
+        collected, _ = await run(
+            coordinator, tmp_path, WeightPush(tmp_path, 1, 0.25), StalenessLimit(0, trajectories_per_version=50)
+        )
+    assert coordinator.is_cancelled
+    assert (collected.num_accepted, collected.num_received) == (100, 100)
+    assert isinstance(collected.push_error, WeightUpdateFailed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "push", "message"),
+    [
+        (None, None, None),
+        (StalenessLimit(0), None, None),
+        (StalenessLimit(1, trajectories_per_version=50), None, None),
+        (StalenessLimit(1, trajectories_per_version=49), None, "lets 98 of 100 trajectories begin: .* never end"),
+        (StalenessLimit(0, trajectories_per_version=50), (1, 0.5), None),
+        (StalenessLimit(0, trajectories_per_version=50), (1, 0.51), "lets 50 of 100 .* never reach its push"),
+        (StalenessLimit(0, trajectories_per_version=49), (1, 0.25), "lets 98 of 100 .* never end"),
+        (StalenessLimit(0, trajectories_per_version=34), (2, 0.25), None),
+        (StalenessLimit(0, trajectories_per_version=50), (1, 0.0), "lets 50 of 100 .* never end"),
+    ],
+)
+def test_a_limit_under_which_a_run_cannot_end_is_refused(
+    tmp_path: Path, limit: StalenessLimit | None, push: tuple[int, float] | None, message: str | None
+) -> None:
+    weights = WeightPush(tmp_path, *push) if push is not None else None
+    options = RunOptions(tmp_path, 2, tmp_path, weights, limit)
+    if message is None:
+        check_can_end(options, 100, model_version=0)
+    else:
+        with pytest.raises(InvalidRequest, match=message):
+            check_can_end(options, 100, model_version=0)
+
+
 def test_the_results_are_those_of_the_store(run_dir: Path) -> None:
     report = UpdateReport(1, 0, KVPolicy.RECOMPUTE, (ReplicaUpdate("replica-1", 5.0, 7.0),), 20.0)
     summary = write_results(run_dir, Collected(4, 3, 2.0, (report,), None))
@@ -259,3 +361,23 @@ def test_the_results_are_those_of_the_store(run_dir: Path) -> None:
     Console(file=output, width=200).print(summary_table(summary))
     assert "3 of 4 accepted, 1 lost" in output.getvalue()
     assert "success v1" in output.getvalue()
+    assert "stale" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stale", "row"),
+    [
+        (StaleSummary(0, 0, 0, 0, 0, 0), "none"),
+        (
+            StaleSummary(4, 1, 2, 3, 5, 6000),
+            "4 attempts dropped, 1 given up, 2 masked, 3 ended early, 5 late, 6,000 tokens masked",
+        ),
+        (StaleSummary(0, 0, 0, 3, 0, 0), "3 ended early"),
+    ],
+)
+def test_the_table_tells_what_became_of_stale_ones(run_dir: Path, stale: StaleSummary, row: str) -> None:
+    summary = write_results(run_dir, Collected(3, 3, 2.0, (), None))
+    output = io.StringIO()
+    Console(file=output, width=200).print(summary_table(replace(summary, stale=stale)))
+    [line] = [line for line in output.getvalue().splitlines() if line.startswith("stale")]
+    assert line.removeprefix("stale").strip() == row

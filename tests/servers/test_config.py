@@ -84,12 +84,20 @@ def test_the_modes_of_the_shipped_configs():
     modes = {path.stem: ServiceConfig.load(path).mode for path in CONFIGS}
     assert modes == {
         "cpu": Mode.DEBUG,
+        "cpu_push": Mode.STANDALONE,
         "simulated": Mode.DEBUG,
         "standalone": Mode.STANDALONE,
         "moe": Mode.STANDALONE,
         "hybrid": Mode.HYBRID,
         "judge": Mode.COLOCATED,
     }
+
+
+def test_cpu_push_is_cpu_in_another_mode():
+    cpu, push = (ServiceConfig.load(SERVERS / f"{name}.yaml") for name in ("cpu", "cpu_push"))
+    assert not cpu.allows_push
+    assert push.allows_push
+    assert push == cpu.model_copy(update={"mode": Mode.STANDALONE})
 
 
 CPU = {"device": "cpu", "kv_cache_mib": 64}

@@ -55,6 +55,7 @@ class FakeCoordinator:
         self.is_holding = False
         self.is_cancelled = False
         self.num_queue_groups = num_queue_groups
+        self.num_held = 0
         self.next_errors: list[Exception] = []
         self.update_error: AgentLoopError | None = None
         self._changed = asyncio.Event()
@@ -170,7 +171,7 @@ class FakeCoordinator:
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
         num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values())
         num_finished = len(self.finished[rollout_id])
-        return RolloutStatus(rollout_id, num_accepted, num_finished, 0, num_accepted - num_finished)
+        return RolloutStatus(rollout_id, num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held)
 
     def _wake(self) -> None:
         self._changed.set()
