@@ -218,7 +218,8 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         """Freeze generation; returns once no token can be sampled any more. Idempotent.
 
-        Under RECOMPUTE the KV of requests in flight and the prefix cache are dropped.
+        Under RECOMPUTE the KV of requests in flight and the prefix cache are dropped. After a commit under FRESH or
+        RECOMPUTE no request that begins uses older KV, whatever its `kv_version` says.
         """
 
     async def resume(self) -> None:

@@ -212,14 +212,14 @@ class SimulatedEngine:
                 raise Conflict("a resume came while the pause waited for requests to end")
         if self._state is not _State.PAUSED:
             self._move(_State.PAUSED)
-        if kv_policy is KVPolicy.RECOMPUTE:
-            self._scheduler.drop_kv()
+        self._scheduler.paused(kv_policy)
 
     async def resume(self) -> None:
         async with self._swap_lock:
             self._require_alive()
             if self.asleep:
                 raise Conflict("an engine whose memory is asleep cannot go on")
+            self._scheduler.resumed()
             if self._state is not _State.SERVING:
                 self._move(_State.SERVING)
 
@@ -242,6 +242,7 @@ class SimulatedEngine:
                 self._fail_all(EngineUnusable, "its weights are of unknown state")
                 raise
             self._require_alive()
+            self._scheduler.committed(version)
             return report
 
     async def offer(self) -> PushSource | None:

@@ -774,6 +774,19 @@ async def test_a_trajectory_may_ask_for_its_older_kv(case: EngineCase) -> None:
     assert newer.cached_tokens == 0
 
 
+@pytest.mark.parametrize("kv_policy", [KVPolicy.FRESH, KVPolicy.RECOMPUTE])
+async def test_no_trajectory_gets_kv_that_an_update_has_ended(case: EngineCase, kv_policy: KVPolicy) -> None:
+    prompt = case.prompt()
+    version = case.engine.weight_version
+    await generated(case, case.request(prompt, 4))
+    await commit_next(case, kv_policy)
+    asking = replace(case.request(prompt, 4), kv_version=version)
+    assert (await generated(case, asking)).cached_tokens == 0
+    await commit_next(case, KVPolicy.KEEP)  # which ends nothing
+    again = replace(case.request(prompt, 4), kv_version=version)
+    assert (await generated(case, again)).cached_tokens > 0
+
+
 async def test_kv_events_tell_what_is_reusable(case: EngineCase) -> None:
     events = case.engine.kv_events()
     prompt = case.prompt()

@@ -66,6 +66,8 @@ class VllmEngine:
         self._weights = VllmWeights(config, self._process)
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._is_committing = False
+        self._is_renewing = False  # the coming commit ends the use of older KV
+        self._oldest_kv: int | None = None  # the version that it may be of at least
         self._calls = Calls(self._process, on_leave=self._refresh_drain)
         self._control = asyncio.Lock()  # freeze, resume, commit, sleep and wake, one at a time
         self._drain_over = asyncio.Event()
@@ -210,7 +212,8 @@ class VllmEngine:
             call.is_admitted = False
 
     def _admitted(self, request: GenerateRequest, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        version = request.kv_version if request.kv_version is not None else self._weights.version
+        known = [version for version in (request.kv_version, self._oldest_kv) if version is not None]
+        version = self._weights.version if request.kv_version is None else max(known)
         params = values.sampling_params(request.sampling, room_tokens(request, self.info), is_streamed=is_streamed)
         prompt = values.tokens_prompt(request, version)
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
@@ -233,6 +236,7 @@ class VllmEngine:
         async with self._control:
             self._require_alive()
             await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
+            self._is_renewing = self._is_renewing or kv_policy is not KVPolicy.KEEP
 
     async def resume(self) -> None:
         if self._state is _State.DRAINING:
@@ -248,6 +252,7 @@ class VllmEngine:
                     await self._process.llm.resume_generation()
                 self._require_alive()
                 self._open()
+            self._is_renewing = False
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._require_alive()
@@ -262,8 +267,10 @@ class VllmEngine:
                 raise Conflict("weights are committed to a paused engine only")
             self._is_committing = True
             try:
-                await self._calls.recall()
-                return await self._weights.commit(version)
+                await self._calls.recall(has_all=self._is_renewing)
+                report = await self._weights.commit(version)
+                self._oldest_kv = version if self._is_renewing else self._oldest_kv
+                return report
             except Conflict:
                 raise  # nothing was touched
             except BaseException as error:  # cancelled too: the weights are of unknown state

@@ -94,10 +94,10 @@ class Calls:
         with contextlib.suppress(EngineLost):  # then vLLM itself has ended them
             await self.abort(calls)
 
-    async def recall(self) -> None:
+    async def recall(self, *, has_all: bool) -> None:
         """Take requests that vLLM has admitted but not begun back behind the gate: after a commit they enter with
-        its salt, and so meet no KV of older weights. Those of a trajectory that goes on with its KV stay."""
-        calls = [call for call in self.all() if call.is_admitted and call.request.kv_version is None]
+        its salt, and so meet no KV of older weights. Unless `has_all`, those that may go on with older KV stay."""
+        calls = [call for call in self.all() if call.is_admitted and (has_all or call.request.kv_version is None)]
         waiting = [call for call in calls if is_unbegun(self._process.llm, call.request.request_id)]
         for call in waiting:
             call.is_recalled = True
