@@ -21,9 +21,7 @@ import aiohttp
 import ray
 import structlog
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
-from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import ServiceUnavailable
@@ -81,7 +79,7 @@ def stop_ray() -> None:
         return
     try:
         serve.delete(APP_NAME)  # replicas close their engines; Serve itself ends with Ray
-    except (RayServeException, RayError) as error:
+    except Exception as error:  # RayServeException, RayError, or a plain one where Serve remembers an earlier Ray
         _log.debug("application_not_deleted", error=str(error))  # interrupted before there was one
     finally:
         ray.shutdown()
