@@ -287,7 +287,9 @@ class VllmEngine:
 
     async def sleep(self, level: int) -> None:
         if level == 2 and self._config.lora_rank is not None:
-            raise InvalidRequest("base weights are not pushed to an engine with adapters: use level 1", param="level")
+            raise InvalidRequest(
+                "base weights are not pushed to an engine with adapters: use level 1", param="level"
+            )
         if not self._config.can_sleep or level not in (1, 2):
             raise InvalidRequest(
                 "levels are 1 and 2, and the mode that sleeps is hybrid or colocated", param="level"
