@@ -212,14 +212,16 @@ class SimulatedEngine:
                 raise Conflict("a resume came while the pause waited for requests to end")
         if self._state is not _State.PAUSED:
             self._move(_State.PAUSED)
-        self._scheduler.paused(kv_policy)
+        self._scheduler.kv_floor.paused(kv_policy)
+        if kv_policy is KVPolicy.RECOMPUTE:
+            self._scheduler.drop_kv()
 
     async def resume(self) -> None:
         async with self._swap_lock:
             self._require_alive()
             if self.asleep:
                 raise Conflict("an engine whose memory is asleep cannot go on")
-            self._scheduler.resumed()
+            self._scheduler.kv_floor.resumed()
             if self._state is not _State.SERVING:
                 self._move(_State.SERVING)
 
@@ -242,7 +244,7 @@ class SimulatedEngine:
                 self._fail_all(EngineUnusable, "its weights are of unknown state")
                 raise
             self._require_alive()
-            self._scheduler.committed(version)
+            self._scheduler.kv_floor.committed(version)
             return report
 
     async def offer(self) -> PushSource | None:

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from agentloop.kv_floor import KVFloor
 from agentloop.simulated_kv import KVCache, KVSequence
 from agentloop.simulated_policy import Malformation, TokenStream
-from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, WeightVersionSpan
+from agentloop.types import FinishReason, GenerateRequest, Generation, WeightVersionSpan
 
 _PREFILL_TOKENS_PER_STEP = 4096  # admission stops there, as a real scheduler's budget does
 
@@ -70,8 +71,7 @@ class Scheduler:
         self._live: dict[str, LiveRequest] = {}
         self._waiting: deque[LiveRequest] = deque()  # bounded by the callers that wait, one each
         self._running: dict[str, LiveRequest] = {}  # in order of admission
-        self._is_renewing = False  # the coming commit ends the use of older KV
-        self._oldest_kv: int | None = None  # the version that it may be of at least
+        self.kv_floor = KVFloor()
 
     @property
     def num_running(self) -> int:
@@ -114,21 +114,6 @@ class Scheduler:
             self._waiting.remove(live)
         self._kv.release(live.sequence)
 
-    def paused(self, kv_policy: KVPolicy) -> None:
-        """What the commit that may follow means for KV."""
-        self._is_renewing = self._is_renewing or kv_policy is not KVPolicy.KEEP
-        if kv_policy is KVPolicy.RECOMPUTE:
-            self.drop_kv()
-
-    def committed(self, version: int) -> None:
-        """From now on requests compute under `version`."""
-        if self._is_renewing:
-            self._oldest_kv = version
-
-    def resumed(self) -> None:
-        """What a pause ordered and no commit used is void."""
-        self._is_renewing = False
-
     def drop_kv(self) -> None:
         """Take the KV of everything: running requests wait to be prefilled again, the prefix cache is empty."""
         for live in reversed(tuple(self._running.values())):
@@ -156,10 +141,7 @@ class Scheduler:
 
     def _acquire(self, live: LiveRequest, ids: tuple[int, ...], version: int) -> int | None:
         # A preempted request comes back under today's version: KV is named after the weights that made it.
-        asked = live.request.kv_version
-        salt = asked if asked is not None else version
-        if self._oldest_kv is not None:
-            salt = max(salt, self._oldest_kv)
+        salt = self.kv_floor.version_for(live.request.kv_version, version)
         if live.sequence.kv_version != salt:
             live.sequence = KVSequence(salt)
 

@@ -35,6 +35,7 @@ from agentloop.errors import (
     InvalidRequest,
     WeightUpdateFailed,
 )
+from agentloop.kv_floor import KVFloor
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop.validate import check_request, room_tokens
 from agentloop_servers.engines import vllm_values as values
@@ -66,8 +67,7 @@ class VllmEngine:
         self._weights = VllmWeights(config, self._process)
         self._asleep: frozenset[MemoryTag] = frozenset()
         self._is_committing = False
-        self._is_renewing = False  # the coming commit ends the use of older KV
-        self._oldest_kv: int | None = None  # the version that it may be of at least
+        self._kv_floor = KVFloor()
         self._calls = Calls(self._process, on_leave=self._refresh_drain)
         self._control = asyncio.Lock()  # freeze, resume, commit, sleep and wake, one at a time
         self._drain_over = asyncio.Event()
@@ -212,8 +212,10 @@ class VllmEngine:
             call.is_admitted = False
 
     def _admitted(self, request: GenerateRequest, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        known = [version for version in (request.kv_version, self._oldest_kv) if version is not None]
-        version = self._weights.version if request.kv_version is None else max(known)
+        served = self._weights.version
+        if served is None:
+            raise EngineUnusable("the engine holds no weights of a known version")
+        version = self._kv_floor.version_for(request.kv_version, served)
         params = values.sampling_params(request.sampling, room_tokens(request, self.info), is_streamed=is_streamed)
         prompt = values.tokens_prompt(request, version)
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
@@ -236,7 +238,7 @@ class VllmEngine:
         async with self._control:
             self._require_alive()
             await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
-            self._is_renewing = self._is_renewing or kv_policy is not KVPolicy.KEEP
+            self._kv_floor.paused(kv_policy)
 
     async def resume(self) -> None:
         if self._state is _State.DRAINING:
@@ -252,7 +254,7 @@ class VllmEngine:
                     await self._process.llm.resume_generation()
                 self._require_alive()
                 self._open()
-            self._is_renewing = False
+            self._kv_floor.resumed()
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         self._require_alive()
@@ -267,9 +269,9 @@ class VllmEngine:
                 raise Conflict("weights are committed to a paused engine only")
             self._is_committing = True
             try:
-                await self._calls.recall(has_all=self._is_renewing)
+                await self._calls.recall(has_all=self._kv_floor.is_rising)
                 report = await self._weights.commit(version)
-                self._oldest_kv = version if self._is_renewing else self._oldest_kv
+                self._kv_floor.committed(version)
                 return report
             except Conflict:
                 raise  # nothing was touched

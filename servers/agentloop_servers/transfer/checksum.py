@@ -6,8 +6,6 @@ changed places. It is no defence against somebody who forges weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from agentloop_servers.transfer.layout import ROW_BYTES
@@ -43,11 +41,6 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
     if flat.storage_offset() * flat.element_size() % size:  # words must start at a multiple of their size
         flat = flat.clone()
     return flat.view(torch.uint8).view(word).view(num_rows, -1)
-
-
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """`checksum` of each, brought to the host together."""
-    return to_host([checksum(tensor) for tensor in tensors])
 
 
 def to_host(sums: list[torch.Tensor]) -> list[int]:

@@ -247,14 +247,14 @@ class Depot:
     ) -> None:
         stage.transport = "directory"
         files = Files(directory)
-        stage.num_bytes = files.num_bytes
+        stage.num_bytes = files.info.num_bytes
         form = self._parameter_form()
         held_in = HeldIn.NOWHERE if plan is None else self._memory.choose(form, 0)
         if plan is None or held_in is HeldIn.NOWHERE:
             stage.hold = files
             return
         hold = self._hold(plan, form, held_in)
-        with OpenCheckpoint(inspect_checkpoint(directory)) as checkpoint:
+        with OpenCheckpoint(files.info) as checkpoint:
             for name, tensor in checkpoint.tensors():
                 if stage.is_dropped:
                     raise CheckpointUnreadable("it was dropped", param="directory")
@@ -269,9 +269,14 @@ class Depot:
         return Shadow(plan, tensors, self._model.parameters, held_in)
 
     def _settle(self, hold: Checkpoint | Shadow) -> None:
+        """What the hold made of the tensors is complete, and may be read from any stream."""
+        self._synchronize()
+        hold.settle()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        hold.settle()
 
     # --- committing ---------------------------------------------------------------------------------------
 

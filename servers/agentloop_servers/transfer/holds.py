@@ -26,7 +26,7 @@ from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.transfer.checkpoint import CheckpointInfo, inspect_checkpoint
 from agentloop_servers.transfer.checksum import checksum, to_host
 from agentloop_servers.transfer.layout import view
-from agentloop_servers.transfer.plan import Copy, Plan, apply_fills, source, target
+from agentloop_servers.transfer.plan import Copy, Plan, apply, apply_fills, source, target
 from agentloop_servers.transfer.receiver import Incoming, PassRestarted
 from agentloop_servers.transfer.row_sums import RowSums
 from agentloop_servers.transfer.strips import Read
@@ -88,20 +88,18 @@ class Shadow:
     ) -> None:
         self.held_in = held_in
         self.loaded: Mapping[str, torch.Tensor] = {}
+        self._plan = plan
+        self._shadows = shadows
         self._names = list(shadows)
         self._from = list(shadows.values())
         self._into = [parameters[name] for name in self._names]
-        self._pieces = {
-            name: [(target(copy, shadows), copy) for copy in copies] for name, copies in plan.by_tensor.items()
-        }
         self._staged_sums = RowSums(shadows)
         self._served_sums = RowSums(dict(zip(self._names, self._into, strict=True)))
         apply_fills(plan, shadows)
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
         """Take over what the plan wants of a tensor, on the current stream."""
-        for piece, copy in self._pieces[name]:
-            piece.copy_(source(copy, tensor), non_blocking=True)
+        apply(self._plan, name, tensor, self._shadows)
 
     def settle(self) -> None:
         """All tensors were accepted, and their copies are done."""
@@ -156,21 +154,17 @@ class Files:
     def __init__(self, directory: str) -> None:
         self.loaded: Mapping[str, torch.Tensor] = {}
         self._directory = directory
-        self._info = inspect_checkpoint(directory)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._info.num_bytes
+        self.info = inspect_checkpoint(directory)
 
     def commit(self, model: Model) -> Swap:
         started_at = time.perf_counter()
-        if inspect_checkpoint(self._directory) != self._info:
+        if inspect_checkpoint(self._directory) != self.info:
             raise CheckpointUnreadable("the checkpoint was changed after it was staged", param="directory")
-        with OpenCheckpoint(self._info) as checkpoint:
+        with OpenCheckpoint(self.info) as checkpoint:
             model.reload(checkpoint.tensors())
             model.synchronize()
             swapped_at = time.perf_counter()
-            compared = model.compare(list(self._info.tensors), checkpoint.read)
+            compared = model.compare(list(self.info.tensors), checkpoint.read)
         return Swap(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
@@ -246,9 +240,9 @@ def receive(incoming: Incoming, accept: Accept) -> None:
             for bucket, data in incoming.buckets():
                 for place in incoming.layout.in_bucket(bucket):
                     accept(place.name, view(data, place))
+            incoming.finish()
         except PassRestarted:
             continue
-        incoming.finish()
         return
 
 

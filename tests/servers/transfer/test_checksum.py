@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentloop_servers.transfer.checksum import checksum, checksums
+from agentloop_servers.transfer.checksum import checksum, to_host
 
 SHAPES = [(), (1,), (7,), (8, 16), (5, 3), (3, 1, 5), (64, 33), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64]
@@ -33,6 +33,10 @@ def test_it_is_what_its_definition_says(shape, dtype):
     torch.manual_seed(0)
     tensor = (torch.randn(shape) * 50).to(dtype)
     assert checksum(tensor).item() == reference(tensor)
+
+
+def checksums(tensors):
+    return to_host([checksum(tensor) for tensor in tensors])
 
 
 def test_zeros_swapped_rows_and_one_changed_bit_are_found():

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 
 from agentloop.engine import PushSource, TensorInfo, TensorNames
 from agentloop_servers.transfer.depot import Depot
-from agentloop_servers.transfer.holds import Swap, Tensors
+from agentloop_servers.transfer.holds import Swap, Tensors, receive
+from agentloop_servers.transfer.layout import lay_out
 from agentloop_servers.transfer.passes import Outgoing
+from agentloop_servers.transfer.receiver import PassRestarted
 from agentloop_servers.transfer.sender import WeightSender
 from agentloop_servers.transfer.strips import Read
 
@@ -294,3 +296,30 @@ def test_what_was_pushed_can_be_given_on(can_trace: bool, tmp_path: Path) -> Non
     finally:
         site.close()
         other.close()
+
+
+def test_a_pass_that_restarts_while_it_is_compared_is_received_again() -> None:
+    """Another worker can be lost after this one has every bucket."""
+    info = TensorInfo("a", "float32", (2,))
+    data = view_bytes(torch.tensor([1.0, 2.0]))
+
+    class Restarting:
+        layout = lay_out([info])
+        num_passes = 0
+
+        def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+            self.num_passes += 1
+            yield 0, data
+
+        def finish(self) -> None:
+            if self.num_passes == 1:
+                raise PassRestarted("another worker was lost")
+
+    incoming, found = Restarting(), []
+    receive(incoming, lambda name, tensor: found.append((name, tensor.tolist())))  # type: ignore[arg-type]
+    assert found == [("a", [1.0, 2.0])] * 2
+    assert incoming.num_passes == 2
+
+
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor.view(torch.uint8), (0, 4096 - tensor.nbytes))
