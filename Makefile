@@ -5,13 +5,25 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test check bench lock clean
+.PHONY: rollout test test-clients check bench bench-endpoint lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
 
+# Side by side what runs in one process; engines and Ray, which take both cores, one after the other.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients" $(ARGS)
+	$(BIN)/python -m pytest -m "(engine or ray) and not clients" $(ARGS)
+
+# Agents of other people's making, each in an environment of its own, against the service: `make test-clients`.
+CLIENTS := $(basename $(notdir $(wildcard requirements/clients/*.txt)))
+test-clients: $(VENV)/.dev $(CLIENTS:%=$(VENV)/clients/%/.installed)
+	$(BIN)/python -m pytest -m clients $(ARGS)
+
+$(VENV)/clients/%/.installed: requirements/clients/%.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $<
+	@touch $@
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -20,6 +32,9 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)
+
+bench-endpoint: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks.endpoint $(ARGS)
 
 $(VENV)/.cpu: requirements/cpu.txt pyproject.toml
 	@echo "installing the CPU lane into $(VENV) (once, some minutes; then seconds)"
@@ -40,6 +55,7 @@ lock:
 	$(COMPILE) --python-version 3.11 -c requirements/cpu.txt requirements/dev.in > requirements/dev.txt
 	$(COMPILE) --python-version 3.11 $(GPU_HOST) requirements/vllm.in > requirements/vllm.txt
 	$(COMPILE) --python-version 3.12 $(GPU_HOST) requirements/sglang.in > requirements/sglang.txt
+	for client in requirements/clients/*.in; do $(COMPILE) --python-version 3.11 $$client > $${client%.in}.txt; done
 
 clean:
 	rm -rf $(VENV) runs

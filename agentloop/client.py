@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ import structlog
 from pydantic import BaseModel
 
 from agentloop import codec
+from agentloop.client_session import AgentSession, follow
 from agentloop.control import Page, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.engine import MemoryTag, PushSource
 from agentloop.errors import (
@@ -35,7 +36,7 @@ from agentloop.errors import (
 from agentloop.pusher import Pusher, PushOptions, Weights, open_pusher
 from agentloop.rollout import Rollout
 from agentloop.transport import Retryable, Transport
-from agentloop.types import Generation, KVPolicy, OnStale, PauseMode, RolloutTask
+from agentloop.types import Generation, KVPolicy, OnStale, PauseMode, RolloutTask, Trajectory
 from agentloop.wire import (
     MAX_TASKS,
     GenerateBody,
@@ -46,6 +47,7 @@ from agentloop.wire import (
     WeightsBody,
     check_body,
 )
+from agentloop.wire_sessions import DEFAULT_TTL_S, SESSIONS_ROLLOUT_ID, NewSessionBody
 
 T = TypeVar("T")
 
@@ -184,6 +186,38 @@ class RolloutClient:
         """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""
         path = f"/rollouts/{rollout_id}/trajectories?after={after}&limit={limit}&wait_s={wait_s:g}"
         return codec.decode(await self._transport.call("GET", path, accept=_MSGPACK, extra_s=wait_s), Page)
+
+    def session(
+        self,
+        *,
+        rollout_id: str = SESSIONS_ROLLOUT_ID,
+        group_id: str | None = None,
+        task_id: str | None = None,
+        sample_index: int = 0,
+        session_id: str | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+        max_retries: int = 2,
+        timeout_s: float = 600.0,
+    ) -> AgentSession:
+        """A recorded session for an agent, to be entered with `async with`; leaving it finishes it.
+
+        The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that nobody
+        finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
+        """
+        names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
+        place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
+        body = check_body({**names, **place}, NewSessionBody)
+        return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
+
+    def finished_sessions(
+        self, rollout_id: str = SESSIONS_ROLLOUT_ID, *, after: int = 0, idle_s: float | None = None
+    ) -> AsyncIterator[Trajectory]:
+        """The records of finished sessions in commit order, also those still to come; the trainer's side.
+
+        Ends once nothing new came for `idle_s`; None: never. `read` gives the same records with their cursors, so
+        that a trainer can go on where it stopped.
+        """
+        return follow(self, rollout_id, after=after, idle_s=idle_s)
 
     async def update_weights(
         self,

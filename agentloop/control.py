@@ -159,6 +159,12 @@ class CoordinatorApi(Protocol):
     async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
         """Accept work, durably. Raises Overloaded if the queue has no room for all of it."""
 
+    async def record(self, trajectory: Trajectory) -> None:
+        """Store a finished session under its `rollout_id`. Returns once it is durable; a repeat changes nothing.
+
+        Raises Conflict if its place has another record, or its rollout was submitted.
+        """
+
     async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
         """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
 
@@ -170,6 +176,9 @@ class CoordinatorApi(Protocol):
 
     async def release(self, lease: Lease) -> None:
         """Give a place back. Unknown leases: no-op."""
+
+    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
+        """Say where process `rank` of the chat endpoint listens; returns where each known one does."""
 
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
         """Bring every replica to a new version. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed."""

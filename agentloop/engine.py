@@ -27,6 +27,7 @@ from agentloop.types import (
     KVPolicy,
     Load,
     PauseMode,
+    TopLogprobs,
     WeightVersionSpan,
 )
 
@@ -44,6 +45,7 @@ class EngineInfo:
     num_workers: int = 1  # processes that hold weights: tensor-parallel size times data-parallel size
     weight_dtype: str | None = None  # "bfloat16", ...: what weights are computed in; None: it has none
     can_sleep: bool = False
+    can_constrain: bool = False  # whether `SamplingParams.constraint` is honoured
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_versions: tuple[WeightVersionSpan, ...]  # offsets within this piece
+    top_logprobs: TopLogprobs = ()  # as `Generation.top_logprobs`
 
 
 @dataclass(frozen=True, slots=True)

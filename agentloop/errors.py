@@ -3,11 +3,16 @@
     AgentLoopError
     ├── InvalidRequest                  400  the caller's fault; `param` names the field
     │   ├── ContextLengthExceeded            the prompt does not fit
-    │   └── CheckpointUnreadable             the weights cannot be read or do not fit the model
+    │   ├── CheckpointUnreadable             the weights cannot be read or do not fit the model
+    │   └── UnsupportedParameter             it would change the meaning of the answer, and is not implemented
     ├── Unauthorized                    401
     ├── Forbidden                       403  a good key without the right
     ├── NotFound                        404
+    │   ├── ModelNotFound
+    │   └── SessionNotFound
     ├── Conflict                        409  not possible in the present state
+    │   └── SessionFinished                  a call that came after its session's end
+    ├── Gone                            410  a session that has expired
     ├── Overloaded                      429  a bound is reached; later it can work
     ├── DeadlineExceeded                504
     ├── EngineError                     500
@@ -91,6 +96,10 @@ class CheckpointUnreadable(InvalidRequest):
     code = "checkpoint_unreadable"
 
 
+class UnsupportedParameter(InvalidRequest):
+    code = "unsupported_parameter"
+
+
 class Unauthorized(AgentLoopError):
     code, http_status = "unauthorized", 401
 
@@ -103,8 +112,24 @@ class NotFound(AgentLoopError):
     code, http_status = "not_found", 404
 
 
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class SessionNotFound(NotFound):
+    code = "session_not_found"
+
+
 class Conflict(AgentLoopError):
     code, http_status = "conflict", 409
+
+
+class SessionFinished(Conflict):
+    code = "session_finished"
+
+
+class Gone(AgentLoopError):
+    code, http_status = "gone", 410
 
 
 class Overloaded(AgentLoopError):

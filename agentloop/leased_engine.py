@@ -1,11 +1,13 @@
 """One trajectory's way to an engine: its lease, and another one when the replica fails.
 
-Ownership: the lease of one trajectory; only this module asks for another one and retries an engine call.
+Ownership: the lease of one trajectory. Of a worker's modules only this one asks for another lease and retries an
+engine call; the endpoint's sessions have `agentloop_servers/endpoint/leases.py`, with the same pauses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 
 import structlog
 from structlog.contextvars import bind_contextvars
@@ -25,6 +27,23 @@ from agentloop.types import Assignment, GenerateRequest, Generation
 from agentloop.validate import check_generation
 
 Connect = Callable[[str], Engine]
+
+
+def retrying(
+    is_worth_retrying: Callable[[BaseException], bool],
+    stop: Callable[[RetryCallState], bool],
+    before_sleep: Callable[[RetryCallState], Awaitable[None] | None] | None = None,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> AsyncRetrying:
+    """Attempts of one engine call with random pauses that grow; in the end the last error comes as it is."""
+    return AsyncRetrying(
+        retry=retry_if_exception(is_worth_retrying),
+        stop=stop,
+        wait=wait_random_exponential(multiplier=0.1, max=5.0),
+        before_sleep=before_sleep,
+        sleep=sleep,
+        reraise=True,
+    )
 
 
 class LeasedEngine:
@@ -55,14 +74,8 @@ class LeasedEngine:
         the replica's. Raises the last error when the attempts are used up."""
         turn, _, _ = request.request_id.rpartition(":")[2].partition(".")
         bind_contextvars(turn=int(turn), replica=self._lease.replica_id)
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_is_worth_retrying),
-            stop=stop_after_attempt(self._max_attempts),
-            wait=wait_random_exponential(multiplier=0.1, max=5.0),
-            before_sleep=self._change_replica,
-            reraise=True,
-        )
-        return await retrying(self._generate_once, request)
+        attempts = retrying(_is_worth_retrying, stop_after_attempt(self._max_attempts), self._change_replica)
+        return await attempts(self._generate_once, request)
 
     async def _generate_once(self, request: GenerateRequest) -> Generation:
         generation = await self._connect(self._lease.url).generate(request)

@@ -24,7 +24,7 @@ from agentloop.parsers.base import DecodedText
 from agentloop.stability import StabilityReport, examine, show_difference
 from agentloop.template import ChatTemplate, read_json, token_text
 from agentloop.tokenization import Tokens
-from agentloop.types import JSON, Message, ToolCall
+from agentloop.types import JSON, CallStatus, Message, ToolCall
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _MARK = "one sampled turn"
@@ -49,6 +49,7 @@ class _Boundary:
 
     prefix: str
     stop_start: int
+    definitions: Sequence[JSON]  # the tools, masked
 
 
 class Renderer:
@@ -154,6 +155,10 @@ class Renderer:
         """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
         return self._tokens.decode_with_offsets(ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text: it may be a part of a character."""
+        return self._tokens.token_bytes(token_id)
+
     def ids(self, text: str) -> list[int]:
         """The ids of what `text` or `bridge_text` returned."""
         return self._tokens.encode(text)
@@ -173,20 +178,28 @@ class Renderer:
         first = appended[0]
         tool_name = (first.name or "tool") if first.role == "tool" else None
         boundary = self._boundary(tools, tool_name)
-        text = self._text([*_synthetic_turn(tool_name), *appended], tools)
+        text = self._rendered([*_synthetic_turn(tool_name), *appended], boundary.definitions)
         if not text.startswith(boundary.prefix):
             shown = show_difference(self._tokens.unmask(boundary.prefix), self._tokens.unmask(text))
             raise TemplateNotPrefixStable(f"appended messages change earlier text {shown}", param="messages")
         return text[len(boundary.prefix) if is_closed else boundary.stop_start :]
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> str:
-        if not self.supports_tools and (tools or any(m.role == "tool" or m.tool_calls for m in messages)):
+        return self._rendered(messages, self._definitions(tools))
+
+    def _definitions(self, tools: Sequence[Mapping[str, JSON]]) -> list[JSON]:
+        try:
+            return [self._masked(tool, "tools", is_sampled=False) for tool in tools]
+        except RecursionError as error:
+            raise InvalidRequest("tools are nested too deeply", param="tools") from error
+
+    def _rendered(self, messages: Sequence[Message], definitions: Sequence[JSON]) -> str:
+        if not self.supports_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
             raise TemplateError("this model's chat template does not support tools", param="tools")
         try:
             entries = [self._entry(message) for message in messages]
-            definitions = [self._masked(tool, "tools", is_sampled=False) for tool in tools]
         except RecursionError as error:
-            raise InvalidRequest("arguments or tools are nested too deeply", param="messages") from error
+            raise InvalidRequest("arguments are nested too deeply", param="messages") from error
         return self._template.render(entries, definitions, add_generation_prompt=True)
 
     def _entry(self, message: Message) -> dict[str, JSON]:
@@ -205,10 +218,13 @@ class Renderer:
             entry["tool_call_id"] = self._masked(message.tool_call_id, "messages", is_sampled=False)
         if message.name is not None:
             entry["name"] = self._masked(message.name, "messages", is_sampled=False)
+        if message.reasoning:
+            entry["reasoning_content"] = self._masked(message.reasoning, "messages", is_sampled=True)
         return entry
 
     def _call_entry(self, call: ToolCall) -> dict[str, JSON]:
-        function = {"name": call.name, "arguments": call.arguments}
+        arguments = call.arguments if call.status is CallStatus.OK else call.text
+        function = {"name": call.name, "arguments": arguments}
         entry = {"id": call.id, "type": "function", "function": function}
         return {key: self._masked(value, "messages", is_sampled=False) for key, value in entry.items()}
 
@@ -250,13 +266,14 @@ class Renderer:
     def _make_boundary(self, tools: Sequence[Mapping[str, JSON]], tool_name: str | None) -> _Boundary:
         role = "user" if tool_name is None else "tool"
         reply = Message(role, _REPLY, tool_call_id=_CALL_ID if tool_name else None, name=tool_name)
-        text = self._text([*_synthetic_turn(tool_name), reply], tools)
+        definitions = self._definitions(tools)
+        text = self._rendered([*_synthetic_turn(tool_name), reply], definitions)
         turn_end = text.rfind(_MARK) + len(_MARK)
         found = [(at, stop) for stop in self._stops if (at := text.find(stop, turn_end)) >= 0]
         stop_start, stop = min(found, default=(len(text), ""))
         if not turn_end < stop_start + len(stop) <= text.rfind(_REPLY):
             raise TemplateNotPrefixStable("the template does not end an assistant turn with one of its stop tokens")
-        return _Boundary(text[: stop_start + len(stop)], stop_start)
+        return _Boundary(text[: stop_start + len(stop)], stop_start, definitions)
 
     def _unstable(self) -> str:
         difference = self._tokens.unmask(self._report.difference or "")

@@ -178,14 +178,12 @@ class SimulatedEngine:
             while not live.done.done():
                 await has_progress.wait()
                 has_progress.clear()
-                end = len(live.token_ids)
-                if end > start:
-                    ids, logprobs = tuple(live.token_ids[start:end]), tuple(live.logprobs[start:end])
-                    yield Delta(ids, logprobs, live.spans(start, end))
-                    start = end
+                if len(live.token_ids) > start:
+                    delta = live.delta(start)
+                    start += len(delta.token_ids)
+                    yield delta
             if len(live.token_ids) > start:
-                ids, logprobs = tuple(live.token_ids[start:]), tuple(live.logprobs[start:])
-                yield Delta(ids, logprobs, live.spans(start, len(live.token_ids)))
+                yield live.delta(start)
             yield live.done.result()
         finally:
             self._drop(live)
@@ -314,15 +312,7 @@ class SimulatedEngine:
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """Answer a request and forget it."""
         self._drop(live)
-        generation = Generation(
-            request_id=live.request.request_id,
-            token_ids=tuple(live.token_ids),
-            logprobs=tuple(live.logprobs),
-            weight_versions=live.spans(0, len(live.token_ids)),
-            finish_reason=reason,
-            cached_tokens=live.cached_tokens,
-            load=self.load(),
-        )
+        generation = live.generation(reason, self.load())
         if live.malformation is not None and live.token_ids:
             generation = malformed(generation, live.malformation, self._spec.vocab_size)
         if not live.done.done():

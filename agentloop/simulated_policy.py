@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import xxhash
 
@@ -24,6 +25,7 @@ _MASK = 2**64 - 1
 _MULTIPLIER = 0xD1342543DE82EF95  # odd, from Steele and Vigna's table of good 64-bit multipliers
 _VERSION_STEP = 0x9E3779B97F4A7C15
 _LOGITS = (0.0, -1.0, -2.0, -3.0)  # of the ids HashPolicy can sample at any position
+_OTHER_LOGIT = -20.0  # of all other ids: they are sampled only where a bias lifts them
 _pair = struct.Struct("<QQ").pack
 
 
@@ -35,6 +37,9 @@ class TokenStream(Protocol):
 
     def sample(self, state: int, weight_version: int) -> tuple[int, float]:
         """The next id and its logprob. Called once a sampled token, in order."""
+
+    def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
+        """What `sample`, called next with the same arguments, chooses from: ids and logprobs, best first."""
 
 
 class TokenPolicy(Protocol):
@@ -49,8 +54,8 @@ class HashPolicy:
     read under, the version it is sampled under, and (unless temperature is 0) the seed.
 
     Each position has four candidate ids with logits 0, -1, -2, -3, so logprobs are those of a real distribution:
-    temperature, top-k and top-p apply; greedy logprobs are 0. A request without a seed draws from `seed` and its
-    request id.
+    temperature, top-k, top-p, penalties and biases apply; greedy logprobs are 0. A request without a seed draws
+    from `seed` and its request id.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -78,14 +83,14 @@ class HashPolicy:
 
 
 class _HashStream:
-    __slots__ = ("_cumulative", "_logprobs", "_seed", "_vocab_size")
+    __slots__ = ("_adjustment", "_logits", "_sampling", "_seed", "_vocab_size")
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
         self._seed = seed
-        self._cumulative, self._logprobs = _distribution(
-            sampling.temperature, sampling.top_p, sampling.top_k, min(len(_LOGITS), vocab_size)
-        )
+        self._sampling = sampling
+        self._logits = _LOGITS[:vocab_size]
+        self._adjustment = _Adjustment(sampling) if _Adjustment.is_needed(sampling) else None
 
     def advance(self, state: int, token_ids: Sequence[int], weight_version: int) -> int:
         step = weight_version * _VERSION_STEP + 1
@@ -95,19 +100,64 @@ class _HashStream:
 
     def sample(self, state: int, weight_version: int) -> tuple[int, float]:
         place = xxhash.xxh3_64_intdigest(_pair(state, weight_version & _MASK))
-        if len(self._logprobs) == 1:
-            return place % self._vocab_size, self._logprobs[0]
-        draw = xxhash.xxh3_64_intdigest(_pair(place, self._seed)) / 2**64
-        choice = min(bisect_right(self._cumulative, draw), len(self._logprobs) - 1)
-        return (place + choice) % self._vocab_size, self._logprobs[choice]
+        ids, (cumulative, logprobs) = self._candidates(place)
+        choice = 0
+        if len(logprobs) > 1:
+            draw = xxhash.xxh3_64_intdigest(_pair(place, self._seed)) / 2**64
+            choice = min(bisect_right(cumulative, draw), len(logprobs) - 1)
+        token_id = (place + choice) % self._vocab_size if ids is None else ids[choice]
+        if self._adjustment is not None:
+            self._adjustment.counts[token_id] += 1
+        return token_id, logprobs[choice]
+
+    def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
+        place = xxhash.xxh3_64_intdigest(_pair(state, weight_version & _MASK))
+        ids, (_, logprobs) = self._candidates(place)
+        if ids is None:
+            ids = tuple((place + index) % self._vocab_size for index in range(len(logprobs)))
+        return tuple(zip(ids, logprobs, strict=False))
+
+    def _candidates(self, place: int) -> tuple[tuple[int, ...] | None, _Distribution]:
+        """The ids best first (None: those from `place` on, in order), and how likely the first of them are."""
+        sampling, logits, ids = self._sampling, self._logits, None
+        if self._adjustment is not None:
+            base = {(place + index) % self._vocab_size: logit for index, logit in enumerate(logits)}
+            ids, logits = self._adjustment.apply(base)
+        return ids, _distribution(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+
+
+class _Adjustment:
+    """What penalties and biases of one request make of its logits."""
+
+    __slots__ = ("_bias", "_frequency", "_presence", "counts")
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._bias = dict(sampling.logit_bias)
+        self._frequency, self._presence = sampling.frequency_penalty, sampling.presence_penalty
+        self.counts: Counter[int] = Counter()  # of the ids sampled so far
+
+    @staticmethod
+    def is_needed(sampling: SamplingParams) -> bool:
+        return bool(sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty)
+
+    def apply(self, base: dict[int, float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Ids and logits, best first: those of `base` and the biased ones; the best logit becomes 0."""
+        logits = {token_id: _OTHER_LOGIT for token_id, bias in self._bias.items() if bias > 0} | base
+        for token_id in logits:
+            count = self.counts[token_id]
+            penalty = self._frequency * count + self._presence * (count > 0)
+            logits[token_id] += self._bias.get(token_id, 0.0) - penalty
+        ids = sorted(logits, key=lambda token_id: -logits[token_id])
+        return tuple(ids), tuple(logits[token_id] - logits[ids[0]] for token_id in ids)
+
+
+_Distribution: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @lru_cache(maxsize=1024)
-def _distribution(
-    temperature: float, top_p: float, top_k: int, num_candidates: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _distribution(logits: tuple[float, ...], temperature: float, top_p: float, top_k: int) -> _Distribution:
     """Cumulative probabilities and logprobs of the candidates that sampling leaves, best first."""
-    logits = _LOGITS[: min(top_k or num_candidates, num_candidates)]
+    logits = logits[: top_k or len(logits)]
     if temperature == 0:
         return (1.0,), (0.0,)
     # The best logit is 0, so no weight overflows however small the temperature is.
@@ -127,7 +177,8 @@ class ScriptedPolicy:
     """Samples given replies: `script` maps a prompt's ids to the ids that answer it.
 
     After its last id a reply goes on with the request's first stop token, or without one with its last id, until
-    the request ends. Logprobs are made up and tell positions apart. An empty reply needs a stop token.
+    the request ends. Logprobs are made up and tell positions apart; what is sampled has no alternative. An empty
+    reply needs a stop token. A script must honour the constraints of the requests it answers.
     """
 
     def __init__(self, script: Callable[[Sequence[int]], Sequence[int]]) -> None:
@@ -151,8 +202,15 @@ class _ScriptedStream:
         return 0
 
     def sample(self, state: int, weight_version: int) -> tuple[int, float]:
-        position = self._num_sampled
+        token_id, logprob = self._next()
         self._num_sampled += 1
+        return token_id, logprob
+
+    def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
+        return (self._next(),)
+
+    def _next(self) -> tuple[int, float]:
+        position = self._num_sampled
         token_id = self._reply[position] if position < len(self._reply) else self._after
         return token_id, -(1 + position % 7) / 8
 
@@ -189,6 +247,7 @@ class Malformation(StrEnum):
     SENTINEL_LOGPROB = "sentinel_logprob"  # the last logprob is -9999
     NAN_LOGPROB = "nan_logprob"  # the last logprob is NaN
     SPAN_GAP = "span_gap"  # the last token has no weight version
+    SHORT_TOP_LOGPROBS = "short_top_logprobs"  # alternatives for one token fewer than ids
 
 
 @dataclass(slots=True)
@@ -218,3 +277,5 @@ def malformed(generation: Generation, how: Malformation, vocab_size: int) -> Gen
             *earlier, last = generation.weight_versions
             cut = WeightVersionSpan(last.version, last.start, last.end - 1)
             return replace(generation, weight_versions=(*earlier, cut))
+        case Malformation.SHORT_TOP_LOGPROBS:
+            return replace(generation, top_logprobs=generation.top_logprobs[:-1])

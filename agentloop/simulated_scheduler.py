@@ -12,17 +12,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from agentloop.engine import Delta
 from agentloop.kv_floor import KVFloor
 from agentloop.simulated_kv import KVCache, KVSequence
 from agentloop.simulated_policy import Malformation, TokenStream
-from agentloop.types import FinishReason, GenerateRequest, Generation, WeightVersionSpan
+from agentloop.types import FinishReason, GenerateRequest, Generation, Load, WeightVersionSpan
 
 _PREFILL_TOKENS_PER_STEP = 4096  # admission stops there, as a real scheduler's budget does
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request from its arrival to its end. Ids, logprobs and versions grow together, in `add`."""
+    """A request from its arrival to its end. What is known of its tokens grows together, in `sample`."""
 
     request: GenerateRequest
     stream: TokenStream
@@ -33,20 +34,24 @@ class LiveRequest:
     sequence: KVSequence
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty unless asked for
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
     has_run: bool = False
     cached_tokens: int = 0
     num_lost_tokens: int = 0  # tokens whose KV the last preemption took
 
-    def add(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
+    def sample(self, version: int) -> FinishReason | None:
         """Append one sampled token. Returns how the request ended, if it did."""
+        sampling, state = self.request.sampling, self.sequence.state
+        if sampling.num_top_logprobs:
+            self.top_logprobs.append(self.stream.alternatives(state, version)[: sampling.num_top_logprobs])
+        token_id, logprob = self.stream.sample(state, version)
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, len(self.token_ids)))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         if self.has_progress is not None:
             self.has_progress.set()
-        sampling = self.request.sampling
         if token_id in sampling.stop_token_ids and len(self.token_ids) >= sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
@@ -59,6 +64,24 @@ class LiveRequest:
             for (version, first), last in zip(self.version_starts, lasts, strict=False)
         ]
         return tuple(WeightVersionSpan(version, a, b) for version, a, b in cut if a < b)
+
+    def delta(self, start: int) -> Delta:
+        """Everything from token `start` on."""
+        ids, logprobs = tuple(self.token_ids[start:]), tuple(self.logprobs[start:])
+        return Delta(ids, logprobs, self.spans(start, len(self.token_ids)), tuple(self.top_logprobs[start:]))
+
+    def generation(self, reason: FinishReason, load: Load) -> Generation:
+        """The answer, as it is now."""
+        return Generation(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            weight_versions=self.spans(0, len(self.token_ids)),
+            finish_reason=reason,
+            cached_tokens=self.cached_tokens,
+            load=load,
+            top_logprobs=tuple(self.top_logprobs),
+        )
 
 
 class Scheduler:
@@ -175,11 +198,11 @@ class Scheduler:
         """Give one request up to `max_tokens` tokens. Returns how it ended, if it did, and how many it got."""
         if live.request.request_id not in self._running:
             return None, 0  # it gave way to one that came earlier in this step
-        prompt_len, stream, sequence = len(live.request.token_ids), live.stream, live.sequence
+        prompt_len, sequence = len(live.request.token_ids), live.sequence
         for num_sampled in range(max_tokens):
             if sequence.num_tokens < prompt_len + len(live.token_ids) and not self._grow(live, version):
                 return None, num_sampled
-            reason = live.add(*stream.sample(sequence.state, version), version)
+            reason = live.sample(version)
             if reason is not None:
                 return reason, num_sampled + 1
         return None, max_tokens

@@ -22,6 +22,7 @@ class SimulatedSpec:
     initial_version: int | None = 0
     num_workers: int = 1
     can_sleep: bool = True
+    can_constrain: bool = False  # its policy is trusted to honour constraints
 
     @property
     def info(self) -> EngineInfo:
@@ -34,4 +35,5 @@ class SimulatedSpec:
             max_running=self.max_running,
             num_workers=self.num_workers,
             can_sleep=self.can_sleep,
+            can_constrain=self.can_constrain,
         )

@@ -1,9 +1,10 @@
 """The trajectory store: what was accepted and what became of it, in one SQLite file of the run directory.
 
 Ownership: one process writes (the coordinator's executor, one thread at a time); any process may read.
-Invariants: `accept` and `commit` have reached the disk when they return, so an acknowledged record survives
-`kill -9` and a power cut; a key (rollout, group, sample) holds one record, the first one committed; rows carry a
-CRC, and a row that fails it is counted and left out, never returned and never fatal to the others.
+Invariants: `accept`, `commit` and `record` have reached the disk when they return, so an acknowledged record
+survives `kill -9` and a power cut; a key (rollout, group, sample) holds one record, the first one committed; a
+rollout holds accepted groups or recorded sessions, never both; rows carry a CRC, and a row that fails it is counted
+and left out, never returned and never fatal to the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import structlog
 
 from agentloop import codec
 from agentloop.engine import WeightUpdate
-from agentloop.errors import InvalidRequest, NotFound
+from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
 STORE_NAME = "trajectories.sqlite"
@@ -45,6 +46,12 @@ _COUNT_FINISHED = """
 SELECT COUNT(*) FROM trajectories t JOIN groups g ON g.rollout_id = t.rollout_id AND g.group_id = t.group_id
 WHERE t.rollout_id = ? AND t.sample_index < g.num_samples
 """
+
+_COUNT_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_id = ?"
+_COUNT_RECORDS = "SELECT COUNT(*) FROM trajectories WHERE rollout_id = ?"
+_ADD_RECORD = (
+    "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
+)
 
 _BLOB = "CAST(value AS BLOB)"  # a damaged row may claim to be text
 
@@ -98,7 +105,12 @@ class TrajectoryStore:
         return len(self._corrupt)
 
     def accept(self, rollout_id: str, groups: Iterable[RolloutGroup]) -> None:
-        """Record work as accepted. Groups already accepted stay as they are, so a repeat is harmless."""
+        """Record work as accepted. Groups already accepted stay as they are, so a repeat is harmless.
+
+        Raises Conflict for a rollout of recorded sessions.
+        """
+        if self.holds_sessions(rollout_id):
+            raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
         rows = []
         for group in groups:
             data = codec.encode(dataclasses.replace(group, rollout_id=rollout_id))
@@ -114,16 +126,36 @@ class TrajectoryStore:
 
     def commit(self, trajectories: Iterable[Trajectory]) -> int:
         """Store terminal records in one transaction; returns how many were new. The first of a key stays."""
-        rows = []
-        for trajectory in trajectories:
-            data = codec.encode(trajectory)
-            key = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-            rows.append((*key, data, zlib.crc32(data)))
-        statement = (
-            "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc)"
-            " VALUES (?, ?, ?, ?, ?)"
-        )
-        return self._write((statement, rows))
+        return self._write((_ADD_RECORD, [_row(trajectory) for trajectory in trajectories]))
+
+    def record(self, trajectory: Trajectory) -> bool:
+        """Store a finished session, which nobody submitted; returns whether it is new. A repeat changes nothing.
+
+        Raises Conflict if its place (rollout, group, sample) has another record, or its rollout accepted groups.
+        """
+        rollout_id = trajectory.rollout_id
+        if self._db.execute("SELECT 1 FROM groups WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None:
+            raise Conflict(f"rollout {rollout_id} was submitted: sessions need another", param="rollout_id")
+        row = _row(trajectory)
+        if self._write(("INSERT OR IGNORE INTO rollouts VALUES (?)", [(rollout_id,)]), (_ADD_RECORD, [row])):
+            return True
+        where = "rollout_id = ? AND group_id = ? AND sample_index = ?"
+        seq, data, crc = self._db.execute(
+            f"SELECT seq, {_BLOB}, crc FROM trajectories WHERE {where}", row[:3]
+        ).fetchone()
+        known = self._decoded("trajectories", seq, data, crc, Trajectory)
+        if known is None or _unaged(known) != _unaged(trajectory):
+            name = f"{rollout_id}/{trajectory.group_id}/{trajectory.sample_index}"
+            raise Conflict(f"{name} is the record of another session", param="sample_index")
+        return False
+
+    def holds_sessions(self, rollout_id: str) -> bool:
+        """Whether a rollout consists of recorded sessions."""
+        if self._db.execute("SELECT 1 FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is None:
+            return False
+        (num_accepted,) = self._db.execute(_COUNT_GROUPS, (rollout_id,)).fetchone()
+        (num_recorded,) = self._db.execute(_COUNT_RECORDS, (rollout_id,)).fetchone()
+        return bool(num_accepted == 0 and num_recorded > 0)
 
     def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
         """Up to `limit` records in commit order, each with its cursor, all greater than `after`.
@@ -144,13 +176,17 @@ class TrajectoryStore:
         return found
 
     def counts(self, rollout_id: str) -> tuple[int, int]:
-        """(accepted, finished) in trajectories. Raises NotFound for a rollout nobody submitted."""
+        """(accepted, finished) in trajectories. Raises NotFound for a rollout nobody submitted or recorded.
+
+        Of recorded sessions none is outstanding: each counts as both.
+        """
         if self._db.execute("SELECT 1 FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is None:
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
-        accepted = self._db.execute(
-            "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_id = ?", (rollout_id,)
-        ).fetchone()[0]
-        return int(accepted), int(self._db.execute(_COUNT_FINISHED, (rollout_id,)).fetchone()[0])
+        num_accepted = int(self._db.execute(_COUNT_GROUPS, (rollout_id,)).fetchone()[0])
+        if num_accepted == 0:
+            num_recorded = int(self._db.execute(_COUNT_RECORDS, (rollout_id,)).fetchone()[0])
+            return num_recorded, num_recorded
+        return num_accepted, int(self._db.execute(_COUNT_FINISHED, (rollout_id,)).fetchone()[0])
 
     def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         """The groups that lack records, in order of acceptance, with the samples each still owes."""
@@ -216,3 +252,13 @@ class TrajectoryStore:
             self._corrupt.add((table, seq))
             _log.error("corrupt_row", table=table, seq=seq, reason=reason)
         return None
+
+
+def _row(trajectory: Trajectory) -> tuple[str, str, int, bytes, int]:
+    data = codec.encode(trajectory)
+    return trajectory.rollout_id, trajectory.group_id, trajectory.sample_index, data, zlib.crc32(data)
+
+
+def _unaged(trajectory: Trajectory) -> bytes:
+    """A record without what the coordinator adds at each hand-in."""
+    return codec.encode(dataclasses.replace(trajectory, staleness=None))

@@ -16,12 +16,15 @@ import secrets
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.decoders import DecodeStream
 
 from agentloop.errors import InvalidRequest, TemplateError
 from agentloop.parsers.base import DecodedText
 
+_LONG_CHARS = 8192  # a longer text is tokenised as a batch of one: only in batches the library lets go of the GIL
 _MARKUP = re.compile(r"[<\[|].+[>\]|]")
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_ANCHOR = "A"  # stands before a token whose text is asked for: many decoders treat a text's first token otherwise
 _MAX_HELD_TOKENS = 64  # a character takes at most four bytes; more held tokens are bytes that never make one
 
 
@@ -46,6 +49,9 @@ class Tokens:
         self._masked = re.compile(placeholder)
         self._text_tokenizer, self._id_of_alias = self._without_literals(added)
         self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        anchor_id = tokenizer.token_to_id(f"<0x{ord(_ANCHOR):02X}>")
+        has_fallback = anchor_id is not None and tokenizer.decode([anchor_id]) == _ANCHOR
+        self._anchor_id = anchor_id if has_fallback else None  # of tokenizers with tokens for single bytes
         self._bytes_of: dict[int, bytes] = {}
         self._byte_of_char = _byte_alphabet() if self._is_byte_level else {}
 
@@ -81,22 +87,35 @@ class Tokens:
         Raises InvalidRequest where the model itself, without its added tokens, would produce a control token.
         """
         if self._nonce not in text:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return _ids(self._tokenizer, text)
         aliased = self._masked_or_control.sub(
             lambda m: self._literals[int(m["index"])] if m["index"] else self._alias(self._index_of[m[0]]), text
         )
-        ids = self._text_tokenizer.encode(aliased, add_special_tokens=False).ids
+        ids = _ids(self._text_tokenizer, aliased)
         if any(token_id in self._control_ids and token_id not in self._id_of_alias for token_id in ids):
             raise InvalidRequest("content spells a control token that has no other spelling", param="messages")
         return [self._id_of_alias.get(token_id, token_id) for token_id in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. Bytes that are no UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        if self._anchor_id is not None:  # the tokenizer spoils good characters beside bad bytes
+            return self._decode_bytes(ids).text
+        return self._decode(ids)
 
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
         """`decode(ids)`, and for every id how many characters are complete after it. Takes linear time."""
-        return self._decode_bytes(ids) if self._is_byte_level else self._decode_stream(ids)
+        is_of_bytes = self._is_byte_level or self._anchor_id is not None
+        return self._decode_bytes(ids) if is_of_bytes else self._decode_stream(ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, special tokens included: it may be a part of a character."""
+        found = self._bytes_of.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            if token is None:
+                return b""  # outside the vocabulary: such ids are many, and not remembered
+            found = self._bytes_of[token_id] = self._new_bytes(token_id, token)
+        return found
 
     def _placeholder(self, literal: str) -> str:
         return f"{self._nonce}{self._index_of[literal]:06d}"
@@ -128,8 +147,9 @@ class Tokens:
     def _decode_bytes(self, ids: Sequence[int]) -> DecodedText:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces, ends, length = [], [], 0
-        for token_id in ids:
-            piece = decoder.decode(self._token_bytes(token_id))
+        lead, first = self._first_of(ids)
+        for index, token_id in enumerate(ids):
+            piece = decoder.decode(self.token_bytes(token_id) if index != lead else first)
             length += len(piece)
             pieces.append(piece)
             ends.append(length)
@@ -138,31 +158,54 @@ class Tokens:
             ends[-1] += len(pieces[-1])
         return DecodedText("".join(pieces), tuple(ends))
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        found = self._bytes_of.get(token_id)
-        if found is None:
-            token = self._tokenizer.id_to_token(token_id) or ""  # an id outside the vocabulary decodes to nothing
+    def _first_of(self, ids: Sequence[int]) -> tuple[int, bytes]:
+        """Which id is the text's first, and its bytes there: without the space before a word, for one."""
+        if self._anchor_id is None:
+            return -1, b""
+        for index, token_id in enumerate(ids):
+            if (token := self._tokenizer.id_to_token(token_id)) is not None:
+                if _BYTE_TOKEN.fullmatch(token) is not None:
+                    break
+                return index, self._decode((token_id,)).encode()
+        return -1, b""
+
+    def _new_bytes(self, token_id: int, token: str) -> bytes:
+        if self._is_byte_level:
             values = [self._byte_of_char.get(char) for char in token]
             known = [value for value in values if value is not None]
-            found = bytes(known) if len(known) == len(values) else token.encode()
-            self._bytes_of[token_id] = found
-        return found
+            return bytes(known) if len(known) == len(values) else token.encode()
+        if self._anchor_id is None:
+            return self._decode((token_id,)).encode()
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        return self._decode((self._anchor_id, token_id)).removeprefix(_ANCHOR).encode()
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _decode_stream(self, ids: Sequence[int]) -> DecodedText:
-        text = self.decode(ids)
-        stream = DecodeStream(skip_special_tokens=False)
+        """For decoders of any kind: what a token adds is seen behind the tokens that last added something."""
+        text = self._decode(ids)
         ends: list[int] = []
-        length, num_held = 0, 0
+        length, before, num_before, held = 0, list[int](), 0, list[int]()
         for token_id in ids:
-            piece = stream.step(self._tokenizer, token_id)
-            num_held = 0 if piece is not None else num_held + 1
-            if num_held > _MAX_HELD_TOKENS:  # the stream decodes all it holds at every step
-                stream, num_held = DecodeStream(skip_special_tokens=False), 0
-            length = min(length + len(piece or ""), len(text))
+            held.append(token_id)
+            piece = self._decode((*before, *held))
+            is_certain = len(piece) > num_before and not piece.endswith(_REPLACEMENT)
+            if is_certain or len(held) > _MAX_HELD_TOKENS:
+                length = min(length + max(len(piece) - num_before, 0), len(text))
+                before, held = held, []
+                num_before = len(self._decode(before))
             ends.append(length)
         if ends:
             ends[-1] = len(text)
         return DecodedText(text, tuple(ends))
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    if len(text) > _LONG_CHARS:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The values that move through the service. Frozen inside a process; `codec.py` puts them on a wire.
 
-Ownership: this module imports nothing of ours. Token ids are plain `int`s while a turn is being built and
-`int32` arrays in a finished trajectory. A weight version is the trainer's counter: an integer, and 0 is one.
+Ownership: of ours, this module imports one value type and nothing else. Token ids are plain `int`s while a turn is
+built and `int32` arrays in a finished trajectory. A weight version is the trainer's counter: an integer; 0 is one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from agentloop.constraint import Constraint
+
+TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
+"""For each sampled token the likeliest (id, logprob), best first."""
+
 JSON: TypeAlias = Any
 """What `json.loads` can return."""
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-
-
-# --- generation -------------------------------------------------------------------------------------------
 
 
 class FinishReason(StrEnum):
@@ -51,7 +53,8 @@ class KVPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Logprobs are reported under exactly this distribution (temperature, top-p, top-k)."""
+    """How to sample. Logprobs are reported under exactly this distribution: temperature, top-p, top-k, penalties,
+    biases and the constraint applied."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -60,6 +63,11 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
+    num_top_logprobs: int = 0  # alternatives reported beside each sampled token
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Token ids out: `token_ids` includes the stop token; one logprob (nats) an id; spans tile `[0, n)`."""
+    """Token ids out: `token_ids` includes the stop token; one logprob (nats) an id; spans tile `[0, n)`.
+
+    `top_logprobs` is empty unless asked for; else it has one entry an id.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -106,9 +117,7 @@ class Generation:
     cached_tokens: int = 0  # prompt tokens whose KV was reused
     replica_id: str = ""  # stamped by the replica, not by the engine
     load: Load = Load()
-
-
-# --- conversation -----------------------------------------------------------------------------------------
+    top_logprobs: TopLogprobs = ()
 
 
 class CallStatus(StrEnum):
@@ -120,7 +129,8 @@ class CallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the policy made. A MALFORMED call has `error`, and is answered by a tool-error message."""
+    """One call the policy made. A MALFORMED call has `error`, and is answered by a tool-error message; `text` is
+    then how it was written."""
 
     id: str
     name: str
@@ -129,6 +139,7 @@ class ToolCall:
     error: str | None = None
     token_start: int = 0  # the call's tokens within the turn's sampled ids: [token_start, token_end)
     token_end: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str = ""  # what an assistant thought before `content`, without its marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +164,6 @@ class ToolResult:
     is_error: bool = False
     is_truncated: bool = False
     duration_s: float = 0.0
-
-
-# --- tasks ------------------------------------------------------------------------------------------------
 
 
 class OnExcess(StrEnum):
@@ -287,9 +296,6 @@ class Assignment:
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their age
 
 
-# --- trajectories -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One generation within a path. `[start, end)` are its sampled tokens, as offsets into the response."""
@@ -309,6 +315,9 @@ class TokenPath:
     `response_mask` is true where the policy sampled, but for tokens taken out for their staleness. `logprobs` hold
     0.0 where it did not. `weight_versions` tile the sampled tokens, masked ones too: spans are over the response,
     and observed tokens belong to no span.
+
+    Paths of one trajectory may branch: the first `num_shared` tokens of prompt and response are then those of path
+    `parent`, and what of them was sampled is in the mask of the first path that has it, and in no other.
     """
 
     prompt_ids: IntArray
@@ -318,6 +327,9 @@ class TokenPath:
     weight_versions: tuple[WeightVersionSpan, ...]
     turns: tuple[Turn, ...]
     split_reason: str | None = None  # why this path could not extend the one before; None for the first
+    parent: int | None = None  # the path that it was split from, by its place in the trajectory
+    num_shared: int = 0  # tokens of prompt and response that are the parent's own
+    split_detail: str | None = None  # the first difference, decoded: what was there and what came instead
 
     @property
     def trained_versions(self) -> frozenset[int]:

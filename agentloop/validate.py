@@ -4,6 +4,7 @@ weights on the way out. All are pure, and raise instead of repairing."""
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import orjson
@@ -14,6 +15,7 @@ from agentloop.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     MalformedEngineResponse,
+    UnsupportedParameter,
 )
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams
 
@@ -22,6 +24,14 @@ LOGPROB_TOLERANCE = 1e-3
 
 LOGPROB_SENTINEL = -9999.0
 """What engines write where they have no logprob; anything at or below it is not one."""
+
+MAX_TOP_LOGPROBS = 20
+"""Alternatives a token; what vLLM gives without a change of its own limit, and the OpenAI API's."""
+
+MAX_LOGIT_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_CONSTRAINT_CHARS = 1 << 16
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
@@ -40,6 +50,8 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             param="token_ids",
         )
     _check_sampling(request.sampling)
+    _check_adjustments(request.sampling, info.vocab_size)
+    _check_constraint(request.sampling, info)
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
@@ -53,6 +65,37 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest(f"top_k is {sampling.top_k}, not >= 0", param="top_k")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise InvalidRequest(f"min_tokens is {sampling.min_tokens}, not in [0, max_tokens]", param="min_tokens")
+
+
+def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -MAX_PENALTY <= getattr(sampling, name) <= MAX_PENALTY:
+            raise InvalidRequest(f"{name} is {getattr(sampling, name)}, not in [-2, 2]", param=name)
+    if not 0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"num_top_logprobs is not in [0, {MAX_TOP_LOGPROBS}]", param="num_top_logprobs")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(f"more than {MAX_LOGIT_BIASES} biases", param="logit_bias")
+    if len({token_id for token_id, _ in sampling.logit_bias}) != len(sampling.logit_bias):
+        raise InvalidRequest("logit_bias has a token id twice", param="logit_bias")
+    for token_id, bias in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"token id {token_id} is outside [0, {vocab_size})", param="logit_bias")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequest(f"a bias of {bias} is not in [-100, 100]", param="logit_bias")
+
+
+def _check_constraint(sampling: SamplingParams, info: EngineInfo) -> None:
+    if sampling.constraint is None:
+        return
+    if not info.can_constrain:
+        raise UnsupportedParameter(f"the engine ({info.name}) cannot constrain what it samples", param="constraint")
+    if len(sampling.constraint.text) > MAX_CONSTRAINT_CHARS:
+        raise InvalidRequest(f"a constraint of more than {MAX_CONSTRAINT_CHARS} characters", param="constraint")
+    # What fits a constraint may be shorter than any number of tokens, and ends with a stop token only.
+    if sampling.min_tokens:
+        raise InvalidRequest("min_tokens and a constraint exclude each other", param="min_tokens")
+    if not sampling.stop_token_ids:
+        raise InvalidRequest("a constraint needs a stop token", param="stop_token_ids")
 
 
 def room_tokens(request: GenerateRequest, info: EngineInfo) -> int:
@@ -87,7 +130,23 @@ def _problem(request: GenerateRequest, generation: Generation, vocab_size: int) 
         return f"it stopped at {ids[-1]}, which is not a stop token"
     if not 0 <= generation.cached_tokens <= len(request.token_ids):
         return f"{generation.cached_tokens} cached tokens of a prompt of {len(request.token_ids)}"
-    return _span_problem(generation)
+    return _span_problem(generation) or _top_problem(request, generation, vocab_size)
+
+
+def _top_problem(request: GenerateRequest, generation: Generation, vocab_size: int) -> str | None:
+    num_wanted, tops = request.sampling.num_top_logprobs, generation.top_logprobs
+    if len(tops) != (len(generation.token_ids) if num_wanted else 0):
+        return f"alternatives for {len(tops)} of {len(generation.token_ids)} tokens"
+    for top in tops:
+        if not 0 < len(top) <= num_wanted:
+            return f"{len(top)} alternatives where {num_wanted} were wanted"
+        if not all(0 <= token_id < vocab_size for token_id, _ in top):
+            return f"an alternative's id is outside [0, {vocab_size})"
+        if not all(LOGPROB_SENTINEL < logprob <= LOGPROB_TOLERANCE for _, logprob in top):
+            return "an alternative's logprob is not a finite number <= 0"
+        if any(second > first for (_, first), (_, second) in pairwise(top)):
+            return "alternatives are not in order, best first"
+    return None
 
 
 def _span_problem(generation: Generation) -> str | None:

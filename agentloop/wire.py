@@ -35,6 +35,13 @@ from agentloop.types import (
     SamplingParams,
     StalenessLimit,
 )
+from agentloop.validate import (
+    MAX_BIAS,
+    MAX_CONSTRAINT_CHARS,
+    MAX_LOGIT_BIASES,
+    MAX_PENALTY,
+    MAX_TOP_LOGPROBS,
+)
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -69,6 +76,8 @@ Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f
 ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=MAX_CONTENT_CHARS)]
+_Addend = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has lists only; what is in it stays strict
 Directory = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
@@ -145,6 +154,13 @@ def invalid_request(problems: Sequence[tuple[tuple[int | str, ...], str]]) -> In
 # --- generate ---------------------------------------------------------------------------------------------
 
 
+class ConstraintBody(Body):
+    """`Constraint`."""
+
+    kind: Literal["json_schema", "json_object", "structural_tag", "regex"]
+    text: str = Field(default="", max_length=MAX_CONSTRAINT_CHARS)
+
+
 class SamplingBody(Body):
     """`SamplingParams`; `max_tokens` is always explicit."""
 
@@ -155,6 +171,11 @@ class SamplingBody(Body):
     min_tokens: int = Field(default=_SAMPLING.min_tokens, ge=0, le=MAX_PROMPT_TOKENS)
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    frequency_penalty: float = Field(default=_SAMPLING.frequency_penalty, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    presence_penalty: float = Field(default=_SAMPLING.presence_penalty, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    logit_bias: list[Bias] = Field(default_factory=list, max_length=MAX_LOGIT_BIASES)
+    num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
+    constraint: ConstraintBody | None = None
 
 
 class GenerateBody(Body):
@@ -183,6 +204,7 @@ class ToolCallBody(Body):
     error: Text | None = None
     token_start: int = Field(default=0, ge=0, le=_INT32_MAX)
     token_end: int = Field(default=0, ge=0, le=_INT32_MAX)
+    text: Text = ""
 
 
 class MessageBody(Body):
@@ -193,6 +215,7 @@ class MessageBody(Body):
     tool_calls: list[ToolCallBody] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
     tool_call_id: Name | None = None
     name: Name | None = None
+    reasoning: Text = ""
 
 
 class LimitsBody(Body):

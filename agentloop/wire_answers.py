@@ -32,6 +32,7 @@ class GenerateAnswer(BaseModel):
     finish_reason: Literal["stop", "length", "abort"]
     cached_tokens: int
     replica_id: str
+    top_logprobs: list[list[tuple[int, float]]] = []  # empty unless asked for; else one list an id, best first
 
 
 class RolloutStatusBody(BaseModel):
@@ -67,6 +68,9 @@ class PathBody(BaseModel):
     weight_versions: list[SpanBody]
     turns: list[TurnBody]
     split_reason: str | None
+    parent: int | None = None
+    num_shared: int = 0
+    split_detail: str | None = None
 
 
 class TimingsBody(BaseModel):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.clock import VirtualClock
+from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import CommitReport, Delta, HeldIn, PushSource, StageReport, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -23,6 +24,7 @@ from agentloop.errors import (
     EngineUnusable,
     InvalidRequest,
     MalformedEngineResponse,
+    UnsupportedParameter,
     WeightUpdateFailed,
 )
 from agentloop.simulate import (
@@ -261,6 +263,41 @@ async def test_a_script_answers_prompts() -> None:
     assert (second.token_ids, second.finish_reason) == ((5, 5, 5), FinishReason.LENGTH)
     assert inside.token_ids == (7, 8)
     assert late.token_ids == (7, 8, 9, 8)
+
+
+async def test_a_script_is_trusted_with_a_constraint_where_the_spec_says_so() -> None:
+    constraint = Constraint(ConstraintKind.JSON_OBJECT)
+    request = ask([1], 4, constraint=constraint, stop_token_ids=(2,), num_top_logprobs=3)
+    for can_constrain in (False, True):
+        spec = SimulatedSpec(can_constrain=can_constrain)
+        engine = SimulatedEngine(spec, policy=ScriptedPolicy(lambda prompt: (7, 8)))
+        await engine.start()
+        assert engine.info.can_constrain is can_constrain
+        if can_constrain:
+            answer = await engine.generate(request)
+            assert answer.token_ids == (7, 8, 2)
+            pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+            assert answer.top_logprobs == tuple((pair,) for pair in pairs)
+        else:
+            with pytest.raises(UnsupportedParameter):
+                await engine.generate(request)
+        await engine.close()
+
+
+async def test_alternatives_are_the_four_candidates_and_follow_bias_and_top_k() -> None:
+    engine = SimulatedEngine()
+    await engine.start()
+    answer = await engine.generate(ask([1, 2], 6, num_top_logprobs=20, seed=1, temperature=1.0))
+    assert [len(top) for top in answer.top_logprobs] == [4] * 6
+    for token_id, logprob, top in zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True):
+        assert dict(top)[token_id] == logprob
+        assert sum(math.exp(value) for _, value in top) == pytest.approx(1)
+    best = answer.top_logprobs[0][0][0]
+    banned = await engine.generate(ask([1, 2], 1, num_top_logprobs=1, seed=1, logit_bias=((best, -100.0),)))
+    assert banned.top_logprobs[0][0][0] != best
+    cut = await engine.generate(ask([1, 2], 6, num_top_logprobs=20, seed=1, temperature=1.0, top_k=2))
+    assert [len(top) for top in cut.top_logprobs] == [2] * 6
+    await engine.close()
 
 
 async def test_a_failing_script_fails_its_own_call() -> None:
@@ -600,7 +637,7 @@ async def test_faults_happen_once_each(tmp_path: Path) -> None:
 async def test_a_malformed_answer_is_caught_by_the_check(how: Malformation) -> None:
     engine = SimulatedEngine(faults=Faults(malformed=[how]))
     await engine.start()
-    bad, good = ask([1], 4), ask([1], 4)
+    bad, good = ask([1], 4, num_top_logprobs=2), ask([1], 4)
     with pytest.raises(MalformedEngineResponse):
         check_generation(bad, await engine.generate(bad), engine.info.vocab_size)
     check_generation(good, await engine.generate(good), engine.info.vocab_size)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sqlite3
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from agentloop import codec
 from agentloop.engine import PushSource, WeightUpdate
-from agentloop.errors import InvalidRequest, NotFound
+from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.store import TrajectoryStore
 from agentloop.types import KVPolicy
 from tests.support.samples import make_group, make_trajectory
@@ -211,3 +212,41 @@ def test_everything_acknowledged_survives_kill_9(path: Path) -> None:
     assert store.num_corrupt_rows == 0
     assert store.unfinished()[0][1][0] == len(stored)
     store.close()
+
+
+def test_a_recorded_session_is_read_and_counted_like_any_other(store: TrajectoryStore, path: Path) -> None:
+    first, second = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
+    assert not store.holds_sessions("sessions")
+    assert store.record(first)
+    assert store.record(second)
+    assert not store.record(first)  # its answer was lost
+    assert not store.record(dataclasses.replace(first, staleness=3))  # the fleet has moved on meanwhile
+    assert store.holds_sessions("sessions")
+    assert store.counts("sessions") == (2, 2)
+    assert store.rollouts() == ["sessions"]
+    assert store.unfinished() == []
+    assert [trajectory.group_id for _, trajectory in store.read("sessions", 0, 10)] == ["s-1", "s-2"]
+    reader = TrajectoryStore(path, is_read_only=True)
+    assert reader.counts("sessions") == (2, 2)
+    reader.close()
+
+
+def test_one_place_holds_one_session(store: TrajectoryStore) -> None:
+    store.record(make_trajectory("g", 0, rollout_id="run", reward=1.0))
+    assert store.record(make_trajectory("g", 1, rollout_id="run", reward=0.0))
+    with pytest.raises(Conflict):
+        store.record(make_trajectory("g", 0, rollout_id="run", reward=0.0))
+    assert [trajectory.reward for _, trajectory in store.read("run", 0, 10)] == [1.0, 0.0]
+
+
+def test_sessions_and_submitted_work_do_not_mix(store: TrajectoryStore) -> None:
+    store.accept("r", [make_group()])
+    with pytest.raises(Conflict):
+        store.record(make_trajectory())
+    store.record(make_trajectory(rollout_id="sessions"))
+    with pytest.raises(Conflict):
+        store.accept("sessions", [make_group()])
+    assert store.counts("r") == (2, 0)
+    assert store.counts("sessions") == (1, 1)
+    assert not store.holds_sessions("r")
+    assert not store.holds_sessions("nobody")

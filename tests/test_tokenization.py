@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers import get_parser
+from agentloop.parsers import DecodedText, get_parser
 from agentloop.renderer import Renderer
+from agentloop.tokenization import Tokens
 from agentloop.types import CallStatus, Message, ToolCall
 from tests.support.model_folder import (
     MARKUP,
@@ -172,7 +173,10 @@ def test_decoding_bytes_that_make_no_text_is_linear(renderer: Renderer, tokenize
     assert cpu_s(100_000) < 10 * cpu_s(25_000) + 0.05
 
 
-def test_other_decoders_have_offsets_too(tmp_path: Path):
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """A tokenizer that writes characters it does not know as tokens of single bytes: ids 0-255."""
+    tmp_path = tmp_path_factory.mktemp("fallback")
     write_folder(tmp_path)
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
     vocab = {text: index for index, text in enumerate([*bytes_, "▁", "a", "b", "▁a"])}
@@ -183,16 +187,55 @@ def test_other_decoders_have_offsets_too(tmp_path: Path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text("{}")
-    renderer = Renderer.from_directory(tmp_path)
+    return Renderer.from_directory(tmp_path)
 
-    ids = tokenizer.encode("a é b<|im_end|>").ids
-    decoded = renderer.decode_with_offsets(ids)
+
+def test_other_decoders_have_offsets_too(fallback: Renderer):
+    ids = fallback.ids("a é b<|im_end|>")
+    decoded = fallback.decode_with_offsets(ids)
     assert decoded.text == "a é b<|im_end|>"
     assert [decoded.ends[i] for i in decoded.token_span(decoded.text.index("b"), len(decoded.text))[:1]] == [5]
     assert decoded.ends[-1] == len(decoded.text)
-    invalid = renderer.decode_with_offsets([0x80] * 500 + ids)
-    assert invalid.text == renderer.decode([0x80] * 500 + ids)
+    invalid = fallback.decode_with_offsets([0x80] * 500 + ids)
+    assert invalid.text == "\ufffd" * 500 + decoded.text
     assert invalid.ends[-1] == len(invalid.text)
+
+
+def test_good_characters_beside_bad_bytes_stay(fallback: Renderer):
+    ids = [0xC3, 0xA9, 0xFF, *fallback.ids("b")]
+    assert fallback.decode_with_offsets(ids) == DecodedText("é\ufffdb", (0, 1, 2, 3))
+    assert fallback.decode(ids) == "é\ufffdb"
+    assert fallback.decode_with_offsets([0x62, 0xC3]) == DecodedText("b\ufffd", (1, 2))
+
+
+BYTES_OF = {value: bytes([value]) for value in range(256)} | {257: b"a", 258: b"b", 259: b" a", 5000: b""}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 255) | st.sampled_from([0xC3, 0xA9, 0xFF, 257, 258, 259, 5000]), max_size=30))
+def test_byte_tokens_are_their_bytes(fallback: Renderer, ids: list[int]):
+    decoded = fallback.decode_with_offsets(ids)
+    assert decoded.text == b"".join(BYTES_OF[token_id] for token_id in ids).decode(errors="replace")
+    assert list(decoded.ends) == sorted(decoded.ends)
+    assert not ids or decoded.ends[-1] == len(decoded.text)
+
+
+def test_decoders_of_any_kind_have_offsets():
+    vocab = ["[UNK]", "he", "##llo", "you", ".", "##\ufffd"]
+    tokenizer = Tokenizer(models.WordPiece({text: index for index, text in enumerate(vocab)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokens = Tokens(tokenizer)
+    assert tokens.decode_with_offsets([1, 2, 3, 4]) == DecodedText("hello you.", (2, 5, 9, 10))
+    whole = tokens.decode_with_offsets([5] * 1000 + [3])
+    assert whole.text == tokens.decode([5] * 1000 + [3])
+    assert whole.ends[-1] == len(whole.text)
+
+
+def test_a_token_has_its_bytes(renderer: Renderer, fallback: Renderer):
+    for one in (renderer, fallback):
+        ids = one.ids("a é😀")
+        assert b"".join(map(one.token_bytes, ids)).decode() == "a é😀"
+        assert any(len(one.token_bytes(token_id).decode(errors="ignore")) == 0 for token_id in ids)
 
 
 def test_a_sampled_turn_becomes_calls_with_its_tokens(renderer: Renderer, tokenizer: Tokenizer):

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import EngineInfo
 from agentloop.errors import (
     CheckpointUnreadable,
     ContextLengthExceeded,
     InvalidRequest,
     MalformedEngineResponse,
+    UnsupportedParameter,
 )
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightVersionSpan
 from agentloop.validate import check_checkpoint, check_generation, check_request, room_tokens
@@ -65,13 +67,73 @@ def test_a_prompt_needs_room_for_one_token() -> None:
         ("top_k", -1),
         ("min_tokens", -1),
         ("min_tokens", 4),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("num_top_logprobs", -1),
+        ("num_top_logprobs", 21),
+        ("logit_bias", ((100, 1.0),)),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+        ("logit_bias", ((1, 101.0),)),
+        ("logit_bias", ((1, math.nan),)),
+        ("logit_bias", tuple((index, 0.0) for index in range(1025))),
+        ("constraint", Constraint(ConstraintKind.JSON_OBJECT)),
     ],
 )
-def test_bad_sampling_is_refused(param: str, value: float) -> None:
+def test_bad_sampling_is_refused(param: str, value: object) -> None:
     changes: dict[str, Any] = {param: value}
     with pytest.raises(InvalidRequest) as caught:
         check_request(replace(REQUEST, sampling=replace(REQUEST.sampling, **changes)), INFO)
     assert caught.value.param == param
+
+
+def test_a_constraint_needs_an_engine_for_it_a_bound_and_an_end() -> None:
+    info = replace(INFO, can_constrain=True)
+    sampling = replace(REQUEST.sampling, constraint=Constraint(ConstraintKind.REGEX, "a"))
+    check_request(replace(REQUEST, sampling=sampling), info)
+    for change, param in (
+        ({"constraint": Constraint(ConstraintKind.REGEX, "a" * 65_537)}, "constraint"),
+        ({"stop_token_ids": ()}, "stop_token_ids"),
+        ({"min_tokens": 1}, "min_tokens"),
+    ):
+        changes: dict[str, Any] = change
+        with pytest.raises(InvalidRequest) as caught:
+            check_request(replace(REQUEST, sampling=replace(sampling, **changes)), info)
+        assert caught.value.param == param
+    with pytest.raises(UnsupportedParameter):
+        check_request(replace(REQUEST, sampling=sampling), INFO)
+
+
+TOP_REQUEST = replace(REQUEST, sampling=replace(REQUEST.sampling, num_top_logprobs=2))
+TOP = (((5, -0.5), (1, -2.0)), ((6, 0.0),), ((1, -0.1), (2, -0.1)))
+
+
+def test_alternatives_belong_to_each_token_and_only_where_asked_for() -> None:
+    check_generation(TOP_REQUEST, replace(GOOD, top_logprobs=TOP), 100)
+    check_generation(TOP_REQUEST, Generation("r", (), (), (), FinishReason.ABORT), 100)
+    with pytest.raises(MalformedEngineResponse):
+        check_generation(REQUEST, replace(GOOD, top_logprobs=TOP), 100)
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        (),
+        ((1, -0.1), (2, -0.2), (3, -0.3)),
+        ((1, -0.2), (2, -0.1)),
+        ((1, math.nan),),
+        ((1, -math.inf),),
+        ((1, -9999.0),),
+        ((1, 0.1),),
+        ((100, -0.1),),
+        ((-1, -0.1),),
+    ],
+)
+def test_malformed_alternatives_are_refused(top: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(MalformedEngineResponse):
+        check_generation(TOP_REQUEST, replace(GOOD, top_logprobs=(*TOP[:2], top)), 100)
+    with pytest.raises(MalformedEngineResponse):
+        check_generation(TOP_REQUEST, replace(GOOD, top_logprobs=TOP[:2]), 100)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop import codec
+from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.control import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.tasks import load_tasks
 from agentloop.types import (
     FinishReason,
+    GenerateRequest,
     Generation,
     KVPolicy,
     Limits,
@@ -25,6 +27,7 @@ from agentloop.types import (
     OnExcess,
     OnStale,
     RolloutTask,
+    SamplingParams,
     StalenessLimit,
     ToolCall,
     WeightVersionSpan,
@@ -66,6 +69,31 @@ def test_a_task_comes_through_as_it_was() -> None:
 
 def test_what_is_left_out_has_the_dataclass_default() -> None:
     assert check_body(TASK, TaskBody).to_task() == RolloutTask("t", (Message("user", "hi"),))
+
+
+def sampled(**fields: Any) -> dict[str, Any]:
+    return changed(GENERATE, sampling={"max_tokens": 4, **fields})
+
+
+def test_all_of_sampling_is_on_the_wire() -> None:
+    sampling = SamplingParams(
+        max_tokens=4,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_tokens=1,
+        seed=3,
+        stop_token_ids=(2,),
+        frequency_penalty=0.5,
+        presence_penalty=-1.0,
+        logit_bias=((3, -100.0), (4, 2.5)),
+        num_top_logprobs=5,
+        constraint=Constraint(ConstraintKind.REGEX, "a|b"),
+    )
+    body = changed(GENERATE, sampling=codec.to_builtins(sampling))
+    request = parse_body(orjson.dumps(body), GenerateBody).to_request("id")
+    assert request.sampling == sampling
+    assert codec.decode(codec.encode(request), GenerateRequest) == request
 
 
 def test_generate_becomes_a_request() -> None:
@@ -144,6 +172,19 @@ def pushed(**changes: Any) -> dict[str, Any]:
         (GenerateBody, changed(GENERATE, sampling={"max_tokens": 0}), "sampling.max_tokens"),
         (GenerateBody, changed(GENERATE, sampling={"max_tokens": 1, "temperature": -1}), "sampling.temperature"),
         (GenerateBody, changed(GENERATE, sampling={"max_tokens": 1, "stop_token_ids": [0] * 65}), "sampling."),
+        (GenerateBody, sampled(frequency_penalty=2.5), "sampling.frequency_penalty"),
+        (GenerateBody, sampled(presence_penalty="1"), "sampling.presence_penalty"),
+        (GenerateBody, sampled(num_top_logprobs=21), "sampling.num_top_logprobs"),
+        (GenerateBody, sampled(num_top_logprobs=True), "sampling.num_top_logprobs"),
+        (GenerateBody, sampled(logit_bias={"3": 1}), "sampling.logit_bias"),
+        (GenerateBody, sampled(logit_bias=[[3, 10**6]]), "sampling.logit_bias.0.1"),
+        (GenerateBody, sampled(logit_bias=[[3, True]]), "sampling.logit_bias.0.1"),
+        (GenerateBody, sampled(logit_bias=[["3", 1]]), "sampling.logit_bias.0.0"),
+        (GenerateBody, sampled(logit_bias=[[1 << 70, 1]]), "sampling.logit_bias.0.0"),
+        (GenerateBody, sampled(logit_bias=[[3]]), "sampling.logit_bias.0.1"),
+        (GenerateBody, sampled(logit_bias=[[index, 1] for index in range(1025)]), "sampling.logit_bias"),
+        (GenerateBody, sampled(constraint={"kind": "magic"}), "sampling.constraint.kind"),
+        (GenerateBody, sampled(constraint={"kind": "regex", "text": "a" * 65_537}), "sampling.constraint.text"),
         (GenerateBody, changed(GENERATE, timeout_s=math.inf), "timeout_s"),
         (GenerateBody, changed(GENERATE, timeout_s=True), "timeout_s"),
         (GenerateBody, changed(GENERATE, prompt="hi"), "prompt"),

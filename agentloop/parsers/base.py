@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from agentloop.constraint import Constraint
 from agentloop.types import JSON, CallStatus, ToolCall
 
 MAX_CALLS = 256
@@ -44,10 +45,27 @@ class ParsedTurn:
 class Parser(Protocol):
     """The tool-call syntax of one model family."""
 
+    @property
+    def opening(self) -> str:
+        """The mark a well-written call begins with."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """All marks a call may begin with, `opening` first: text before the first of any is content."""
+
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
         """Content and calls of a turn whose stop token is already removed. Never raises on any text.
 
         `tools` are definitions in the OpenAI function format. Call ids are `call_{turn_index}_{i}`.
+        """
+
+    def call_constraint(
+        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
+    ) -> Constraint:
+        """A turn that is calls of `tools` and nothing else: one or more, exactly one unless `is_parallel`.
+
+        `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not. Raises
+        InvalidRequest if no such turn can be written.
         """
 
 
@@ -84,8 +102,12 @@ class TurnBuilder:
 
     def add_malformed(self, start: int, end: int, error: str, name: str = "") -> None:
         first, last = self._decoded.token_span(start, end)
-        status = CallStatus.MALFORMED
-        self._calls.append(ToolCall(self._next_id(), name[:MAX_NAME_CHARS], {}, status, error, first, last))
+        written = self._decoded.text[start:end]
+        self._calls.append(
+            ToolCall(
+                self._next_id(), name[:MAX_NAME_CHARS], {}, CallStatus.MALFORMED, error, first, last, text=written
+            )
+        )
 
     def add_rest(self, start: int, open_tag: str) -> None:
         """Report all calls from `start` on as one: what a policy repeats without end costs no more than this."""

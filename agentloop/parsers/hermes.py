@@ -6,9 +6,12 @@ inside a JSON string), so each character is read a bounded number of times.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
+from agentloop.constraint import Constraint
 from agentloop.parsers.base import MAX_NAME_CHARS, DecodedText, MalformedCall, ParsedTurn, TurnBuilder
+from agentloop.parsers.call_grammar import CallSyntax, constraint_of_calls
 from agentloop.parsers.strict_json import loads
 from agentloop.types import JSON
 
@@ -18,6 +21,9 @@ MAX_CLOSE_TAGS = 4
 
 class HermesParser:
     """JSON between tags. A missing close tag is forgiven if the JSON before the next call is complete."""
+
+    opening = OPEN
+    openings = (OPEN,)
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
         """See `Parser.parse`. `tools` are not needed: JSON carries its types."""
@@ -29,6 +35,17 @@ class HermesParser:
             position = _read_region(text, start, builder)
         builder.add_content(text[position:])
         return builder.finish()
+
+    def call_constraint(
+        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
+    ) -> Constraint:
+        """See `Parser.call_constraint`."""
+        return constraint_of_calls(tools, _syntax, forced=forced, is_parallel=is_parallel)
+
+
+def _syntax(name: str) -> CallSyntax:
+    written = json.dumps(name, ensure_ascii=False)
+    return CallSyntax(f'{OPEN}\n{{"name": {written}, "arguments": ', f"}}\n{CLOSE}", style="json")
 
 
 def _read_region(text: str, start: int, builder: TurnBuilder) -> int:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from agentloop.constraint import Constraint
+from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText, MalformedCall, ParsedTurn, TurnBuilder
+from agentloop.parsers.call_grammar import CallSyntax, constraint_of_calls
 from agentloop.parsers.strict_json import loads
 from agentloop.types import JSON
 
@@ -18,6 +21,7 @@ MAX_PARAMETERS = 256
 
 _CALL = re.compile(r"<tool_call>|<function=")
 _CALL_OR_END = re.compile(r"</?tool_call>")
+_NAME = re.compile(r"[^<>\n]{1,256}")
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>")
 _VALUE_END = re.compile(r"</parameter>|(</function>\s*</tool_call>)")
@@ -28,6 +32,9 @@ _OPEN = "<tool_call>"
 
 class Qwen3XmlParser:
     """XML-like tags. A missing `<tool_call>` or `</tool_call>` is forgiven, any other missing tag is not."""
+
+    opening = _OPEN
+    openings = (_OPEN, "<function=")
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
         """See `Parser.parse`."""
@@ -52,6 +59,18 @@ class Qwen3XmlParser:
             position = reader.position
         builder.add_content(text[position:])
         return builder.finish()
+
+    def call_constraint(
+        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
+    ) -> Constraint:
+        """See `Parser.call_constraint`."""
+        return constraint_of_calls(tools, _syntax, forced=forced, is_parallel=is_parallel)
+
+
+def _syntax(name: str) -> CallSyntax:
+    if _NAME.fullmatch(name) is None or name != name.strip():
+        raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+    return CallSyntax(f"{_OPEN}\n<function={name}>\n", "</function>\n</tool_call>", style="qwen_xml")
 
 
 class _CallReader:

@@ -22,11 +22,14 @@ _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 def loads(text: str) -> JSON:
     """The value `text` holds. Raises ValueError with a reason in one line; takes linear time."""
     try:
-        orjson.loads(text)  # rejects bad syntax, NaN, lone surrogates and deep nesting without recursion
+        # Rejects bad syntax, NaN, lone surrogates and deep nesting without recursion.
+        value: JSON = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(_one_line(error)) from error
     if text.count("[") + text.count("{") > MAX_DEPTH:
         _check_depth(text)
+    if orjson.dumps(value) == text.encode():  # as orjson writes it: no key was lost, and no integer became a float
+        return value
     return json.loads(text, object_pairs_hook=_unique, parse_int=_int64)
 
 

@@ -1,4 +1,4 @@
-"""The wiring: the only file that constructs. Reading it is reading the architecture.
+"""The wiring: with `engine_parts.py`, the only file that constructs. Reading it is reading the architecture.
 
 One Ray Serve application of four deployments; everything that carries tokens goes over the replicas' own ports.
 `build` is what a Serve config imports; `local.py` starts the same application on a local Ray of its own. (Serve
@@ -8,27 +8,27 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from agentloop.chat.reading import TurnReader
 from agentloop.clock import RealClock
-from agentloop.engine import Engine, WeightUpdate
+from agentloop.control import CoordinatorApi
 from agentloop.errors import EngineLost, InvalidRequest
-from agentloop.import_path import resolve
 from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.loopback import is_loopback
 from agentloop.parsers import get_parser
 from agentloop.renderer import OnUnstable, Renderer
-from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
+from agentloop.session_facts import Journal, SessionParts
 from agentloop.store import STORE_NAME, TrajectoryStore
 from agentloop.toolbox import Toolbox, load_tools
 from agentloop.worker import Worker, WorkerConfig
@@ -37,20 +37,21 @@ from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import Coordinator
 from agentloop_servers.coordinator_config import CoordinatorConfig
 from agentloop_servers.dataplane import EngineClients
-from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+from agentloop_servers.endpoint.direct import DirectServer
+from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
+from agentloop_servers.endpoint.peers import OWNER_WAIT_S, Peers
+from agentloop_servers.endpoint.seats import take_seat
+from agentloop_servers.endpoint.sessions import SessionLimits, Sessions
+from agentloop_servers.engine_parts import build_engine, engine_actor_options, initial_weights, model_facts
 from agentloop_servers.handle import CoordinatorClient
 from agentloop_servers.http_guard import Keys
 from agentloop_servers.ingress import create_app
 from agentloop_servers.process import settle_heap
 from agentloop_servers.replica import Replica
+from agentloop_servers.serve_proxy import BehindServe
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
-RECEIVED_WEIGHTS = "agentloop_servers.transfer.simulated:ReceivedWeights"
-SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
-SIMULATED_LATENCY = LatencyModel(
-    prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
-)  # of the order of a small model on one GPU
 
 
 class CoordinatorDeployment(Coordinator):
@@ -119,7 +120,7 @@ class AgentLoopWorkerDeployment:
             serve.get_replica_context().replica_id.unique_id,
             CoordinatorClient(coordinator),
             clients.connect,
-            Renderer.from_directory(config.model_path(), on_unstable=OnUnstable(settings.on_unstable_template)),
+            build_renderer(config),
             get_parser(settings.parser),
             toolbox,
             WorkerConfig(
@@ -143,7 +144,7 @@ class AgentLoopWorkerDeployment:
 
 @serve.ingress()
 class IngressDeployment:
-    """The HTTP edge; no policy."""
+    """The HTTP edge: rollouts, admin, and the chat endpoint with its share of the sessions."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -153,24 +154,155 @@ class IngressDeployment:
         coordinator: DeploymentHandle,
         *deployed_with: DeploymentHandle,
     ) -> None:
+        self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
-        self._config = config
-        self._clients = EngineClients(secret)
-        self._coordinator = CoordinatorClient(coordinator)
+        self._process = IngressProcess(config, run_dir, secret, CoordinatorClient(coordinator))
+        self._closing.push_async_callback(self._process.close)
+        await self._process.start(serve.get_replica_context().rank.rank)
+        settle_heap()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        config = self._config
-        return create_app(
-            self._coordinator,
-            self._clients.connect,
-            keys=Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env),
-            weight_roots=config.allowed_weight_roots(),
-            tool_names=frozenset(tool_names(config)),
-            rules=mode_rules(config),
-        )
+    def __serve_build_asgi_app__(self) -> BehindServe:
+        return BehindServe(self._process.app)
+
+    async def check_health(self) -> None:
+        self._process.check_health()
 
     async def __del__(self) -> None:
-        await self._clients.close()
+        await self._closing.aclose()
+
+
+class IngressProcess:
+    """What one ingress process runs, whoever serves its `app`. Close it also after a `start` that raised."""
+
+    app: FastAPI
+    sessions: Sessions
+    direct_url: str  # of the app on this process's own port
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        run_dir: Path,
+        secret: str,
+        coordinator: CoordinatorApi,
+        owner_wait_s: float = OWNER_WAIT_S,
+    ) -> None:
+        self._owner_wait_s = owner_wait_s
+        self._config = config
+        self._run_dir = run_dir
+        self._secret = secret
+        self._coordinator = coordinator
+        self._closing = AsyncExitStack()
+        self._health_checks: list[Callable[[], None]] = []
+
+    async def start(self, first_seat: int = 0) -> None:
+        """Take a seat, open its sessions and the port, and tell the other processes."""
+        config, closing = self._config, self._closing
+        seat = await take_seat(self._run_dir, config.ingress_replicas, first=first_seat)
+        closing.callback(seat.release)
+        clients = EngineClients(self._secret)
+        closing.push_async_callback(clients.close)
+        peers = Peers(self._coordinator, seat.number, config.ingress_replicas, self._owner_wait_s)
+        store_path = self._run_dir / sessions_name(seat.number)
+        sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, peers)
+        closing.push_async_callback(sessions.close)
+        await sessions.start()
+        app = build_app(config, self._coordinator, clients, endpoint)
+        server = DirectServer(app, config.host)
+        closing.push_async_callback(server.close)
+        url = await server.start(seat.port)
+        seat.set_port(int(url.rpartition(":")[2]))
+        endpoint.direct_url = url if is_loopback(config.host) else None
+        closing.push_async_callback(peers.close)
+        await peers.start(url)
+        self._health_checks = [sessions.check_health, server.check_health, peers.check_health]
+        self.app, self.sessions, self.direct_url = app, sessions, url
+
+    def check_health(self) -> None:
+        """Raises what ended a part of it that should not end."""
+        for check in self._health_checks:
+            check()
+
+    async def close(self) -> None:
+        """Stop, newest part first. Idempotent."""
+        self._health_checks = []
+        await self._closing.aclose()
+
+
+def build_app(
+    config: ServiceConfig, coordinator: CoordinatorApi, clients: EngineClients, endpoint: Endpoint
+) -> FastAPI:
+    """The HTTP app of one ingress process."""
+    return create_app(
+        coordinator,
+        clients.connect,
+        keys=Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env),
+        weight_roots=config.allowed_weight_roots(),
+        tool_names=frozenset(tool_names(config)),
+        rules=mode_rules(config),
+        endpoint=endpoint,
+    )
+
+
+def build_endpoint(
+    config: ServiceConfig,
+    store_path: Path,
+    secret: str,
+    coordinator: CoordinatorApi,
+    clients: EngineClients,
+    peers: Peers,
+) -> tuple[Sessions, Endpoint]:
+    """The chat endpoint of one ingress process, and its sessions, not started."""
+    facts, settings = model_facts(config), config.endpoint
+    renderer, parser = build_renderer(config), get_parser(config.workers.parser)
+
+    def parts_of(journal: Journal) -> SessionParts:
+        return SessionParts(
+            renderer=renderer,
+            reader=TurnReader(renderer, parser),
+            parser=parser,
+            journal=journal,
+            kv_policy=config.kv_policy,
+            max_context_tokens=facts.max_context_tokens,
+            vocab_size=facts.vocab_size,
+            can_constrain=config.engine.kind == "vllm",
+        )
+
+    limits = SessionLimits(
+        max_sessions=settings.max_sessions,
+        max_resident_bytes=settings.max_resident_mib << 20,
+        ttl_s=settings.session_ttl_s,
+    )
+    sessions = Sessions(
+        store_path,
+        parts_of=parts_of,
+        coordinator=coordinator,
+        connect=clients.connect,
+        secret=secret,
+        limits=limits,
+        new_id=peers.new_id,
+    )
+    endpoint = Endpoint(
+        sessions=sessions,
+        renderer=renderer,
+        parser=parser,
+        model_name=settings.model_name or config.model_path().name,
+        max_model_len=facts.max_context_tokens,
+        limits=EndpointLimits(max_open_calls=settings.max_open_calls),
+        created_at=int(time.time()),
+        peers=peers,
+    )
+    return sessions, endpoint
+
+
+def build_renderer(config: ServiceConfig) -> Renderer:
+    """The model's way from messages to ids."""
+    on_unstable = OnUnstable(config.workers.on_unstable_template)
+    return Renderer.from_directory(config.model_path(), on_unstable=on_unstable)
+
+
+def sessions_name(rank: int) -> str:
+    """The file of an ingress process's sessions within the run directory."""
+    return f"sessions-{rank}.sqlite"
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -223,91 +355,12 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         num_replicas=config.ingress_replicas,
         max_ongoing_requests=10_000,
         ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2,  # its sessions wait for it
+        health_check_timeout_s=30,
         graceful_shutdown_timeout_s=5,
     )
     # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
     return ingress.bind(*common, coordinator, engines, workers)
-
-
-def build_engine(config: ServiceConfig) -> Engine:
-    """The engine that a replica owns, not started."""
-    settings, facts = config.engine, model_facts(config)
-    initial_version = config.model_version if settings.load_format == "auto" else None
-    if settings.kind == "vllm":
-        return VllmEngine(vllm_config(config))
-    return SimulatedEngine(
-        SimulatedSpec(
-            vocab_size=facts.vocab_size,
-            max_context_tokens=facts.max_context_tokens,
-            block_size=settings.block_size,
-            num_blocks=SIMULATED_CONTEXTS * facts.max_context_tokens // settings.block_size,
-            max_running=settings.max_running,
-            latency=SIMULATED_LATENCY,
-            initial_version=initial_version,
-            num_workers=settings.num_workers,
-            can_sleep=config.can_sleep,
-        ),
-        weight_source=pushed_weights(config) if config.allows_push else None,
-    )
-
-
-def pushed_weights(config: ServiceConfig) -> WeightSource:
-    """What a simulated engine receives pushes with. It needs torch, which nothing else of a simulated run does."""
-    make = cast(Callable[..., WeightSource], resolve(RECEIVED_WEIGHTS, param="mode"))
-    return make(
-        config.engine.num_workers,
-        can_hold=config.weight_staging != "none",
-        timeout_s=config.engine.stage_timeout_s,
-    )
-
-
-def vllm_config(config: ServiceConfig) -> VllmConfig:
-    """What a vLLM replica of this service is."""
-    settings = config.engine
-    return VllmConfig(
-        model=str(config.model_path()),
-        initial_version=config.model_version if settings.load_format == "auto" else None,
-        load_format=settings.load_format,
-        dtype=settings.dtype,
-        max_model_len=model_facts(config).max_context_tokens,
-        max_num_seqs=settings.max_running,
-        block_size=settings.block_size,
-        device=settings.device,
-        kv_cache_memory_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib * 2**20,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        data_parallel_size=settings.data_parallel_size,
-        expert_parallel=settings.expert_parallel,
-        can_sleep=config.can_sleep,
-        weight_staging=config.weight_staging,
-        lora_rank=settings.lora_rank,
-        enforce_eager=settings.enforce_eager,
-        num_threads=settings.num_threads,
-        stage_timeout_s=settings.stage_timeout_s,
-        commit_timeout_s=settings.commit_timeout_s,
-    )
-
-
-def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
-    """What Ray reserves for a replica, and the environment its engine reads at import."""
-    settings = config.engine
-    options: dict[str, Any] = {"num_cpus": settings.num_cpus}
-    if settings.kind == "vllm" and settings.device == "cuda":
-        options["num_gpus"] = settings.num_workers * settings.gpu_share
-    elif settings.kind == "vllm":
-        # Ray derives this variable from num_cpus, before the engine could set its own.
-        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.num_threads)}}
-    return options
-
-
-def initial_weights(config: ServiceConfig) -> WeightUpdate | None:
-    """Where a replica finds the weights that the service began with; None if it began with dummy ones.
-
-    None also where adapters are served: base weights are then loaded at the start and never again.
-    """
-    if config.engine.load_format == "dummy" or config.engine.lora_rank is not None:
-        return None
-    return WeightUpdate(config.model_version, str(config.model_path()))
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:
@@ -319,28 +372,6 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
         allows_adapters=config.allows_adapters,
         can_sleep=config.can_sleep,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    max_context_tokens: int
-    vocab_size: int
-    has_experts: bool = False
-
-
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
-
-
-def model_facts(config: ServiceConfig) -> ModelFacts:
-    """What the model's config.json says of it. Raises InvalidRequest if it does not."""
-    path = config.model_path() / "config.json"
-    try:
-        document = json.loads(path.read_text())
-        context = config.engine.max_context_tokens or int(document["max_position_embeddings"])
-        has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
-        return ModelFacts(context, int(document["vocab_size"]), has_experts)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
 
 
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from agentloop.export import export
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.store import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, StalenessLimit
+from agentloop_servers.agent_run import AgentCollect, load_program
 from agentloop_servers.app import new_run_dir
 from agentloop_servers.config import ServiceConfig, located
 from agentloop_servers.doctor import examine
@@ -35,8 +36,8 @@ from agentloop_servers.rollout_run import (
     end_on_sigterm,
     link_latest,
     run_rollout,
-    summary_table,
 )
+from agentloop_servers.rollout_view import summary_table
 
 T = TypeVar("T")
 
@@ -101,18 +102,37 @@ def rollout(
     trajectories_per_version: Annotated[
         int | None, typer.Option(min=1, help="Begin no more than a trainer of this many a version takes in time.")
     ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own agent, my_module:run, as run(task, base_url, api_key); it returns a reward or None."
+        ),
+    ] = None,
+    agent_command: Annotated[
+        str | None,
+        typer.Option(help="Your own agent as a command; it finds OPENAI_BASE_URL, OPENAI_API_KEY, AGENTLOOP_TASK."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Runs of your agent at once.")] = 16,
     out: Out = Path("runs"),
 ) -> None:
     """Start a service, roll out a task file, write a run directory, stop everything."""
     console = _console()
     limit = _limit(max_staleness, on_stale, trajectories_per_version)
+    if limit is not None and (agent is not None or agent_command is not None):
+        raise typer.BadParameter("--max-staleness is for the service's own loops, not for --agent")
     with _clear_errors():
         settings = ServiceConfig.load(located(str(config)))
         source = SHIPPED_PUSH if push is None and config == DEFAULT_CONFIG else push
         is_pushing = source is not None and not no_push
         weight_push = WeightPush(located(str(source)), push_version, push_after) if is_pushing else None
         options = RunOptions(located(str(tasks)), samples, out, weight_push, limit)
-        result = _run(run_rollout(settings, options, console))
+        program = load_program(agent, agent_command, settings)
+        collect_with = None if program is None else AgentCollect(program, concurrency)
+        try:
+            result = _run(run_rollout(settings, options, console, collect_with))
+        finally:
+            if program is not None:
+                program.close()
     console.print(summary_table(result.summary))
     console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
     if not result.is_good:
@@ -232,6 +252,7 @@ async def _serve(config: ServiceConfig, out: Path) -> None:
     async with running_service(config, run_dir) as url:
         end_on_sigterm()  # again: Ray has set its own handler
         console.print(f"ready at {url}   (Ctrl-C stops it)", highlight=False, soft_wrap=True)
+        console.print(f"chat     {url}/v1", highlight=False, soft_wrap=True)
         await asyncio.Event().wait()  # until a signal cancels it
 
 

@@ -99,6 +99,16 @@ class KeysConfig(_Strict):
     admin_key_env: str = "AGENTLOOP_ADMIN_KEY"
 
 
+class EndpointSettings(_Strict):
+    """The chat endpoint of each ingress process."""
+
+    model_name: str | None = None  # what clients call the model; None: its folder's name
+    max_sessions: Annotated[int, Field(ge=1)] = 20_000  # open ones; the next gets 429
+    max_resident_mib: Annotated[int, Field(ge=1)] = 512  # beyond it, idle sessions live on disk alone
+    session_ttl_s: Annotated[float, Field(gt=0)] = 3600.0  # without use
+    max_open_calls: Annotated[int, Field(ge=1)] = 4096
+
+
 class ServiceConfig(_Strict):
     """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
@@ -108,7 +118,8 @@ class ServiceConfig(_Strict):
     replicas: Annotated[int, Field(ge=1)] = 1
     engine: EngineConfig = EngineConfig()
     workers: WorkerSettings = WorkerSettings()
-    ingress_replicas: Annotated[int, Field(ge=1)] = 1
+    ingress_replicas: Annotated[int, Field(ge=1)] = 1  # each has its share of the sessions, by their ids
+    endpoint: EndpointSettings = EndpointSettings()
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one

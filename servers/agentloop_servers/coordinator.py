@@ -64,6 +64,7 @@ class Coordinator:
         self._work = WorkDesk(self._store, self._fleet, config, clock, log, changed)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None] | None = None
+        self._endpoints: dict[int, str] = {}  # the private URLs of the endpoint's processes, by rank
         self._is_closed = False
 
     async def start(self) -> None:
@@ -91,6 +92,10 @@ class Coordinator:
         if self._watching is not None and self._watching.done():
             self._watching.result()
         self._fleet.check_health()
+
+    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
+        self._endpoints[rank] = url
+        return dict(self._endpoints)
 
     # --- replicas ---
 
@@ -120,6 +125,9 @@ class Coordinator:
 
     async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
         return await self._to_its_end(self._work.submit(rollout_id, groups), "submit")
+
+    async def record(self, trajectory: Trajectory) -> None:
+        await self._to_its_end(self._work.record(trajectory), "record")
 
     async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
         return await self._work.read(rollout_id, after, limit, wait_s)

@@ -29,6 +29,12 @@ class Store(Protocol):
     def commit(self, trajectories: Sequence[Trajectory]) -> int:
         """Record terminal records, durable on return; those known stay as they are. Returns how many were new."""
 
+    def record(self, trajectory: Trajectory) -> bool:
+        """Record a finished session, durable on return; whether it is new. Raises Conflict."""
+
+    def holds_sessions(self, rollout_id: str) -> bool:
+        """Whether a rollout consists of recorded sessions."""
+
     def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
         """Records after a cursor, in commit order, each with its cursor."""
 
@@ -60,6 +66,13 @@ class StoreThread:
 
     async def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
         await self._call(lambda: self._store.accept(rollout_id, groups))
+
+    async def record(self, trajectory: Trajectory) -> bool:
+        """Raises Conflict."""
+        return await self._call(lambda: self._store.record(trajectory))
+
+    async def holds_sessions(self, rollout_id: str) -> bool:
+        return await self._call(lambda: self._store.holds_sessions(rollout_id))
 
     async def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
         return await self._call(lambda: self._store.read(rollout_id, after, limit))

@@ -186,6 +186,8 @@ class WorkDesk:
             self.queue.reserve(rollout_id, groups)
         else:
             is_live = self.queue.status(rollout_id) is not None
+            if not is_live and await self._store.holds_sessions(rollout_id):
+                raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
             if known.num_accepted == num_new and (not is_live or self.queue.is_repeat(rollout_id, groups)):
                 return known  # the same submission again: its answer was lost
             raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
@@ -197,6 +199,12 @@ class WorkDesk:
         self._changed.notify()
         self._log.info("rollout_accepted", rollout=rollout_id, num_groups=len(groups), num_trajectories=num_new)
         return await self._status(rollout_id)
+
+    async def record(self, trajectory: Trajectory) -> None:
+        """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
+        if await self._store.record(self._aged(trajectory)):
+            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("session_recorded", assignment=name, is_complete=trajectory.is_complete)
 
     async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
         if after < 0:

@@ -60,6 +60,9 @@ class CoordinatorClient:
         answer: RolloutStatus = await self._call("submit", rollout_id, groups)
         return answer
 
+    async def record(self, trajectory: Trajectory) -> None:
+        await self._call("record", trajectory)
+
     async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
         answer: Page = await self._call("read", rollout_id, after, limit, wait_s, timeout_s=CALL_TIMEOUT_S + wait_s)
         return answer
@@ -74,6 +77,10 @@ class CoordinatorClient:
 
     async def release(self, lease: Lease) -> None:
         await self._call("release", lease)
+
+    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
+        answer: dict[int, str] = await self._call("join_endpoint", rank, url)
+        return answer
 
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
         answer: UpdateReport = await self._call("update_weights", update, kv_policy, timeout_s=UPDATE_TIMEOUT_S)

@@ -1,9 +1,10 @@
 """What stands between the network and the routes: request ids, body bounds, keys, and the one error envelope.
 
-Pure ASGI, because BaseHTTPMiddleware hides disconnects. Invariants: every answer carries `x-request-id`; every
-answer that is no success is `{"error": {message, type, param, code}}`; no more than `max_body_bytes` of a body
-are ever held; a body is read only after the route's key was checked; authorisation hangs on the route itself,
-never on a path or on the Host header.
+Pure ASGI, because BaseHTTPMiddleware hides disconnects. Invariants: every answer carries `x-request-id`, and where
+a session is known `x-session-id`; every answer that is no success is `{"error": {message, type, param, code}}`, or
+what the route's dialect has instead (`envelope`); no more than `max_body_bytes` of a body are ever held; a body is
+read only after the route's key was checked; authorisation hangs on the route itself, never on a path or on the
+Host header.
 """
 
 from __future__ import annotations
@@ -11,31 +12,39 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import os
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Unauthorized
+from agentloop.loopback import is_loopback
 from agentloop.wire import invalid_request, parse_body
+from agentloop_servers.turnstile import Turnstile
 
 B = TypeVar("B", bound=BaseModel)
+
+Envelope: TypeAlias = Callable[[AgentLoopError], Any]
+"""Writes the body of an error answer, as something `orjson` takes."""
+
+LONG_BODY_BYTES = 256 << 10
+"""Longer bodies are parsed in a thread: the event loop has other requests to serve."""
+
+_BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9._\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
@@ -48,6 +57,12 @@ class BodyTooLarge(InvalidRequest):
     """The body exceeds the service's bound."""
 
     code, http_status = "body_too_large", 413
+
+
+class HeadersTooLarge(InvalidRequest):
+    """The headers exceed the service's bound."""
+
+    code, http_status = "headers_too_large", 431
 
 
 class BodyTimeout(InvalidRequest):
@@ -72,6 +87,8 @@ class MethodNotAllowed(InvalidRequest):
 class HttpLimits:
     """Every bound of the front door."""
 
+    max_header_bytes: int = 64 << 10
+    max_headers: int = 256
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
     max_direct_calls: int = 1024  # concurrent `POST /generate`; the next one gets 429
@@ -85,7 +102,8 @@ class HttpLimits:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Bearer keys, kept as hashes. Without user keys the user routes are open; the admin key is a user key too.
+    """Keys, kept as hashes, sent as a bearer or as `x-api-key`. Without user keys the user routes are open; the
+    admin key is a user key too.
 
     With user keys but no admin key, nobody may use the admin routes.
     """
@@ -123,26 +141,35 @@ class Keys:
         if (self.users or self.admin is not None) and not self._role(request):
             raise Forbidden("this needs the admin key")
 
+    def owner_of(self, request: Request) -> str:
+        """Who calls: the digest of the key, or "" where user routes are open. Raises Unauthorized."""
+        if not self.users:
+            return ""
+        self._role(request)
+        return _digest(credential_of(request) or "").hex()
+
     def _role(self, request: Request) -> bool:
         """Whether the caller is the admin. Compares with every key, so that time tells nothing."""
-        headers = request.headers.getlist("authorization")
-        match = _BEARER.fullmatch(headers[0]) if len(headers) == 1 else None
-        digest = _digest(match[1] if match else "")
+        credential = credential_of(request)
+        digest = _digest(credential or "")
         is_user = sum(hmac.compare_digest(digest, known) for known in self.users) > 0
         is_admin = self.admin is not None and hmac.compare_digest(digest, self.admin)
-        if match is None or not (is_user or is_admin):
-            raise Unauthorized("send one header `Authorization: Bearer <key>` with a known key")
+        if credential is None or not (is_user or is_admin):
+            raise Unauthorized(
+                "send one header `Authorization: Bearer <key>` or `x-api-key: <key>` with a known key"
+            )
         return is_admin
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def credential_of(request: Request) -> str | None:
+    """The key a request carries; None without one, with a malformed one, and with several that differ."""
+    bearers = request.headers.getlist("authorization")
+    plain = request.headers.getlist("x-api-key")
+    if len(bearers) > 1 or len(plain) > 1:
+        return None
+    texts = [*bearers, *(f"Bearer {key}" for key in plain)]
+    found = {match[1] if (match := _BEARER.fullmatch(text)) else None for text in texts}
+    return found.pop() if len(found) == 1 else None
 
 
 def _digest(key: str) -> bytes:
@@ -152,7 +179,9 @@ def _digest(key: str) -> bytes:
 # --- bodies -----------------------------------------------------------------------------------------------
 
 
-def json_body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
+def json_body(
+    kind: type[B], parse: Callable[[bytes, type[B]], B] = parse_body
+) -> Callable[[Request], Awaitable[B]]:
     """A route dependency that reads the body as a `kind`, strictly. The guard bounds its size and time."""
 
     async def read(request: Request) -> B:
@@ -163,26 +192,12 @@ def json_body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
             raise UnsupportedMediaType("send application/json in UTF-8", param="content-type")
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
-        return parse_body(await request.body(), kind)
+        body = await request.body()
+        if len(body) > LONG_BODY_BYTES:
+            return await asyncio.to_thread(parse, body, kind)
+        return parse(body, kind)
 
     return read
-
-
-def describe_bodies(app: FastAPI, title: str, description: str, bodies: Iterable[type[BaseModel]]) -> None:
-    """Make `/openapi.json` complete: the bodies that `json_body` reads, and the keys."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=title, version=app.version, description=description, routes=app.routes)
-            template = "#/components/schemas/{model}"
-            _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=template)
-            components = schema.setdefault("components", {})
-            components.setdefault("schemas", {}).update(found["$defs"])
-            components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign] # FastAPI's documented way
 
 
 def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
@@ -199,12 +214,12 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
 
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, AgentLoopError)
-        return error_response(error, limits.retry_after_s)
+        return error_response(error, limits.retry_after_s, envelope_of(request.scope))
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         problems = [(tuple(problem["loc"])[1:], str(problem["msg"])) for problem in error.errors()]
-        return error_response(invalid_request(problems), limits.retry_after_s)
+        return error_response(invalid_request(problems), limits.retry_after_s, envelope_of(request.scope))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -217,8 +232,12 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
             known = (
                 InvalidRequest(str(error.detail)) if error.status_code < 500 else AgentLoopError("internal error")
             )
-        response = error_response(known, limits.retry_after_s)
+        response = error_response(known, limits.retry_after_s, envelope_of(request.scope))
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["allow"] = ", ".join(
+                sorted(_methods_at(request))
+            )  # Starlette tells those of one route
         return response
 
     app.add_exception_handler(AgentLoopError, ours)
@@ -226,14 +245,43 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
     app.add_exception_handler(HTTPException, http)
 
 
-def error_response(error: AgentLoopError, retry_after_s: int = 1) -> Response:
-    """The envelope, with the headers that the status calls for."""
+def _methods_at(request: Request) -> set[str]:
+    """What the path of a request may be asked with."""
+    found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in found for method in getattr(route, "methods", None) or ()}
+
+
+def error_response(
+    error: AgentLoopError, retry_after_s: int = 1, envelope: Envelope = AgentLoopError.to_wire
+) -> Response:
+    """The envelope, with the headers that the status calls for.
+
+    The OpenAI and Anthropic clients repeat a 409 and every 5xx unless `x-should-retry` says otherwise.
+    """
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(min(max(retry_after_s, 1), 60))
+    if error.http_status in (409, 429) or error.http_status >= 500:
+        headers["x-should-retry"] = "true" if error.retryable else "false"
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(orjson.dumps(error.to_wire()), error.http_status, headers, "application/json")
+    return Response(orjson.dumps(envelope(error)), error.http_status, headers, "application/json")
+
+
+def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Request], Awaitable[None]]:
+    """A route dependency, to stand first: errors of this route are written by `envelope`, and every answer has its
+    request's id also under `id_header`."""
+
+    async def declare(request: Request) -> None:
+        request.scope["state"].update(envelope=envelope, id_header=id_header)
+
+    return declare
+
+
+def envelope_of(scope: Scope) -> Envelope:
+    """What writes the errors of this request."""
+    envelope: Envelope = scope.get("state", {}).get("envelope", AgentLoopError.to_wire)
+    return envelope
 
 
 # --- the middleware ---------------------------------------------------------------------------------------
@@ -245,19 +293,22 @@ class HttpGuard:
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
         self._app = app
         self._limits = limits
+        self._turnstile = Turnstile(_BEGUN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        exchange = _Exchange(_request_id(headers), self._limits, receive, send)
-        scope.setdefault("state", {})["request_id"] = exchange.request_id
+        state = scope.setdefault("state", {})
+        exchange = _Exchange(_request_id(headers), self._limits, receive, send, state)
+        state["request_id"] = exchange.request_id
         with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
             refusal = self._refusal(headers)
             if refusal is not None:
                 await error_response(refusal)(scope, receive, exchange.send)
                 return
+            await self._turnstile.enter()
             try:
                 await self._app(scope, exchange.receive, exchange.send)
             except ClientDisconnect:
@@ -267,9 +318,13 @@ class HttpGuard:
                 if exchange.is_started:
                     raise  # the server cuts the connection: the client sees that the answer is not whole
                 known = error if isinstance(error, AgentLoopError) else AgentLoopError("internal error")
-                await error_response(known)(scope, receive, exchange.send)
+                await error_response(known, envelope=envelope_of(scope))(scope, receive, exchange.send)
 
     def _refusal(self, headers: Headers) -> AgentLoopError | None:
+        limits, raw = self._limits, headers.raw
+        num_bytes = sum(len(name) + len(value) for name, value in raw)
+        if len(raw) > limits.max_headers or num_bytes > limits.max_header_bytes:
+            return HeadersTooLarge(f"at most {limits.max_headers} headers of {limits.max_header_bytes} bytes")
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (hosts and _HOST.fullmatch(hosts[0]) is None):
             return InvalidRequest("malformed Host header", param="host")
@@ -282,7 +337,10 @@ class HttpGuard:
 class _Exchange:
     """One request's receive and send, counting what comes in and stamping what goes out."""
 
-    def __init__(self, request_id: str, limits: HttpLimits, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, request_id: str, limits: HttpLimits, receive: Receive, send: Send, state: dict[str, Any]
+    ) -> None:
+        self._state = state
         self.request_id = request_id
         self.is_started = False
         self._limits = limits
@@ -308,7 +366,12 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.is_started = True
-            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            for name in ("x-request-id", self._state.get("id_header")):
+                if name is not None:
+                    headers[name] = self.request_id
+            if (session_id := self._state.get("session_id")) is not None:
+                headers["x-session-id"] = session_id
         await self._send(message)
 
 

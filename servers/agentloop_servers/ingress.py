@@ -18,10 +18,13 @@ import orjson
 import structlog
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi import Path as PathParam
+from pydantic import BaseModel
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from agentloop import codec
+from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
+from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.control import CoordinatorApi, Page
 from agentloop.engine import Engine
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, Overloaded
@@ -45,16 +48,22 @@ from agentloop.wire_answers import (
     StatusBody,
     rollout_status,
 )
+from agentloop.wire_sessions import SESSIONS_ROLLOUT_ID
 from agentloop_servers.admin import ADMIN_BODIES, Admin, ModeRules
+from agentloop_servers.disconnect import unless_client_leaves
+from agentloop_servers.endpoint import messages_routes, responses_routes, routes, session_routes
+from agentloop_servers.endpoint.carriers import admit, names_session
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.peers import Elsewhere
 from agentloop_servers.http_guard import (
     HttpGuard,
     HttpLimits,
     Keys,
     add_error_handlers,
     body_schema,
-    describe_bodies,
     json_body,
 )
+from agentloop_servers.openapi import describe_bodies
 
 __all__ = ["FrontDoor", "HttpLimits", "Keys", "ModeRules", "create_app"]
 
@@ -62,7 +71,8 @@ T = TypeVar("T")
 
 MSGPACK = "application/msgpack"
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 502, 503, 504)
+    status: {"model": ErrorBody}
+    for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 429, 500, 502, 503, 504)
 }
 _SECURED: dict[str, Any] = {"security": [{"bearer": []}]}
 
@@ -86,14 +96,16 @@ def create_app(
     weight_roots: Iterable[Path] = (),
     tool_names: frozenset[str] | None = None,
     rules: ModeRules = ModeRules(),  # noqa: B008 - frozen
+    endpoint: Endpoint | None = None,
 ) -> FastAPI:
     """The service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
     Weight directories must lie under one of `weight_roots`; `rules` say what the service's mode allows. Tasks that
     name unknown loops or rewards are refused at once, and with `tool_names` also those that name other tools; the
-    worker ends what remains as invalid.
+    worker ends what remains as invalid. With an `endpoint`, agents are served and recorded too; starting and
+    closing its sessions is the caller's.
     """
-    door = FrontDoor(coordinator, connect, limits, tool_names)
+    door = FrontDoor(coordinator, connect, limits, tool_names, endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -109,12 +121,45 @@ def create_app(
         middleware=[Middleware(HttpGuard, limits=limits)],
     )
     add_error_handlers(app, limits)
+    bodies: list[type[BaseModel]] = [GenerateBody, SubmitBody, *ADMIN_BODIES]
+    if endpoint is not None:
+        bodies += _include_endpoint(app, endpoint, keys)  # first: most requests are its
     app.include_router(_open_routes(door))
+    app.include_router(_generate_route(door, keys, endpoint))
     app.include_router(_user_routes(door, keys))
     app.include_router(Admin(coordinator, limits, tuple(weight_roots), rules).routes(keys, ERRORS))
-    bodies = (GenerateBody, SubmitBody, *ADMIN_BODIES)
     describe_bodies(app, "agentloop", "Asynchronous rollouts of language-model agents.", bodies)
     return app
+
+
+def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys) -> list[type[BaseModel]]:
+    """Add the routes for agents; returns the bodies that they take."""
+
+    async def pass_on(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Elsewhere)
+        assert endpoint.peers is not None
+        return await endpoint.peers.forward(request, error.rank)
+
+    app.add_exception_handler(Elsewhere, pass_on)
+    app.include_router(routes.endpoint_routes(endpoint, keys, ERRORS))
+    app.include_router(session_routes.session_routes(endpoint, keys, ERRORS))
+    app.include_router(responses_routes.routes(endpoint, keys, ERRORS))
+    app.include_router(messages_routes.routes(endpoint, keys, ERRORS))
+    return [*routes.BODIES, *session_routes.BODIES, ResponsesBody, MessagesBody, CountTokensBody]
+
+
+def _generate_route(door: FrontDoor, keys: Keys, endpoint: Endpoint | None) -> APIRouter:
+    """With an endpoint the keys of sessions are good for it too."""
+    is_user = keys.require_user if endpoint is None else admit(keys, endpoint.sessions)
+    router = APIRouter(dependencies=[Depends(is_user)], responses=ERRORS, tags=["rollouts"])
+    router.add_api_route(
+        "/generate",
+        door.generate,
+        methods=["POST"],
+        response_model=GenerateAnswer,
+        openapi_extra={**body_schema(GenerateBody), **_SECURED},
+    )
+    return router
 
 
 def _open_routes(door: FrontDoor) -> APIRouter:
@@ -125,13 +170,6 @@ def _open_routes(door: FrontDoor) -> APIRouter:
 
 def _user_routes(door: FrontDoor, keys: Keys) -> APIRouter:
     router = APIRouter(dependencies=[Depends(keys.require_user)], responses=ERRORS, tags=["rollouts"])
-    router.add_api_route(
-        "/generate",
-        door.generate,
-        methods=["POST"],
-        response_model=GenerateAnswer,
-        openapi_extra={**body_schema(GenerateBody), **_SECURED},
-    )
     router.add_api_route(
         "/rollouts",
         door.submit,
@@ -164,7 +202,9 @@ class FrontDoor:
         connect: Callable[[str], Engine],
         limits: HttpLimits,
         tool_names: frozenset[str] | None,
+        endpoint: Endpoint | None = None,
     ) -> None:
+        self._sessions = None if endpoint is None else session_routes.SessionRoutes(endpoint)
         self._coordinator = coordinator
         self._connect = connect
         self._limits = limits
@@ -188,13 +228,15 @@ class FrontDoor:
         return _json({**codec.to_builtins(status), "rollouts": [rollout_status(r) for r in status.rollouts]})
 
     async def generate(self, request: Request, body: Generate) -> Response:
-        """Token ids in, token ids out; aborted if the client leaves."""
+        """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session."""
+        if self._sessions is not None and names_session(request):
+            return await self._sessions.generate(request, body)
         if self._num_direct_calls >= self._limits.max_direct_calls:
             raise Overloaded(f"{self._limits.max_direct_calls} direct calls are running")
         self._num_direct_calls += 1
         try:
             engine_request = body.to_request(f"direct-{uuid.uuid4().hex}")
-            generation = await _unless_client_leaves(request, self._generate(engine_request))
+            generation = await unless_client_leaves(request, self._generate(engine_request))
         finally:
             self._num_direct_calls -= 1
         if generation is None:
@@ -206,6 +248,8 @@ class FrontDoor:
     async def submit(self, body: Submit) -> Response:
         """Accept tasks, durably; repeating a named submit changes nothing."""
         self._check_names(body)
+        if body.rollout_id == SESSIONS_ROLLOUT_ID:
+            raise InvalidRequest(f"the name {SESSIONS_ROLLOUT_ID!r} is kept for sessions", param="rollout_id")
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
         groups = tuple(
             RolloutGroup(f"{rollout_id}-{index:06d}", task.to_task(), body.num_samples, rollout_id, body.staleness)
@@ -226,7 +270,7 @@ class FrontDoor:
         JSON, or with `Accept: application/msgpack` the binary form that the Python client reads.
         """
         reading = self._coordinator.read(rollout_id, after, limit, wait_s)
-        page = await _unless_client_leaves(request, self._ask(reading, extra_s=wait_s))
+        page = await unless_client_leaves(request, self._ask(reading, extra_s=wait_s))
         if page is None:
             return Response(status_code=499)
         if MSGPACK in request.headers.get("accept", ""):
@@ -298,24 +342,6 @@ class FrontDoor:
                 return await question
         except TimeoutError as error:
             raise DeadlineExceeded("the coordinator did not answer in time") from error
-
-
-async def _unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, or None if the client left first; `work` is then cancelled and has ended."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.create_task(_client_left(request))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _client_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

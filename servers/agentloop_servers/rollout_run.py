@@ -12,16 +12,13 @@ import math
 import os
 import signal
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 import structlog
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from agentloop.client import RolloutClient
 from agentloop.control import UpdateReport
@@ -30,12 +27,13 @@ from agentloop.export import export, read_all
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.rollout import Rollout
 from agentloop.store import STORE_NAME, TrajectoryStore
-from agentloop.summary import StaleSummary, Summary, summarize, version_key
+from agentloop.summary import Summary, summarize
 from agentloop.tasks import load_tasks
-from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
+from agentloop.types import KVPolicy, RolloutTask, StalenessLimit
 from agentloop_servers.app import new_run_dir
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
+from agentloop_servers.rollout_view import ProgressView, Tally, open_progress
 
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
@@ -88,8 +86,21 @@ class RunResult:
         return self.summary.lost == 0 and self.push_error is None
 
 
-async def run_rollout(config: ServiceConfig, options: RunOptions, console: Console) -> RunResult:
+class Collect(Protocol):
+    """The part of a run between a ready service and its end: `collect`, or an agent's (`agent_run.py`)."""
+
+    async def __call__(
+        self, client: RolloutClient, tasks: list[RolloutTask], options: RunOptions, progress: ProgressView
+    ) -> Collected:
+        """Have every sample rolled out, and push when it is time."""
+
+
+async def run_rollout(
+    config: ServiceConfig, options: RunOptions, console: Console, collect_with: Collect | None = None
+) -> RunResult:
     """Start a service, roll out, push in the middle, stop, and write the run directory.
+
+    The service's own loops run the tasks, unless `collect_with` does.
 
     Raises InvalidRequest for tasks or a model that cannot be read, and for a limit under which the run could not
     end, before anything is started.
@@ -112,43 +123,78 @@ async def run_rollout(config: ServiceConfig, options: RunOptions, console: Conso
         async with RolloutClient(url, api_key=keys[0], admin_key=keys[1]) as client:
             await client.wait_until_ready()
             with open_progress(console) as progress:
-                collected = await collect(client, tasks, options, progress)
+                collected = await (collect_with or collect)(client, tasks, options, progress)
     summary = await asyncio.to_thread(write_results, run_dir, collected)
     return RunResult(run_dir, summary, collected.push_error)
 
 
 async def collect(
-    client: RolloutClient,
-    tasks: list[RolloutTask],
-    options: RunOptions,
-    progress: ProgressView,
+    client: RolloutClient, tasks: list[RolloutTask], options: RunOptions, progress: ProgressView
 ) -> Collected:
     """Submit everything, take every trajectory, push when it is time."""
     started_at = time.monotonic()
-    push = options.push
     rollout = await _submit(client, tasks, options)
     tally = Tally(rollout.num_trajectories, started_at)
     progress.show(tally)
-    pushing: asyncio.Task[UpdateReport | AgentLoopError] | None = None
-    push_at = _push_at(push, rollout.num_trajectories)
     doomed = rollout.rollout_ids if rollout.num_trajectories > _room(options.limit) else ()
-    async with asyncio.TaskGroup() as group:
-        if push is not None and push_at == 0:
-            pushing = group.create_task(_push(client, push, progress, doomed))
+    async with MidRunPush(client, options.push, rollout.num_trajectories, progress, doomed) as pushing:
         async for trajectory in rollout:
             tally.add(trajectory)
             progress.show(tally)
-            if push is not None and pushing is None and tally.num_finished >= push_at:
-                pushing = group.create_task(_push(client, push, progress, doomed))
+            pushing.look(tally.num_finished)
         wall_s = time.monotonic() - started_at
-    outcome = pushing.result() if pushing is not None else None
-    return Collected(
-        num_accepted=rollout.num_trajectories,
-        num_received=tally.num_finished,
-        wall_s=wall_s,
-        updates=(outcome,) if isinstance(outcome, UpdateReport) else (),
-        push_error=outcome if isinstance(outcome, AgentLoopError) else None,
-    )
+    return pushing.collected(tally, wall_s)
+
+
+class MidRunPush:
+    """The push of a run, begun once enough trajectories have finished; leaving the context waits for its end.
+
+    `doomed` rollouts hold back until the version comes what would without it never begin: if the push fails, they
+    are cancelled.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        push: WeightPush | None,
+        num_trajectories: int,
+        progress: ProgressView,
+        doomed: tuple[str, ...] = (),
+    ) -> None:
+        self._client = client
+        self._push = push
+        self._push_at = _push_at(push, num_trajectories)
+        self._progress = progress
+        self._doomed = doomed
+        self._group = asyncio.TaskGroup()
+        self._pushing: asyncio.Task[UpdateReport | AgentLoopError] | None = None
+
+    async def __aenter__(self) -> MidRunPush:
+        await self._group.__aenter__()
+        self.look(0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._group.__aexit__(kind, error, trace)
+
+    def look(self, num_finished: int) -> None:
+        """Push if it is time and not done yet."""
+        if self._push is not None and self._pushing is None and num_finished >= self._push_at:
+            pushing = _push(self._client, self._push, self._progress, self._doomed)
+            self._pushing = self._group.create_task(pushing)
+
+    def collected(self, tally: Tally, wall_s: float) -> Collected:
+        """What the run gave, once the context has been left."""
+        outcome = self._pushing.result() if self._pushing is not None else None
+        return Collected(
+            num_accepted=tally.num_trajectories,
+            num_received=tally.num_finished,
+            wall_s=wall_s,
+            updates=(outcome,) if isinstance(outcome, UpdateReport) else (),
+            push_error=outcome if isinstance(outcome, AgentLoopError) else None,
+        )
 
 
 async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunOptions) -> Rollout:
@@ -167,10 +213,7 @@ async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunO
 async def _push(
     client: RolloutClient, push: WeightPush, progress: ProgressView, doomed: tuple[str, ...]
 ) -> UpdateReport | AgentLoopError:
-    """The report, or the error as a value: trajectories in flight go on under the weights there are.
-
-    `doomed` rollouts hold back until the version comes what would then never begin, so they are cancelled.
-    """
+    """The report, or the error as a value: trajectories in flight go on under the weights there are."""
     try:
         # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version alone.
         report = await client.update_weights(push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE)
@@ -245,141 +288,3 @@ def end_on_sigterm() -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
-# --- what the user sees -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts while a run goes on."""
-
-    num_trajectories: int
-    started_at: float
-    num_finished: int = 0
-    num_sampled_tokens: int = 0
-    by_version: Counter[str] = field(default_factory=Counter)
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Count one more."""
-        self.num_finished += 1
-        self.num_sampled_tokens += trajectory.num_sampled_tokens
-        self.by_version[version_key(trajectory)] += 1
-
-    def describe(self) -> str:
-        """Speed and versions, in a few words."""
-        elapsed_s = max(time.monotonic() - self.started_at, 1e-6)
-        versions = ", ".join(f"v{key}: {n}" if key.isdigit() else f"{key}: {n}" for key, n in self._versions())
-        return f"{self.num_sampled_tokens / elapsed_s:,.0f} tok/s  {versions}".rstrip()
-
-    def _versions(self) -> list[tuple[str, int]]:
-        return sorted(self.by_version.items())
-
-
-class ProgressView(Protocol):
-    """Where a run shows how far it is."""
-
-    def show(self, tally: Tally) -> None:
-        """The counts now; called for every trajectory."""
-
-    def say(self, line: str) -> None:
-        """One line that stays."""
-
-
-class LiveProgress:
-    """A bar on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("rollout "),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> LiveProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def show(self, tally: Tally) -> None:
-        self._bar.update(
-            self._task, completed=tally.num_finished, total=tally.num_trajectories, description=tally.describe()
-        )
-
-    def say(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False)
-
-
-class PlainProgress:
-    """A line for every tenth, where there is no terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._tenths_shown = -1
-
-    def __enter__(self) -> PlainProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def show(self, tally: Tally) -> None:
-        tenths = 10 * tally.num_finished // max(tally.num_trajectories, 1)
-        if tenths > self._tenths_shown:
-            self._tenths_shown = tenths
-            self.say(f"rollout  {tally.num_finished}/{tally.num_trajectories}  {tally.describe()}")
-
-    def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
-
-
-def open_progress(console: Console) -> LiveProgress | PlainProgress:
-    """The view that fits the console."""
-    return LiveProgress(console) if console.is_terminal else PlainProgress(console)
-
-
-def summary_table(summary: Summary) -> Table:
-    """The summary as a small table."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
-    table.add_row("trajectories", f"{summary.records} of {summary.accepted} accepted, {summary.lost} lost")
-    table.add_row("ended by", reasons or "-")
-    table.add_row("tokens", f"{summary.sampled_tokens:,} sampled, {summary.observed_tokens:,} observed")
-    table.add_row("speed", f"{summary.sampled_tokens_per_s or 0:,.0f} tok/s over {summary.wall_s:.1f} s")
-    for key, of_version in summary.success_by_version.items():
-        name = f"success v{key}" if key.isdigit() else f"success {key}"
-        table.add_row(name, f"{_percent(of_version.success)} of {of_version.num_trajectories}")
-    table.add_row("both versions", f"{summary.partial} ({_percent(summary.partial_share)})")
-    table.add_row("recovered from a tool error", str(summary.recovered_from_tool_error))
-    if summary.stale is not None:
-        table.add_row("stale", _describe_stale(summary.stale))
-    table.add_row("prefix-cache hits", _percent(summary.prefix_cache_hit_share))
-    for update in summary.updates:
-        table.add_row(f"update to v{update.version}", f"{update.pause_to_resume_ms:.0f} ms from pause to resume")
-    return table
-
-
-def _describe_stale(stale: StaleSummary) -> str:
-    counts = (
-        (stale.dropped_attempts, "attempts dropped"),
-        (stale.given_up, "given up"),
-        (stale.masked, "masked"),
-        (stale.finished, "ended early"),
-        (stale.late, "late"),
-        (stale.masked_tokens, "tokens masked"),
-    )
-    return ", ".join(f"{count:,} {name}" for count, name in counts if count > 0) or "none"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"

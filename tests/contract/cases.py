@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.engine import Engine, WeightUpdate
@@ -43,6 +43,8 @@ class EngineCase:
     long_tokens: int = 256  # a generation of this many tokens is long enough to be caught in its middle
     min_prompt_id: int = 0  # prompts use ids in [min_prompt_id, max_prompt_id]; None: the vocabulary's last
     max_prompt_id: int | None = None
+    text_of: Callable[[Sequence[int]], str] | None = None  # given by a case whose engine can constrain
+    stop_id: int = 0  # a token that ends a turn
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_UPDATE))
     numbers: Iterator[int] = field(default_factory=itertools.count)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.cases import EngineCase
+from tests.contract.driving import is_idle, until
 from tests.contract.simulated_case import start_simulated_case
 
 
@@ -29,3 +30,15 @@ async def engine_case(
     case = await vllm_case.start_vllm_case()
     yield case
     await vllm_case.stop_vllm_case(case)
+
+
+@pytest.fixture
+async def case(engine_case: EngineCase) -> AsyncIterator[EngineCase]:
+    """The engine, idle and serving; after the test it has to become so again."""
+    assert engine_case.engine.is_usable
+    assert not engine_case.engine.is_paused
+    yield engine_case
+    if engine_case.engine.asleep:
+        await engine_case.engine.wake()
+    await engine_case.engine.resume()
+    await until(lambda: is_idle(engine_case.engine))

@@ -7,7 +7,6 @@ some have come. Nothing here sleeps for a fixed time to get there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -18,12 +17,9 @@ from agentloop.engine import (
     ALL_MEMORY,
     AllBlocksCleared,
     BlocksStored,
-    Delta,
-    Engine,
     HeldIn,
     MemoryTag,
     PushSource,
-    WeightUpdate,
 )
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -35,107 +31,10 @@ from agentloop.errors import (
     InvalidRequest,
     WeightUpdateFailed,
 )
-from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, WeightVersionSpan
-from agentloop.validate import check_checkpoint, check_generation
+from agentloop.types import FinishReason, Generation, KVPolicy, PauseMode, WeightVersionSpan
+from agentloop.validate import check_checkpoint
 from tests.contract.cases import EngineCase
-
-TIMEOUT_S = 60.0
-SOME_TOKENS = 6
-
-
-@pytest.fixture
-async def case(engine_case: EngineCase) -> AsyncIterator[EngineCase]:
-    """The engine, idle and serving; after the test it has to become so again."""
-    assert engine_case.engine.is_usable
-    assert not engine_case.engine.is_paused
-    yield engine_case
-    if engine_case.engine.asleep:
-        await engine_case.engine.wake()
-    await engine_case.engine.resume()
-    await until(lambda: is_idle(engine_case.engine))
-
-
-def is_idle(engine: Engine) -> bool:
-    load = engine.load()
-    return load.num_running == 0 and load.num_waiting == 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-async def generated(case: EngineCase, request: GenerateRequest) -> Generation:
-    """One call to its end, checked as every caller checks it."""
-    generation = await asyncio.wait_for(case.engine.generate(request), TIMEOUT_S)
-    check_generation(request, generation, case.engine.info.vocab_size)
-    return generation
-
-
-class Reading:
-    """A streamed request being read by a task, so that a test can act in its middle."""
-
-    def __init__(self, case: EngineCase, request: GenerateRequest) -> None:
-        self.request = request
-        self.deltas: list[Delta] = []
-        self._vocab_size = case.engine.info.vocab_size
-        self._task = asyncio.create_task(self._read(case.engine))
-
-    async def _read(self, engine: Engine) -> Generation:
-        last: Generation | None = None
-        async for piece in engine.stream(self.request):
-            assert last is None, "the whole Generation is the last item"
-            if isinstance(piece, Delta):
-                self.deltas.append(piece)
-            else:
-                last = piece
-        assert last is not None
-        return last
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(delta.token_ids) for delta in self.deltas)
-
-    @property
-    def is_done(self) -> bool:
-        return self._task.done()
-
-    async def middle(self, num_tokens: int = SOME_TOKENS) -> None:
-        """Wait until some tokens have come; fails if the request ended before."""
-        await until(lambda: self._task.done() or self.num_tokens >= num_tokens)
-        assert not self._task.done(), "the generation ended before its middle: raise the case's long_tokens"
-
-    async def end(self) -> Generation:
-        generation = await asyncio.wait_for(self._task, TIMEOUT_S)
-        check_generation(self.request, generation, self._vocab_size)
-        return generation
-
-    async def leave(self) -> None:
-        """Stop reading, as a client does that goes away."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-
-async def commit_next(case: EngineCase, kv_policy: KVPolicy) -> WeightUpdate:
-    """One whole weight update."""
-    update = case.next_update()
-    await case.engine.stage(update)
-    await case.engine.pause(PauseMode.KEEP, kv_policy)
-    await case.engine.commit(update.version)
-    await case.engine.resume()
-    return update
-
-
-def merged(spans: list[WeightVersionSpan]) -> tuple[WeightVersionSpan, ...]:
-    joined: list[WeightVersionSpan] = []
-    for span in spans:
-        if joined and joined[-1].version == span.version and joined[-1].end == span.start:
-            joined[-1] = WeightVersionSpan(span.version, joined[-1].start, span.end)
-        else:
-            joined.append(span)
-    return tuple(joined)
-
+from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, merged, until
 
 # --- ids, logprobs, ends ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from tests.contract.cases import EngineCase
@@ -48,6 +49,7 @@ async def start_vllm_case() -> EngineCase:
     temporary = Path(tempfile.mkdtemp())
     _TEMPORARY.append(temporary)
     write_poisoned(POLICY / "v0", temporary / "poisoned")
+    tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
     engine = VllmEngine(vllm_config(POLICY / "v0"))
     await engine.start()
     return EngineCase(
@@ -56,6 +58,8 @@ async def start_vllm_case() -> EngineCase:
         checkpoints=(str(POLICY / "v0"), str(POLICY / "v1")),
         failing_checkpoint=lambda: str(temporary / "poisoned"),
         long_tokens=160,
+        text_of=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False),
+        stop_id=tokenizer.token_to_id("<|im_end|>"),
     )
 
 

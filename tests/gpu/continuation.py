@@ -27,8 +27,8 @@ import torch
 from agentloop.client import RolloutClient
 from agentloop.control import UpdateReport
 from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParams
-from agentloop_servers.app import vllm_config
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_parts import vllm_config
 from agentloop_servers.engines.vllm import VllmEngine
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table
@@ -37,6 +37,7 @@ from tests.gpu.policy import service_config, write_policy
 
 UPDATE_AT = 0.4  # of an undisturbed run's duration
 CONTEXT_TOKENS = 1024
+STARTED_AT = time.monotonic()
 NCCL_SETTINGS = {
     "NCCL_COLLNET_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
@@ -47,6 +48,11 @@ NCCL_SETTINGS = {
     "NCCL_NTHREADS": "1",
 }
 """What batch-invariant vLLM 0.32 sets in its workers: the trainer's group with them needs the same."""
+
+
+def say(what: str) -> None:
+    """Progress on stderr, with the seconds since the script began."""
+    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +95,19 @@ async def run_service(
             calls = (client.generate(prompt, max_tokens=options.tokens, temperature=0.0) for prompt in prompts)
             return list(await asyncio.gather(*calls))
 
+        say("the service is ready")
         await client.generate(prompts[0], max_tokens=8, temperature=0.0)  # the first call warms up
         began_at = time.perf_counter()
         undisturbed = await answer_all()
         duration_s = time.perf_counter() - began_at
+        say(f"an undisturbed run took {duration_s:.1f} s; again, with an update in the middle")
         async with asyncio.TaskGroup() as group:
             answering = group.create_task(answer_all())
             await asyncio.sleep(UPDATE_AT * duration_s)
             report = await client.update_weights(
                 tensors.items(), version=1, kv_policy=KVPolicy.RECOMPUTE, transport=options.transport
             )
+        say("updated and answered; a fresh engine starts on the new weights")
         return Run(prompts, undisturbed, answering.result(), report)
 
 
@@ -106,6 +115,7 @@ async def compare(config: ServiceConfig, run: Run) -> Outcome:
     """Ask a fresh engine on the new weights for every continuation."""
     engine = VllmEngine(vllm_config(config))
     await engine.start()
+    say("the fresh engine is ready")
     try:
         continuations = await asyncio.gather(
             *(_continued(engine, n, prompt, run.answers[n]) for n, prompt in enumerate(run.prompts))

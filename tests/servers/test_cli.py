@@ -31,15 +31,14 @@ from agentloop_servers.doctor import Check, examine
 from agentloop_servers.ingress import Keys, create_app
 from agentloop_servers.rollout_run import (
     Collected,
-    PlainProgress,
     RunOptions,
     WeightPush,
     check_can_end,
     collect,
     link_latest,
-    summary_table,
     write_results,
 )
+from agentloop_servers.rollout_view import PlainProgress, summary_table
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 from tests.support.samples import make_group, make_task, make_trajectory
 

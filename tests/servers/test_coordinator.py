@@ -423,3 +423,47 @@ async def test_many_workers_on_a_real_clock(tmp_path):
     page = await coordinator.read("r", 0, 100, 0.0)
     assert len({(t.group_id, t.sample_index) for t in page.trajectories}) == len(page.trajectories) == 40
     await coordinator.close()
+
+
+@service("a")
+async def test_a_finished_session_is_recorded_durably_and_once(site, coordinator):
+    with pytest.raises(NotFound):
+        await coordinator.read("sessions", 0, 10, 0.0)
+    one, other = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
+    await coordinator.record(one)
+    await coordinator.record(other)
+    await coordinator.record(one)  # its answer was lost
+    page = await coordinator.read("sessions", 0, 10, 30.0)
+    assert [(t.group_id, t.staleness) for t in page.trajectories] == [("s-1", 0), ("s-2", 0)]
+    assert (page.status.num_accepted, page.status.num_finished, page.status.is_done) == (2, 2, True)
+    last = await coordinator.read("sessions", page.cursor, 10, 30.0)
+    assert (last.trajectories, last.cursor) == ((), page.cursor)
+    await site.stop()
+    coordinator = await site.start()
+    assert len((await coordinator.read("sessions", 0, 10, 0.0)).trajectories) == 2
+    assert (await coordinator.take(report(), 0.0)).start == ()
+
+
+@service("a")
+async def test_a_rollout_is_of_sessions_or_of_submitted_work(site, coordinator):
+    await coordinator.record(make_trajectory("g", 0, rollout_id="run"))
+    with pytest.raises(Conflict):
+        await coordinator.record(make_trajectory("g", 0, rollout_id="run", reward=0.25))
+    with pytest.raises(Conflict):
+        await coordinator.submit("run", (make_group("g", 1),))  # as many as were recorded: no repeat of a submit
+    await coordinator.submit("r", (make_group("g", 1),))
+    with pytest.raises(Conflict):
+        await coordinator.record(make_trajectory("g", 0, rollout_id="r"))
+    assert (await coordinator.read("r", 0, 1, 0.0)).status.num_finished == 0
+
+
+@service("a", "b")
+async def test_a_session_moves_from_a_failed_replica_and_learns_that_its_lease_expired(site, coordinator):
+    lease = await coordinator.lease("s", 100)
+    assert await coordinator.lease("s", 100) == lease
+    moved = await coordinator.move("s", lease, True)
+    assert moved.replica_id != lease.replica_id
+    assert await coordinator.move("s", lease, True) == moved  # it has moved already
+    await coordinator.release(moved)
+    with pytest.raises(NotFound):
+        await coordinator.move("s", moved, True)

@@ -16,9 +16,9 @@ from agentloop import codec
 from agentloop.control import Page
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import EngineLost, EnginePaused, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
+from agentloop.loopback import is_loopback
 from agentloop.types import KVPolicy, PauseMode
 from agentloop.wire_answers import GenerateAnswer, PageBody, StatusBody, UpdateBody
-from agentloop_servers.http_guard import is_loopback
 from agentloop_servers.ingress import HttpLimits, Keys, ModeRules, create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 
@@ -521,7 +521,7 @@ async def test_without_a_good_key_every_route_says_401_before_it_reads_a_body(
         [("authorization", "bearer user-1")],
         [("authorization", "user-1")],
         [("authorization", "Bearer user-1"), ("authorization", "Bearer user-1")],
-        [("x-api-key", "user-1")],
+        [("x-api-key", "wrong")],
     ]
     for headers in wrong:
         status, body, answered = await locked.call(method, path, data=b"{", headers=headers)

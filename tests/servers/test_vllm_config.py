@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agentloop_servers.app import vllm_config
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_parts import vllm_config
 from agentloop_servers.engines.vllm_config import VllmConfig, engine_arguments, kv_endpoint, kv_endpoints
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ ALWAYS = {
     "seed": 0,
     "kv_cache_memory_bytes": None,
     "enforce_eager": False,
-    "skip_tokenizer_init": True,
+    "skip_tokenizer_init": False,
     "generation_config": "vllm",
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
@@ -96,6 +96,7 @@ def configured(changed: dict[str, object]) -> VllmConfig:
 def test_the_arguments_are_exactly_these(changed, expected):
     arguments = engine_arguments(configured(changed), ENDPOINT)
     events = arguments.pop("kv_events_config")
+    assert arguments.pop("structured_outputs_config").backend == "xgrammar"
     assert (events.enable_kv_cache_events, events.publisher, events.endpoint) == (True, "zmq", ENDPOINT)
     module, _, name = arguments.pop("worker_extension_cls").rpartition(".")
     assert module.startswith("agentloop_servers.transfer.")
@@ -128,6 +129,13 @@ def test_what_the_adapter_needs_beside_the_arguments():
     assert (config.can_sleep, config.lora_rank) == (True, 8)
     with pytest.raises(ValueError, match="cannot be given back on CPU"):
         dataclasses.replace(configured({"mode": "debug", "engine": CPU}), can_sleep=True)
+
+
+def test_without_a_tokenizer_an_engine_does_not_constrain(tmp_path):
+    with_one = configured({"mode": "standalone"})
+    without = dataclasses.replace(with_one, model=str(tmp_path))
+    assert (with_one.can_constrain, without.can_constrain) == (True, False)
+    assert engine_arguments(without, ENDPOINT)["skip_tokenizer_init"]
 
 
 def test_every_data_parallel_rank_has_a_socket_for_its_events():

@@ -42,7 +42,9 @@ class FakeCoordinator:
         self.groups: dict[str, dict[str, RolloutGroup]] = {}
         self.finished: dict[str, list[Trajectory]] = {}
         self.leases: dict[str, Lease] = {}
+        self.held: dict[str, Lease] = {}  # session or call -> the last lease it got
         self.num_leased = 0
+        self.moved: list[tuple[str, Lease, bool]] = []
         self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
         self.submitted: list[tuple[str, int]] = []
         self.paused: PauseMode | None = None
@@ -82,6 +84,18 @@ class FakeCoordinator:
             self.finished[rollout_id] += self._records(group)
         self._wake()
 
+    async def record(self, trajectory: Trajectory) -> None:
+        self._raise_next()
+        rollout_id = trajectory.rollout_id
+        place = (trajectory.group_id, trajectory.sample_index)
+        if self.groups.get(rollout_id):
+            raise Conflict(f"rollout {rollout_id} was submitted", param="rollout_id")
+        self.groups.setdefault(rollout_id, {})
+        records = self.finished.setdefault(rollout_id, [])
+        if place not in [(one.group_id, one.sample_index) for one in records]:
+            records.append(trajectory)
+            self._wake()
+
     async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
         self._raise_next()
         status = self._status(rollout_id)
@@ -101,10 +115,22 @@ class FakeCoordinator:
 
     async def lease(self, session_id: str, num_tokens: int) -> Lease:
         self._raise_next()
+        held = self.held.get(session_id)
+        return held if held is not None and held.lease_id in self.leases else self._grant(session_id)
+
+    def _grant(self, session_id: str) -> Lease:
         self.num_leased += 1
         lease = Lease(f"lease-{self.num_leased}", f"replica-{self.num_leased}", f"url-{self.num_leased}")
-        self.leases[lease.lease_id] = lease
+        self.leases[lease.lease_id] = self.held[session_id] = lease
         return lease
+
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
+        self._raise_next()
+        if lease.lease_id not in self.leases:
+            raise NotFound(f"{assignment_id} has no such lease", param="assignment_id")
+        self.moved.append((assignment_id, lease, is_failed))
+        del self.leases[lease.lease_id]
+        return self._grant(assignment_id)
 
     async def release(self, lease: Lease) -> None:
         del self.leases[lease.lease_id]
@@ -169,8 +195,8 @@ class FakeCoordinator:
     def _status(self, rollout_id: str) -> RolloutStatus:
         if rollout_id not in self.groups:
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
-        num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values())
         num_finished = len(self.finished[rollout_id])
+        num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values()) or num_finished
         return RolloutStatus(rollout_id, num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held)
 
     def _wake(self) -> None:
@@ -227,6 +253,7 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
     """Serve the app on a free port of 127.0.0.1; yields its base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each answer waits 40 ms for an ACK
         config = uvicorn.Config(app, log_config=None, ws="none", lifespan="on", timeout_graceful_shutdown=2)
         server = _QuietServer(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))

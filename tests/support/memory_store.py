@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentloop.engine import WeightUpdate
-from agentloop.errors import NotFound
+from agentloop.errors import Conflict, NotFound
 from agentloop.samples import assignment_id
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
@@ -16,6 +16,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.groups: dict[str, list[RolloutGroup]] = {}
         self.records: dict[str, Trajectory] = {}
+        self.sessions: set[str] = set()
         self.weights: tuple[WeightUpdate, KVPolicy] | None = None
         self.is_broken = False
 
@@ -29,11 +30,23 @@ class MemoryStore:
             self.records.setdefault(assignment_id(one.rollout_id, one.group_id, one.sample_index), one)
         return len(self.records) - known
 
+    def record(self, trajectory: Trajectory) -> bool:
+        if trajectory.rollout_id in self.groups:
+            raise Conflict(f"rollout {trajectory.rollout_id} was submitted")
+        self.sessions.add(trajectory.rollout_id)
+        return self.commit([trajectory]) > 0
+
+    def holds_sessions(self, rollout_id: str) -> bool:
+        return rollout_id in self.sessions
+
     def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
         rows = [(row, one) for row, one in enumerate(self.records.values(), 1) if one.rollout_id == rollout_id]
         return [row for row in rows if row[0] > after][:limit]
 
     def counts(self, rollout_id: str) -> tuple[int, int]:
+        if rollout_id in self.sessions:
+            num_recorded = sum(one.rollout_id == rollout_id for one in self.records.values())
+            return num_recorded, num_recorded
         if rollout_id not in self.groups:
             raise NotFound(f"no rollout {rollout_id}")
         num_accepted = sum(group.num_samples for group in self.groups[rollout_id])

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentloop.clock import RealClock
+from agentloop.engine import Engine
 from agentloop.parsers import get_parser
-from agentloop.renderer import Renderer
 from agentloop.store import TrajectoryStore
 from agentloop.toolbox import Toolbox, load_tools
 from agentloop.worker import Worker, WorkerConfig
-from agentloop_servers.app import build_engine, initial_weights, mode_rules, model_facts, tool_names
+from agentloop_servers.app import IngressProcess, build_renderer, tool_names
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import Coordinator
 from agentloop_servers.coordinator_config import CoordinatorConfig
 from agentloop_servers.dataplane import EngineClients
-from agentloop_servers.http_guard import Keys
-from agentloop_servers.ingress import create_app
+from agentloop_servers.engine_parts import build_engine, initial_weights, model_facts
 from agentloop_servers.replica import Replica
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.front_door import serving
@@ -35,9 +36,35 @@ def simulated(**changed: object) -> ServiceConfig:
     return ServiceConfig.model_validate({**document, **changed, "engine": {**document["engine"], **engine}})
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a test may look at and touch. `urls` stand for Serve's proxy: one for each ingress process."""
+
+    config: ServiceConfig
+    run_dir: Path
+    coordinator: Coordinator
+    urls: tuple[str, ...]
+    ingresses: list[IngressProcess]
+
+    def ingress(self, **options: Any) -> IngressProcess:
+        """Another ingress process of this service, not started."""
+        return IngressProcess(self.config, self.run_dir, SECRET, self.coordinator, **options)
+
+
 @asynccontextmanager
-async def whole_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator[str]:
-    """Start the service; yields its base URL once a replica takes traffic."""
+async def whole_service(
+    config: ServiceConfig, run_dir: Path, build: Callable[[ServiceConfig], Engine] = build_engine
+) -> AsyncIterator[str]:
+    """Start the service; yields its base URL once a replica takes traffic. `build` makes its engines."""
+    async with whole_site(config, run_dir, build) as site:
+        yield site.urls[0]
+
+
+@asynccontextmanager
+async def whole_site(
+    config: ServiceConfig, run_dir: Path, build: Callable[[ServiceConfig], Engine] = build_engine, **options: Any
+) -> AsyncIterator[Site]:
+    """As `whole_service`, with all of it in the open; `options` are those of its ingress processes."""
     async with AsyncExitStack() as closing:
         clients = EngineClients(SECRET)
         closing.push_async_callback(clients.close)
@@ -50,7 +77,7 @@ async def whole_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator[s
         closing.push_async_callback(coordinator.close)
         await coordinator.start()
         for index in range(config.replicas):
-            replica = Replica(f"replica-{index}", build_engine(config), coordinator, SECRET, config.host)
+            replica = Replica(f"replica-{index}", build(config), coordinator, SECRET, config.host)
             closing.push_async_callback(replica.close)
             await replica.start()
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))
@@ -60,7 +87,7 @@ async def whole_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator[s
             "worker",
             coordinator,
             clients.connect,
-            Renderer.from_directory(config.model_path()),
+            build_renderer(config),
             get_parser(config.workers.parser),
             toolbox,
             WorkerConfig(capacity=config.workers.capacity, kv_policy=config.kv_policy, poll_s=0.2),
@@ -70,16 +97,14 @@ async def whole_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator[s
         running = asyncio.create_task(worker.run())
         closing.push_async_callback(asyncio.wait, [running])
         closing.callback(worker.close)
-        app = create_app(
-            coordinator,
-            clients.connect,
-            keys=Keys.of(),
-            weight_roots=config.allowed_weight_roots(),
-            tool_names=frozenset(tool_names(config)),
-            rules=mode_rules(config),
-        )
-        url = await closing.enter_async_context(serving(app))
+        urls = []
+        ingresses: list[IngressProcess] = []
+        for index in range(config.ingress_replicas):
+            ingresses.append(IngressProcess(config, run_dir, SECRET, coordinator, **options))
+            closing.push_async_callback(ingresses[index].close)
+            await ingresses[index].start(index)
+            urls.append(await closing.enter_async_context(serving(ingresses[index].app)))
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.replicas:
                 await asyncio.sleep(0.01)
-        yield url
+        yield Site(config, run_dir, coordinator, tuple(urls), ingresses)

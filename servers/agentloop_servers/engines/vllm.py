@@ -142,14 +142,13 @@ class VllmEngine:
                 raise _too_late(request) from error
         if output is None:
             return values.nothing(request, self.load())
-        completion = output.outputs[0]
-        token_ids, logprobs = tuple(completion.token_ids), values.logprobs_of(completion)
-        return values.to_generation(request, output, token_ids, logprobs, self.load())
+        sampled = values.Sampled(request.sampling.num_top_logprobs)
+        sampled.add(output.outputs[0])
+        return values.to_generation(request, output, sampled, self.load())
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
         deadline_at = asyncio.get_running_loop().time() + request.timeout_s
-        token_ids: list[int] = []
-        logprobs: list[float] = []
+        sampled = values.Sampled(request.sampling.num_top_logprobs)
         num_sent, output = 0, None
         with self._registered(request) as call:
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
@@ -162,20 +161,18 @@ class VllmEngine:
                     if piece is None:
                         break
                     output = piece
-                    token_ids += output.outputs[0].token_ids
-                    logprobs += values.logprobs_of(output.outputs[0])
-                    spans = values.spans_so_far(self._process.llm, request.request_id, output, len(token_ids))
-                    if spans is None or len(token_ids) == num_sent:
+                    sampled.add(output.outputs[0])
+                    num_tokens = len(sampled.token_ids)
+                    spans = values.spans_so_far(self._process.llm, request.request_id, output, num_tokens)
+                    if spans is None or num_tokens == num_sent:
                         continue  # it finished meanwhile: the last piece has the spans of this one too
-                    part = slice(num_sent, len(token_ids))
-                    num_sent = len(token_ids)
-                    yield Delta(
-                        tuple(token_ids[part]), tuple(logprobs[part]), values.clip(spans, part.start, part.stop)
-                    )
+                    token_ids, logprobs, top_logprobs = sampled.part(num_sent)
+                    spans, num_sent = values.clip(spans, num_sent, num_tokens), num_tokens
+                    yield Delta(token_ids, logprobs, spans, top_logprobs)
         if output is None:
             yield values.nothing(request, self.load())
         else:
-            yield values.to_generation(request, output, tuple(token_ids), tuple(logprobs), self.load())
+            yield values.to_generation(request, output, sampled, self.load())
 
     async def abort(self, request_id: str) -> None:
         await self._calls.abort(self._calls.find(request_id))
@@ -216,7 +213,12 @@ class VllmEngine:
         if served is None:
             raise EngineUnusable("the engine holds no weights of a known version")
         version = self._kv_floor.version_for(request.kv_version, served)
-        params = values.sampling_params(request.sampling, room_tokens(request, self.info), is_streamed=is_streamed)
+        params = values.sampling_params(
+            request.sampling,
+            room_tokens(request, self.info),
+            is_streamed=is_streamed,
+            eos_token_id=self._process.eos_token_id,
+        )
         prompt = values.tokens_prompt(request, version)
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
             prompt, params, request.request_id, lora_request=self._weights.lora_request

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from agentloop.errors import AgentLoopError, Conflict, EngineLost
 from agentloop.types import GenerateRequest
+from agentloop_servers.engines.vllm_constraints import ConstraintTrials
 from agentloop_servers.engines.vllm_process import VllmProcess
 from agentloop_servers.engines.vllm_values import is_unbegun, translate
 
@@ -36,6 +37,7 @@ class Calls:
         self._process = process
         self._on_leave = on_leave
         self._by_id: dict[str, Call] = {}
+        self._trials = ConstraintTrials()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -57,10 +59,14 @@ class Calls:
             self._on_leave()
 
     async def pass_gate(self, call: Call, is_open: Callable[[], bool]) -> bool:
-        """Wait until the gate is open. False if the call was aborted meanwhile; raises its verdict.
+        """Try the call's constraint, and wait until the gate is open. False if the call was aborted meanwhile;
+        raises its verdict, or InvalidRequest for the constraint.
 
         The caller awaits nothing between a True and handing the request on, so an abort cannot miss it.
         """
+        constraint = call.request.sampling.constraint
+        if constraint is not None:
+            await self._trials.check(constraint)
         while not is_open() and call.verdict is None and not call.is_aborted:
             call.wake.clear()
             await call.wake.wait()  # bounded by the request's own deadline

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 WORKER_EXTENSION = "agentloop_servers.transfer.worker.WeightWorker"
@@ -53,6 +55,11 @@ class VllmConfig:
             raise ValueError("memory cannot be given back on CPU")
 
     @property
+    def can_constrain(self) -> bool:
+        """Whether all that vLLM needs to constrain is there: the model's tokenizer, and xgrammar."""
+        return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
+
+    @property
     def num_workers(self) -> int:
         """Processes that hold weights."""
         return self.tensor_parallel_size * self.data_parallel_size
@@ -79,7 +86,7 @@ def prepare_environment(config: VllmConfig) -> None:
 
 def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`."""
-    from vllm.config import KVEventsConfig
+    from vllm.config import KVEventsConfig, StructuredOutputsConfig
 
     is_cpu = config.device == "cpu"
     arguments: dict[str, Any] = {
@@ -94,7 +101,10 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         # A compiled graph keeps the packed weights it was traced with: on CPU an update would not reach it.
         "enforce_eager": config.enforce_eager or is_cpu,
-        "skip_tokenizer_init": True,  # token ids in, token ids out
+        # Token ids in, token ids out: the tokenizer is for constraints only.
+        "skip_tokenizer_init": not config.can_constrain,
+        # Left to "auto", vLLM 0.32 picks a backend a request and then uses the first one's for all.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
         "generation_config": "vllm",  # the model folder's sampling defaults must not apply
         "logprobs_mode": "processed_logprobs",  # under the distribution that was sampled from
         "enable_prefix_caching": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import shutil
 import tempfile
 import threading
@@ -117,6 +118,12 @@ class VllmProcess:
             raise EngineError("vLLM did not clear its prefix cache")
         self.feed.clear()
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's."""
+        eos_token_id: int | None = self.llm.renderer.get_eos_token_id()
+        return eos_token_id
+
     def describe(self) -> EngineInfo:
         """The engine's fixed facts."""
         config = self.llm.vllm_config
@@ -133,6 +140,7 @@ class VllmProcess:
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
+            can_constrain=self._config.can_constrain,
         )
 
     def _construct(self, endpoint: str) -> Any:
@@ -142,6 +150,8 @@ class VllmProcess:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            if self._config.can_constrain:
+                importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
             arguments = AsyncEngineArgs(**engine_arguments(self._config, endpoint))
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.stats])
 

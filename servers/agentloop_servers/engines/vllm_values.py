@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
+from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import (
     AgentLoopError,
     EngineError,
@@ -13,13 +16,71 @@ from agentloop.errors import (
     MalformedEngineResponse,
     Overloaded,
 )
-from agentloop.types import FinishReason, GenerateRequest, Generation, Load, SamplingParams, WeightVersionSpan
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Load,
+    SamplingParams,
+    TopLogprobs,
+    WeightVersionSpan,
+)
+from agentloop.validate import LOGPROB_SENTINEL, MAX_BIAS
+
+MAX_WHITESPACE_CHARS = 8
+"""In a row, between the parts of constrained JSON: enough to indent it."""
 
 
-def sampling_params(sampling: SamplingParams, max_tokens: int, *, is_streamed: bool) -> Any:
-    """vLLM's SamplingParams. Stops at `stop_token_ids` and nowhere else."""
+@dataclass(slots=True)
+class Sampled:
+    """The tokens of one request so far. Its lists grow together, in `add`."""
+
+    num_top_logprobs: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty unless asked for
+
+    def add(self, completion: Any) -> None:
+        """Append what one vLLM CompletionOutput brings."""
+        token_ids, flat = list(completion.token_ids), completion.logprobs
+        if not token_ids:
+            return
+        starts = range(len(token_ids)) if not self.num_top_logprobs or flat is None else flat.start_indices
+        if flat is None or [flat.token_ids[start] for start in starts] != token_ids:
+            raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
+        self.token_ids += token_ids
+        self.logprobs += [flat.logprobs[start] for start in starts]
+        if self.num_top_logprobs:
+            self.top_logprobs += map(self._alternatives, repeat(flat), starts, flat.end_indices)
+
+    def _alternatives(self, flat: Any, start: int, end: int) -> tuple[tuple[int, float], ...]:
+        """One position of vLLM's FlatLogprobs: the sampled token, then the likeliest ones; it is not repeated
+        among these where vLLM has merged pieces."""
+        first = start + (end - start > self.num_top_logprobs)
+        places = sorted(range(first, end), key=flat.ranks.__getitem__)
+        # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
+        return tuple(
+            (flat.token_ids[place], flat.logprobs[place])
+            for place in places
+            if flat.logprobs[place] > LOGPROB_SENTINEL
+        )
+
+    def part(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...], TopLogprobs]:
+        """Ids, logprobs and alternatives from token `start` on."""
+        return tuple(self.token_ids[start:]), tuple(self.logprobs[start:]), tuple(self.top_logprobs[start:])
+
+
+def sampling_params(
+    sampling: SamplingParams, max_tokens: int, *, is_streamed: bool, eos_token_id: int | None = None
+) -> Any:
+    """vLLM's SamplingParams. Stops at `stop_token_ids` and nowhere else; `eos_token_id` is the tokenizer's."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    constraint, bias = sampling.constraint, dict(sampling.logit_bias)
+    if constraint is not None and eos_token_id is not None and eos_token_id not in sampling.stop_token_ids:
+        # vLLM lets it end a constraint all the same; it would not end the request, and anything could follow it.
+        bias[eos_token_id] = -MAX_BIAS
 
     return VllmSamplingParams(
         max_tokens=max_tokens,
@@ -30,11 +91,38 @@ def sampling_params(sampling: SamplingParams, max_tokens: int, *, is_streamed: b
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
-        logprobs=0,  # the sampled token's only
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=bias or None,
+        structured_outputs=structured_outputs(constraint) if constraint is not None else None,
+        logprobs=sampling.num_top_logprobs,  # 0: the sampled token's only
         flat_logprobs=True,
         detokenize=False,
         # One final output costs the front end about half of what a stream of deltas does.
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def structured_outputs(constraint: Constraint) -> Any:
+    """vLLM's form of a constraint."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return StructuredOutputsParams(structural_tag=_json_tag(constraint.text))
+        case ConstraintKind.JSON_OBJECT:
+            return StructuredOutputsParams(structural_tag=_json_tag('{"type": "object"}'))
+        case ConstraintKind.STRUCTURAL_TAG:
+            return StructuredOutputsParams(structural_tag=constraint.text)
+        case ConstraintKind.REGEX:
+            return StructuredOutputsParams(regex=constraint.text)
+
+
+def _json_tag(schema: str) -> str:
+    """vLLM's own forms for JSON put no bound on whitespace: a policy may fill its turn with it."""
+    return (
+        '{"type": "structural_tag", "format": {"type": "json_schema", '
+        f'"max_whitespace_cnt": {MAX_WHITESPACE_CHARS}, "json_schema": {schema}}}}}'
     )
 
 
@@ -43,17 +131,6 @@ def tokens_prompt(request: GenerateRequest, kv_version: int | None) -> Any:
     from vllm.inputs import tokens_input
 
     return tokens_input(list(request.token_ids), cache_salt=str(kv_version))
-
-
-def logprobs_of(completion: Any) -> tuple[float, ...]:
-    """The sampled tokens' logprobs of one vLLM CompletionOutput."""
-    flat = completion.logprobs
-    token_ids = list(completion.token_ids)
-    if not token_ids:
-        return ()
-    if flat is None or flat.token_ids != token_ids:
-        raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
-    return tuple(flat.logprobs)
 
 
 def spans_from_starts(starts: list[tuple[str, int]], end: int) -> tuple[WeightVersionSpan, ...]:
@@ -105,15 +182,10 @@ def is_unbegun(llm: Any, request_id: str) -> bool:
     return bool(states) and all(state is not None and state.is_prefilling for state in states)
 
 
-def to_generation(
-    request: GenerateRequest,
-    output: Any,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[float, ...],
-    load: Load,
-) -> Generation:
-    """The finished vLLM RequestOutput as a Generation; its ids and logprobs may have come in pieces."""
+def to_generation(request: GenerateRequest, output: Any, sampled: Sampled, load: Load) -> Generation:
+    """The finished vLLM RequestOutput as a Generation; its tokens may have come in pieces."""
     completion = output.outputs[0]
+    token_ids, logprobs, top_logprobs = sampled.part(0)
     return Generation(
         request_id=request.request_id,
         token_ids=token_ids,
@@ -123,6 +195,7 @@ def to_generation(
         # A request that was preempted and prefilled again reports that prefill's hits, past its prompt too.
         cached_tokens=min(output.num_cached_tokens or 0, len(request.token_ids)),
         load=load,
+        top_logprobs=top_logprobs,
     )
 
 

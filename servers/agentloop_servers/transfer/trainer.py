@@ -10,7 +10,6 @@ done, and each of them has a deadline.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ import torch
 from agentloop.control import UpdateReport
 from agentloop.engine import PushSource
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
+from agentloop.loopback import is_loopback
 from agentloop.pusher import NamedTensors, PushOptions, PushTarget
 from agentloop.threads import in_daemon_thread
 from agentloop_servers.transfer.named_tensors import CAST_DTYPES, NamedTensor, collect, digest, parse_dtype
@@ -244,11 +244,8 @@ def host_towards(url: str) -> str:
     """The address of this machine that the host of `url` can reach. Raises InvalidRequest if there is no route."""
     parts = urlsplit(url)
     host = parts.hostname or ""
-    try:
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return "127.0.0.1"
-    except ValueError:
-        pass  # a name
+    if is_loopback(host):
+        return "127.0.0.1"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, parts.port or 80, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

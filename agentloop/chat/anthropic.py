@@ -1,0 +1,323 @@
+"""The Messages dialect of Anthropic: its body as a `ChatCall`, and results and pieces as messages and events.
+
+Pure. The blocks of one assistant turn are one Message; each tool result is a message of its own. A call that could
+not be read is a `tool_use` whose input has the one key `MALFORMED_KEY`, so that its echo is known again. Events:
+https://docs.anthropic.com/en/docs/build-with-claude/streaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import orjson
+
+from agentloop.chat.anthropic_bodies import (
+    ContentBlock,
+    CountTokensBody,
+    HistoryTurn,
+    MessagesBody,
+    RedactedBlock,
+    TextBlock,
+    TextContent,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.common import (
+    Block,
+    BlockDelta,
+    BlockKind,
+    BlockReader,
+    BlockStart,
+    BlockStep,
+    blocks_of,
+    check_tool_choice,
+    check_tool_names,
+    finish_of,
+    function_definition,
+    joined_text,
+    read_call,
+    schema_constraint,
+    with_tool_names,
+)
+from agentloop.chat.dialect import answer_constraint, capture_extras, sampling_params
+from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
+from agentloop.parsers.base import Parser
+from agentloop.types import JSON, CallStatus, Message, ToolCall
+
+MALFORMED_KEY: Final = "malformed_tool_call"
+"""The one key in the input of a call that could not be read; its value is what the policy wrote."""
+
+SIGNATURE: Final = "agentloop"
+"""Of thinking blocks: many clients give back only those that are signed. Nobody checks it."""
+
+_BILLING = "x-anthropic-billing-header:"
+_CHOICES = {
+    "auto": ToolChoice.AUTO,
+    "any": ToolChoice.REQUIRED,
+    "tool": ToolChoice.REQUIRED,
+    "none": ToolChoice.NONE,
+}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+# --- the request ------------------------------------------------------------------------------------------
+
+
+def chat_call(body: MessagesBody, parser: Parser, timeout_s: float) -> ChatCall:
+    """What the body asks. Raises UnsupportedParameter for what would change the answer, InvalidRequest."""
+    if body.container is not None:
+        raise UnsupportedParameter("`container` is not supported", param="container")
+    messages, tools = prompt(body)
+    choice = ToolChoice.AUTO if body.tool_choice is None else _CHOICES[body.tool_choice.type]
+    forced = _forced_tool(body)
+    check_tool_choice(choice, forced, tools)
+    is_parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
+    schema = body.output_config.format if body.output_config is not None else None
+    constraint_param = "output_config.format" if schema is not None else "output_format"
+    schema = schema if schema is not None else body.output_format
+    wanted = schema_constraint(schema.schema_) if schema is not None else None
+    sampling = sampling_params(
+        body.temperature, body.top_p, body.top_k, body.seed, body.min_tokens, body.max_tokens
+    )
+    constraint = answer_constraint(wanted, parser, tools, choice, is_parallel=is_parallel)
+    return ChatCall(
+        messages=messages,
+        sampling=replace(sampling, constraint=constraint),
+        tools=tools,
+        tool_choice=choice,
+        forced_tool=forced,
+        is_parallel=is_parallel,
+        max_tokens=body.max_tokens,
+        stop=tuple(dict.fromkeys(body.stop_sequences)),
+        is_strict=body.strict_history is True,
+        timeout_s=timeout_s,
+        constraint_param=constraint_param,
+    )
+
+
+def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...]]:
+    """The messages and tools that a prompt is made of. Raises as `chat_call`."""
+    edits = (body.context_management.edits if body.context_management is not None else None) or []
+    if any(not edit.type.startswith("clear_thinking") for edit in edits):
+        raise UnsupportedParameter("history is not edited here", param="context_management")
+    if body.mcp_servers:
+        raise UnsupportedParameter("`mcp_servers` is not supported", param="mcp_servers")
+    tools = tuple(function_definition(tool.name, tool.description, tool.input_schema) for tool in body.tools or [])
+    check_tool_names(tools)
+    if body.messages[-1].role == "assistant":
+        raise UnsupportedParameter("a reply that is begun already cannot be continued", param="messages")
+    messages = [message for turn in body.messages for message in _messages(turn)]
+    if system := _system_text(body.system):
+        messages.insert(0, Message("system", system))
+    return with_tool_names(messages), tools
+
+
+def _forced_tool(body: MessagesBody) -> str | None:
+    choice = body.tool_choice
+    if choice is None or choice.type != "tool":
+        return None
+    if choice.name is None:
+        raise InvalidRequest("which tool must be called?", param="tool_choice.name")
+    return choice.name
+
+
+def _system_text(system: TextContent | None) -> str:
+    """The system prompt without Claude Code's billing line: it differs in every call and is not for the model."""
+    if system is None or isinstance(system, str):
+        return system or ""
+    return joined_text((block.text for block in system if not block.text.startswith(_BILLING)), "system")
+
+
+def _messages(turn: HistoryTurn) -> Iterator[Message]:
+    if isinstance(turn.content, str):
+        yield Message(turn.role, turn.content)
+    elif turn.role == "assistant":
+        yield _assistant(turn.content)
+    else:
+        yield from _observed(turn.role, turn.content)
+
+
+def _assistant(blocks: Sequence[ContentBlock]) -> Message:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            calls.append(_read_tool_use(block))
+        elif isinstance(block, ToolResultBlock):
+            raise InvalidRequest("an assistant message holds no tool_result", param="messages")
+    return Message("assistant", joined_text(texts, "assistant"), tuple(calls), reasoning="".join(thoughts))
+
+
+def _observed(role: str, blocks: Sequence[ContentBlock]) -> Iterator[Message]:
+    """Tool results one by one, the text between them as messages."""
+    texts: list[str] = []
+    is_empty = True
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolResultBlock) and role == "user":
+            if texts:
+                yield Message(role, joined_text(texts, role))
+                texts = []
+            is_empty = False
+            yield Message("tool", _result_text(block), tool_call_id=block.tool_use_id)
+        elif not isinstance(block, RedactedBlock):
+            raise InvalidRequest(f"a {role} message holds no {block.type}", param="messages")
+    if texts or is_empty:
+        yield Message(role, joined_text(texts, role))
+
+
+def _result_text(block: ToolResultBlock) -> str:
+    if block.content is None or isinstance(block.content, str):
+        return block.content or ""
+    return joined_text((part.text for part in block.content), "tool")
+
+
+def _read_tool_use(block: ToolUseBlock) -> ToolCall:
+    written = block.input.get(MALFORMED_KEY)
+    if len(block.input) == 1 and isinstance(written, str):
+        return ToolCall(block.id, block.name, {}, CallStatus.MALFORMED, "not readable as a tool call", text=written)
+    return ToolCall(block.id, block.name, block.input)
+
+
+# --- the answer -------------------------------------------------------------------------------------------
+
+
+class MessageWriter:
+    """Writes one message, whole or as events; `message_key` is 32 hex digits, new for each message."""
+
+    def __init__(self, body: MessagesBody, message_key: str) -> None:
+        self._body = body
+        self._key = message_key
+
+    def whole(self, result: ChatResult) -> dict[str, Any]:
+        """The answer of a call that does not stream."""
+        message = self._message([_content_block(block) for block in blocks_of(result.choices[0].reply.message)])
+        extras = capture_extras(result, with_token_ids=self._body.return_token_ids is True)
+        return message | _stop(result) | {"usage": _usage(result)} | extras
+
+    async def events(self, pieces: AsyncIterator[ChatPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream, `message_stop` last. The first comes with the first piece: what fails before that
+        is no stream yet. Arguments of a call come whole: only then it is known whether they can be read."""
+        reader = BlockReader()
+        is_begun = False
+        async for piece in pieces:
+            if not is_begun:
+                is_begun = True
+                yield {"type": "message_start", "message": self._message([])}
+                yield {"type": "ping"}
+            if isinstance(piece, ChatPiece):
+                for step in reader.feed(piece):
+                    for event in _step(step):
+                        yield event
+                continue
+            for step in reader.finish():
+                for event in _step(step):
+                    yield event
+            extras = capture_extras(piece, with_token_ids=self._body.return_token_ids is True)
+            yield {"type": "message_delta", "delta": _stop(piece), "usage": _usage(piece), **extras}
+            yield {"type": "message_stop"}
+            return
+        raise InvariantBroken("a stream ended without its result")
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._key}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._body.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+
+
+def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:
+    """An error as Anthropic's clients read it, in an answer or as an event. `code` and `param` are ours."""
+    kind = _ERROR_TYPES.get(error.http_status)
+    if kind is None:
+        kind = "invalid_request_error" if error.http_status < 500 else "api_error"
+    envelope = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    return {"type": "error", "error": envelope, "request_id": request_id}
+
+
+def _step(step: BlockStep) -> Iterator[dict[str, Any]]:
+    block = step.block
+    if isinstance(step, BlockStart):
+        yield {"type": "content_block_start", "index": block.index, "content_block": _opened(block)}
+        return
+    if isinstance(step, BlockDelta):
+        if block.kind is not BlockKind.CALL:
+            name = "thinking" if block.kind is BlockKind.REASONING else "text"
+            yield _delta(block, {"type": f"{name}_delta", name: step.text})
+        return
+    if block.kind is BlockKind.CALL:
+        written = orjson.dumps(_tool_input(block)).decode()
+        yield _delta(block, {"type": "input_json_delta", "partial_json": written})
+    elif block.kind is BlockKind.REASONING:
+        yield _delta(block, {"type": "signature_delta", "signature": SIGNATURE})
+    yield {"type": "content_block_stop", "index": block.index}
+
+
+def _delta(block: Block, delta: dict[str, JSON]) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+
+def _opened(block: Block) -> dict[str, JSON]:
+    if block.kind is BlockKind.CALL:
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _content_block(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.CALL:
+        return {**_opened(block), "input": _tool_input(block)}
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+    return {"type": "text", "text": block.text}
+
+
+def _tool_input(block: Block) -> Mapping[str, JSON]:
+    call = read_call(block.call_id, block.name, block.text)
+    return call.arguments if call.status is CallStatus.OK else {MALFORMED_KEY: block.text}
+
+
+def _stop(result: ChatResult) -> dict[str, JSON]:
+    reply = result.choices[0].reply
+    finish = finish_of(reply)
+    sequence = reply.stop_text or None
+    if finish is ChatFinish.LENGTH:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if finish is ChatFinish.TOOL_CALLS:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    return {"stop_reason": "end_turn" if sequence is None else "stop_sequence", "stop_sequence": sequence}
+
+
+def _usage(result: ChatResult) -> dict[str, JSON]:
+    """Anthropic counts tokens read from its cache apart from the other input tokens."""
+    reply = result.choices[0].reply
+    return {
+        "input_tokens": len(result.prompt_ids) - reply.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": reply.cached_tokens,
+        "output_tokens": len(reply.token_ids),
+        "output_tokens_details": {"thinking_tokens": reply.num_reasoning_tokens},
+    }

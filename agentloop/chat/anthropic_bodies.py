@@ -1,0 +1,235 @@
+"""The bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, strict, every list bounded.
+
+What only concerns Anthropic's own service is declared and ignored; what would change the answer and is not possible
+here is refused by its name. Content blocks are echoes of earlier answers, of this service or another: their further
+fields (cache marks, signatures, callers) say nothing that the prompt could show, and are let through.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+
+from agentloop.chat.bodies import MAX_MODEL_CHARS, Stop
+from agentloop.chat.common import refuse_types, type_tag
+from agentloop.chat.message_bodies import (
+    MAX_DESCRIPTION_CHARS,
+    MAX_PARTS,
+    MAX_TOOLS,
+    CallId,
+    ShortText,
+    Text,
+    ToolName,
+    by_shape,
+)
+from agentloop.chat.schemas import Schema
+from agentloop.wire import MAX_PROMPT_TOKENS, Body, Id, Json
+
+MAX_TURNS = 8192
+MAX_STOP_SEQUENCES = 16
+MAX_ARGUMENTS = 256
+
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+class Echo(Body):
+    """Base of what stands in a history: fields beyond the declared ones are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class TextBlock(Echo):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ThinkingBlock(Echo):
+    """What an assistant thought."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedBlock(Echo):
+    """Thoughts that another service encrypted: ignored."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Echo):
+    """A call that an assistant made."""
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: Annotated[str, Field(max_length=256)]  # of a call that could not be read it may be empty
+    input: Annotated[dict[str, Json], Field(max_length=MAX_ARGUMENTS)]
+
+
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
+TextContent: TypeAlias = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[TextBlocks, Tag("~list")], Discriminator(by_shape)
+]
+
+
+class ToolResultBlock(Echo):
+    """What a tool answered. `is_error` is not shown: the content says what went wrong."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: TextContent | None = None
+    is_error: bool | None = None
+
+
+ContentBlock: TypeAlias = Annotated[
+    Annotated[TextBlock, Tag("~text")]
+    | Annotated[ThinkingBlock, Tag("~thinking")]
+    | Annotated[RedactedBlock, Tag("~redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("~tool_use")]
+    | Annotated[ToolResultBlock, Tag("~tool_result")],
+    Discriminator(type_tag),
+]
+ContentBlocks = Annotated[list[ContentBlock], Field(max_length=MAX_PARTS)]
+TurnContent: TypeAlias = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[ContentBlocks, Tag("~list")], Discriminator(by_shape)
+]
+
+
+class HistoryTurn(Echo):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: TurnContent
+
+
+class CustomTool(Body):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    input_schema: Annotated[dict[str, JsonValue], Schema]
+    strict: bool | None = None
+    cache_control: Json | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: Json | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = Field(default=None, max_length=1)
+
+
+class ToolChoiceBody(Body):
+    """Whether, and which, tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Body):
+    """What the text of the answer must be."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, JsonValue], Schema] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer is to be."""
+
+    effort: ShortText | None = None  # ignored: a wish, not a promise
+    format: OutputFormat | None = None
+
+
+class ContextEdit(Echo):
+    """One edit of the history that the service is asked to make."""
+
+    type: ShortText
+
+
+class ContextManagement(Echo):
+    """Edits of the history. Those of thoughts are accepted: no thought is part of what history is matched by."""
+
+    edits: list[ContextEdit] | None = Field(default=None, max_length=64)
+
+
+class CountTokensBody(Body):
+    """What `POST /v1/messages/count_tokens` takes, and the part of `MessagesBody` that makes the prompt."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+    messages: list[HistoryTurn] = Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)
+    system: TextContent | None = None
+    tools: list[CustomTool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: ToolChoiceBody | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of `output_config.format`
+
+    # Ignored: they concern the service that Anthropic runs, or wish for what a policy does as it was trained to.
+    thinking: Json | None = None
+    cache_control: Json | None = None
+    speed: ShortText | None = None
+    user_profile_id: ShortText | None = None
+    workspace_id: ShortText | None = None
+    betas: Json | None = None
+
+    # Refused by name, unless they ask for nothing.
+    context_management: ContextManagement | None = None
+    mcp_servers: Json | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            refuse_types(value.get("tools"), ("custom",), "tools")
+            refuse_types(value.get("system"), ("text",), "system")
+            turns = value.get("messages")
+            for index, turn in enumerate(turns if isinstance(turns, list) else ()):
+                _refuse_blocks(turn, f"messages.{index}.content")
+        return value
+
+
+class MessagesBody(CountTokensBody):
+    """What `POST /v1/messages` takes."""
+
+    max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)] = Field(default_factory=list)
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+
+    # Ignored, as above.
+    metadata: Json | None = None
+    service_tier: ShortText | None = None
+    inference_geo: ShortText | None = None
+    diagnostics: Json | None = None
+
+    # Refused by name.
+    container: Json | None = None
+
+    # Beyond Anthropic.
+    session: Id | None = None
+    session_id: Id | None = None
+    return_token_ids: bool | None = None
+    strict_history: bool | None = None
+    seed: int | None = Field(default=None, ge=0, lt=1 << 62)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
+
+    @property
+    def named_session(self) -> str | None:
+        """The session that the body names."""
+        return self.session if self.session is not None else self.session_id
+
+    @model_validator(mode="after")
+    def _names_one_session(self) -> Self:
+        if self.session is not None and self.session_id is not None and self.session != self.session_id:
+            raise ValueError("session and session_id name different sessions")
+        return self
+
+
+def _refuse_blocks(turn: Any, param: str) -> None:
+    blocks = turn.get("content") if isinstance(turn, dict) else None
+    refuse_types(blocks, _BLOCKS, param)
+    for index, block in enumerate(blocks if isinstance(blocks, list) else ()):
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            refuse_types(block.get("content"), ("text",), f"{param}.{index}.content")

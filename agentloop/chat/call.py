@@ -1,0 +1,102 @@
+"""What a chat call asks and what it gets, whatever dialect it came in. Values only.
+
+A dialect (`openai_chat.py`, `anthropic.py`, ...) turns its body into a `ChatCall` and a `ChatResult` (or the
+`ChatPiece`s of a stream) into its answer; a `Session` does what is between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agentloop.capture.node import Node
+from agentloop.types import JSON, Message, SamplingParams, TopLogprobs, WeightVersionSpan
+
+
+class ToolChoice(StrEnum):
+    """Whether the policy must call a tool."""
+
+    AUTO = "auto"
+    NONE = "none"  # it must not
+    REQUIRED = "required"  # at least one call; decoding is constrained to it
+
+
+class ChatFinish(StrEnum):
+    """Why a choice ended, as OpenAI says it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One call, checked. Either `messages` or `prompt_ids`.
+
+    `sampling.max_tokens` is ignored: `max_tokens` counts, or what the context holds if it is None. The session adds
+    the renderer's stop tokens and the constraint of `tool_choice`; a response format's is in `sampling` already.
+    `constraint_param` is the field of the client's request that it comes from, for errors to name.
+    `sampling.seed` is that of choice 0, and seed + i that of choice i.
+    """
+
+    messages: tuple[Message, ...]
+    sampling: SamplingParams
+    tools: tuple[Mapping[str, JSON], ...] = ()  # definitions in the OpenAI function format
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    forced_tool: str | None = None  # with REQUIRED: this one and no other
+    is_parallel: bool = True  # whether one turn may make several calls
+    max_tokens: int | None = None
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()  # stop strings; the reply's content ends before the first that occurs
+    prompt_ids: tuple[int, ...] | None = None  # of a raw completion
+    is_strict: bool = False  # history must be echoed exactly: call ids and outer whitespace too
+    timeout_s: float = 600.0
+    constraint_param: str = "constraint"
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """What makes a repeat of a call recognisable: a retry has a count above 0 and the same body."""
+
+    digest: bytes
+    retry_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatResult:
+    """The answer. `choices` are the nodes that the session now has, in the order of their `choice_index`."""
+
+    call_id: str  # unique over all sessions
+    created_at: int  # seconds since 1970
+    session_id: str
+    prompt_ids: tuple[int, ...]
+    choices: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of one tool call: first its id and name, then its arguments as text."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPiece:
+    """What one choice of a streamed answer has more than before; the `ChatResult` comes last.
+
+    Pieces concatenate to the node's reply: text to `message.content` and `message.reasoning`, ids to `token_ids`.
+    """
+
+    choice_index: int
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: TopLogprobs = ()
+    weight_versions: tuple[WeightVersionSpan, ...] = ()  # offsets within this piece
+    finish: ChatFinish | None = None  # in the last piece of the choice

@@ -1,0 +1,232 @@
+"""What the dialects share: tool calls to and from text, history put together, and a reply as blocks.
+
+Pure. Invariants: a call that cannot be read keeps its text, so that its echo matches the turn that made it; the
+blocks of a streamed reply concatenate to those of the same reply answered whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import orjson
+
+from agentloop.capture.node import Reply
+from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece, ToolChoice
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.parsers.strict_json import loads
+from agentloop.types import JSON, CallStatus, FinishReason, Message, ToolCall
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def type_tag(value: Any) -> str | None:
+    """The tag of a union whose members have a `type`. `bodies.read_body` leaves tags out of the places it tells."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
+def refuse_types(values: Any, known: Collection[str], param: str) -> None:
+    """Raises UnsupportedParameter if one of a list of unchecked objects has a `type` that is not known."""
+    for index, value in enumerate(values if isinstance(values, list) else ()):
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            raise UnsupportedParameter(f"the type {kind[:64]!r} is not supported", param=f"{param}.{index}.type")
+
+
+def read_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    """A tool call of the history, its arguments as text; MALFORMED where they are no JSON object. No text: `{}`."""
+    if not arguments.strip():
+        return ToolCall(call_id, name)
+    try:
+        read = loads(arguments)
+    except ValueError as error:
+        return ToolCall(call_id, name, {}, CallStatus.MALFORMED, f"not valid JSON: {error}", text=arguments)
+    if not isinstance(read, dict):
+        return ToolCall(call_id, name, {}, CallStatus.MALFORMED, "not a JSON object", text=arguments)
+    return ToolCall(call_id, name, read)
+
+
+def arguments_text(call: ToolCall) -> str:
+    """The inverse of `read_call`: a MALFORMED call's arguments are what the policy wrote."""
+    return orjson.dumps(call.arguments).decode() if call.status is CallStatus.OK else call.text
+
+
+def function_definition(
+    name: str, description: str | None, parameters: Mapping[str, JSON] | None
+) -> dict[str, JSON]:
+    """A tool in the OpenAI function format, without the fields that are null."""
+    function: dict[str, JSON] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
+
+
+def check_tool_choice(choice: ToolChoice, forced: str | None, tools: Sequence[Mapping[str, JSON]]) -> None:
+    """Raises InvalidRequest for a choice that the tools cannot meet."""
+    if choice is ToolChoice.REQUIRED and not tools:
+        raise InvalidRequest("a tool must be called, but there are none", param="tool_choice")
+    if forced is not None and all(tool["function"]["name"] != forced for tool in tools):
+        raise InvalidRequest(f"there is no tool {forced[:64]!r} to call", param="tool_choice")
+
+
+def check_tool_names(tools: Sequence[Mapping[str, JSON]]) -> None:
+    """Raises InvalidRequest for two tools of one name."""
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) != len(names):
+        raise InvalidRequest("two tools have the same name", param="tools")
+
+
+def joined_text(texts: Iterable[str], role: str) -> str:
+    """Text parts as one text. An assistant's are pieces of one reply, those of others are separate."""
+    return ("" if role == "assistant" else "\n").join(texts)
+
+
+def schema_constraint(schema: Mapping[str, JSON]) -> Constraint:
+    """One JSON value that fits the schema."""
+    return Constraint(ConstraintKind.JSON_SCHEMA, orjson.dumps(schema).decode())
+
+
+def with_tool_names(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """The messages, each tool result with the name of the tool that it answers, where the history tells."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        names.update((call.id, call.name) for call in message.tool_calls)
+        if message.role == "tool" and message.name is None and message.tool_call_id is not None:
+            # Not `replace`: it takes five times as long, and a long history has hundreds of them.
+            name = names.get(message.tool_call_id)
+            message = Message("tool", message.content, tool_call_id=message.tool_call_id, name=name)
+        found.append(message)
+    return tuple(found)
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def finish_of(reply: Reply) -> ChatFinish:
+    """Why a reply ended, as clients are told."""
+    if reply.finish_reason is FinishReason.LENGTH:
+        return ChatFinish.LENGTH
+    return ChatFinish.TOOL_CALLS if reply.message.tool_calls else ChatFinish.STOP
+
+
+class BlockKind(StrEnum):
+    """What a block of a reply holds."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a reply that clients see as one thing. `text` of a CALL is its arguments."""
+
+    index: int
+    kind: BlockKind
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+
+
+def blocks_of(message: Message) -> tuple[Block, ...]:
+    """The blocks of a whole reply: reasoning, text, calls. Never none: an empty turn is an empty text."""
+    blocks: list[Block] = []
+    if message.reasoning:
+        blocks.append(Block(0, BlockKind.REASONING, message.reasoning))
+    if message.content or not (blocks or message.tool_calls):
+        blocks.append(Block(len(blocks), BlockKind.TEXT, message.content))
+    for call in message.tool_calls:
+        blocks.append(Block(len(blocks), BlockKind.CALL, arguments_text(call), call.id, call.name))
+    return tuple(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStart:
+    """A block opens; `block.text` is empty."""
+
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDelta:
+    """More of the open block."""
+
+    block: Block  # as it was opened
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEnd:
+    """A block closes; `block` is whole."""
+
+    block: Block
+
+
+BlockStep: TypeAlias = BlockStart | BlockDelta | BlockEnd
+
+
+class BlockReader:
+    """The pieces of one choice as blocks, one open at a time. Text after a call is a block of its own."""
+
+    def __init__(self) -> None:
+        self._open: Block | None = None
+        self._call_index: int | None = None  # of the open block, if it is a call
+        self._parts: list[str] = []
+        self._done: list[Block] = []
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """Those that are closed."""
+        return self._done
+
+    def feed(self, piece: ChatPiece) -> Iterator[BlockStep]:
+        """What a piece adds."""
+        if piece.reasoning:
+            yield from self._text(BlockKind.REASONING, piece.reasoning)
+        if piece.content:
+            yield from self._text(BlockKind.TEXT, piece.content)
+        for delta in piece.calls:
+            yield from self._call(delta)
+
+    def finish(self) -> Iterator[BlockStep]:
+        """Close what is open, after the last piece."""
+        if self._open is None and not self._done:
+            yield from self._start(BlockKind.TEXT)
+        yield from self._end()
+
+    def _text(self, kind: BlockKind, text: str) -> Iterator[BlockStep]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._start(kind)
+        yield self._add(text)
+
+    def _call(self, delta: CallDelta) -> Iterator[BlockStep]:
+        if self._call_index != delta.index:
+            yield from self._start(BlockKind.CALL, delta.id or "", delta.name or "")
+            self._call_index = delta.index
+        if delta.arguments:
+            yield self._add(delta.arguments)
+
+    def _start(self, kind: BlockKind, call_id: str = "", name: str = "") -> Iterator[BlockStep]:
+        yield from self._end()
+        self._open = Block(len(self._done), kind, "", call_id, name)
+        yield BlockStart(self._open)
+
+    def _add(self, text: str) -> BlockDelta:
+        assert self._open is not None
+        self._parts.append(text)
+        return BlockDelta(self._open, text)
+
+    def _end(self) -> Iterator[BlockStep]:
+        if self._open is None:
+            return
+        block = replace(self._open, text="".join(self._parts))
+        self._done.append(block)
+        self._open, self._call_index, self._parts = None, None, []
+        yield BlockEnd(block)

@@ -1,0 +1,65 @@
+"""Logprobs in the OpenAI shapes: tokens as text and bytes, and the likeliest alternatives.
+
+Every sampled token has its entry, stop token and tool calls too, so that entries and `token_ids` have one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentloop.renderer import Renderer
+from agentloop.types import TopLogprobs
+
+_MAX_KNOWN = 1 << 16
+
+
+class TokenTexts:
+    """The texts of single tokens. Bounded memory; may be used by several threads, which at worst decode twice."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def of(self, token_id: int) -> tuple[str, list[int]]:
+        """A token's text and bytes; the text has U+FFFD where it is only a part of a character."""
+        found = self._known.get(token_id)
+        if found is None:
+            octets = self._renderer.token_bytes(token_id)
+            found = (octets.decode(errors="replace"), list(octets))
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[token_id] = found
+        return found
+
+    def entries(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs
+    ) -> list[dict[str, Any]]:
+        """`choices[].logprobs.content` of a chat completion. `top` is empty or has one entry a token."""
+        return [
+            {
+                **self._entry(token_id, logprob),
+                "top_logprobs": [self._entry(*one) for one in top[index]] if top else [],
+            }
+            for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True))
+        ]
+
+    def columns(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs, offset: int
+    ) -> dict[str, Any]:
+        """`choices[].logprobs` of a text completion; `offset` is the number of characters before."""
+        texts = [self.of(token_id)[0] for token_id in token_ids]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": [{self.of(one)[0]: logprob for one, logprob in row} for row in top] if top else None,
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, octets = self.of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": octets}

@@ -1,0 +1,390 @@
+"""The Responses dialect: its body as a `ChatCall`, and results and pieces as response objects and events.
+
+Pure. The items of one assistant turn (reasoning, message, calls) are one Message, whether its results came after
+all of them or in between. A response is not kept under its id: `previous_response_id` is refused, and history comes
+with every request. Events: https://platform.openai.com/docs/api-reference/responses-streaming.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.common import (
+    Block,
+    BlockDelta,
+    BlockKind,
+    BlockReader,
+    BlockStart,
+    BlockStep,
+    blocks_of,
+    check_tool_choice,
+    check_tool_names,
+    finish_of,
+    function_definition,
+    joined_text,
+    read_call,
+    schema_constraint,
+    with_tool_names,
+)
+from agentloop.chat.dialect import answer_constraint, capture_extras, sampling_params
+from agentloop.chat.responses_bodies import (
+    AllowedTools,
+    CallItem,
+    Content,
+    Item,
+    MessageItem,
+    NamedTool,
+    OutputItem,
+    ReasoningItem,
+    RefusalPart,
+    ResponsesBody,
+    TextFormat,
+)
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
+from agentloop.parsers.base import Parser
+from agentloop.types import JSON, Message, ToolCall
+
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d{1,6}")
+_LOGPROBS = "message.output_text.logprobs"
+
+# --- the request ------------------------------------------------------------------------------------------
+
+
+def chat_call(body: ResponsesBody, parser: Parser, timeout_s: float) -> ChatCall:
+    """What the body asks. Raises UnsupportedParameter for what would change the answer, InvalidRequest."""
+    _refuse_unsupported(body)
+    tools = _tools(body)
+    choice, forced = _tool_choice(body)
+    check_tool_choice(choice, forced, tools)
+    is_parallel = body.parallel_tool_calls is not False
+    wanted = _wanted(body.text.format if body.text is not None else None)
+    sampling = sampling_params(
+        body.temperature, body.top_p, body.top_k, body.seed, body.min_tokens, body.max_output_tokens
+    )
+    constraint = answer_constraint(wanted, parser, tools, choice, is_parallel=is_parallel)
+    return ChatCall(
+        messages=_messages(body),
+        sampling=replace(sampling, constraint=constraint),
+        tools=tools,
+        tool_choice=choice,
+        forced_tool=forced,
+        is_parallel=is_parallel,
+        max_tokens=body.max_output_tokens,
+        is_strict=body.strict_history is True,
+        timeout_s=timeout_s,
+        constraint_param="text.format",
+    )
+
+
+def _refuse_unsupported(body: ResponsesBody) -> None:
+    wanted = {
+        "background": body.background,
+        "context_management": body.context_management,
+        "conversation": body.conversation,
+        "previous_response_id": body.previous_response_id,
+        "prompt": body.prompt,
+        "top_logprobs": body.top_logprobs,
+        "truncation": body.truncation != "disabled" and body.truncation,
+        "include": _LOGPROBS in (body.include or ()),
+    }
+    for name, value in wanted.items():
+        if value:
+            hint = ": send the whole history as `input`" if name == "previous_response_id" else ""
+            raise UnsupportedParameter(f"`{name}` is not supported{hint}", param=name)
+
+
+def _tools(body: ResponsesBody) -> tuple[Mapping[str, JSON], ...]:
+    """The definitions, without those that the choice of this call leaves out."""
+    tools = [function_definition(tool.name, tool.description, tool.parameters) for tool in body.tools or []]
+    check_tool_names(tools)
+    if isinstance(body.tool_choice, AllowedTools):
+        allowed = {tool.name for tool in body.tool_choice.tools}
+        if unknown := allowed - {tool["function"]["name"] for tool in tools}:
+            raise InvalidRequest(f"there is no tool {min(unknown)!r} to allow", param="tool_choice.tools")
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+    return tuple(tools)
+
+
+def _tool_choice(body: ResponsesBody) -> tuple[ToolChoice, str | None]:
+    if isinstance(body.tool_choice, NamedTool):
+        return ToolChoice.REQUIRED, body.tool_choice.name
+    if isinstance(body.tool_choice, AllowedTools):
+        return ToolChoice(body.tool_choice.mode), None
+    return ToolChoice(body.tool_choice or "auto"), None
+
+
+def _wanted(wanted: TextFormat | None) -> Constraint | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Constraint(ConstraintKind.JSON_OBJECT)
+    if wanted.schema_ is None:
+        raise InvalidRequest("a format of type json_schema needs a schema", param="text.format.schema")
+    return schema_constraint(wanted.schema_)
+
+
+def _messages(body: ResponsesBody) -> tuple[Message, ...]:
+    history = _History()
+    if body.instructions:
+        history.add_message(Message("system", body.instructions))
+    if isinstance(body.input, str):
+        history.add_message(Message("user", body.input))
+    else:
+        for item in body.input:
+            history.add(item)
+    return with_tool_names(history.messages())
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An assistant turn that is being put together from items."""
+
+    source: str | None  # the response it came from, if its ids tell
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        thoughts = "".join(self.thoughts)
+        return Message("assistant", joined_text(self.texts, "assistant"), tuple(self.calls), reasoning=thoughts)
+
+
+class _History:
+    """Items as messages. What one assistant turn said is one message."""
+
+    def __init__(self) -> None:
+        self._entries: list[Message | _Turn] = []
+        self._turn: _Turn | None = None  # the last one, as long as only tool results came after it
+
+    def add(self, item: Item) -> None:
+        if isinstance(item, OutputItem):
+            text = _text(item.output, "tool")
+            self._entries.append(Message("tool", text, tool_call_id=item.call_id))
+        elif isinstance(item, ReasoningItem):
+            parts = item.content if item.content else item.summary
+            self._assistant(item.id, is_opening=True).thoughts.append(_text(parts, "assistant"))
+        elif isinstance(item, CallItem):
+            self._assistant(item.id).calls.append(read_call(item.call_id, item.name, item.arguments))
+        elif item.role == "assistant":
+            self._assistant(item.id).texts.append(_text(item.content, "assistant"))
+        else:
+            self.add_message(_observed(item))
+
+    def add_message(self, message: Message) -> None:
+        self._entries.append(message)
+        self._turn = None
+
+    def messages(self) -> list[Message]:
+        return [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
+
+    def _assistant(self, item_id: str | None, *, is_opening: bool = False) -> _Turn:
+        """The turn that an item belongs to; where ids do not tell, the one that it directly follows."""
+        match = _ITEM_ID.fullmatch(item_id) if item_id is not None else None
+        source = match[1] if match else None
+        turn = self._turn
+        if turn is not None:
+            if source is not None and turn.source is not None:
+                is_same = source == turn.source
+            else:
+                is_same = self._entries[-1] is turn and not (is_opening and bool(turn.texts or turn.calls))
+            if is_same:
+                turn.source = turn.source or source
+                return turn
+        self._turn = _Turn(source)
+        self._entries.append(self._turn)
+        return self._turn
+
+
+def _observed(item: MessageItem) -> Message:
+    role = "system" if item.role == "developer" else item.role
+    return Message(role, _text(item.content, role))
+
+
+def _text(content: Content, role: str) -> str:
+    if isinstance(content, str):
+        return content
+    return joined_text((part.refusal if isinstance(part, RefusalPart) else part.text for part in content), role)
+
+
+# --- the answer -------------------------------------------------------------------------------------------
+
+
+class ResponseWriter:
+    """Writes one response, whole or as events; `response_key` is 32 hex digits, new for each response."""
+
+    def __init__(self, body: ResponsesBody, response_key: str, created_at: int) -> None:
+        self._body = body
+        self._key = response_key
+        self._created_at = created_at
+        self._num_events = 0
+
+    def whole(self, result: ChatResult) -> dict[str, Any]:
+        """The answer of a call that does not stream."""
+        return self._final(result, blocks_of(result.choices[0].reply.message))
+
+    async def events(self, pieces: AsyncIterator[ChatPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream, the final one last. The first comes with the first piece: what fails before that
+        is no stream yet."""
+        reader = BlockReader()
+        is_begun = False
+        async for piece in pieces:
+            if not is_begun:
+                is_begun = True
+                yield self._event("response.created", response=self._response("in_progress", []))
+                yield self._event("response.in_progress", response=self._response("in_progress", []))
+            if isinstance(piece, ChatPiece):
+                for step in reader.feed(piece):
+                    for event in self._step(step):
+                        yield event
+                continue
+            for step in reader.finish():
+                for event in self._step(step, finish_of(piece.choices[0].reply)):
+                    yield event
+            final = self._final(piece, reader.blocks)
+            yield self._event(f"response.{final['status']}", response=final)
+            return
+        raise InvariantBroken("a stream ended without its result")
+
+    def error_event(self, error: AgentLoopError) -> dict[str, Any]:
+        """What a failure amid a stream looks like. The nested envelope is what makes the client library raise."""
+        return self._event("error", code=error.code, message=error.message, param=error.param, **error.to_wire())
+
+    def _step(self, step: BlockStep, finish: ChatFinish | None = None) -> Iterator[dict[str, Any]]:
+        block = step.block
+        place = {"output_index": block.index}
+        part_place = {**place, "item_id": self._item_id(block), "content_index": 0}
+        if isinstance(step, BlockStart):
+            yield self._event("response.output_item.added", **place, item=self._item(block, "in_progress"))
+            if block.kind is not BlockKind.CALL:
+                yield self._event("response.content_part.added", **part_place, part=_part(block))
+        elif isinstance(step, BlockDelta):
+            yield self._delta(block, step.text)
+        else:
+            yield from self._done(block)
+            yield self._event("response.output_item.done", **place, item=self._item(block, _item_status(finish)))
+
+    def _delta(self, block: Block, text: str) -> dict[str, Any]:
+        place = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind is BlockKind.CALL:
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        if block.kind is BlockKind.REASONING:
+            return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
+        return self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=[])
+
+    def _done(self, block: Block) -> Iterator[dict[str, Any]]:
+        place = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind is BlockKind.CALL:
+            yield self._event(
+                "response.function_call_arguments.done", **place, name=block.name, arguments=block.text
+            )
+            return
+        place["content_index"] = 0
+        if block.kind is BlockKind.REASONING:
+            yield self._event("response.reasoning_text.done", **place, text=block.text)
+        else:
+            yield self._event("response.output_text.done", **place, text=block.text, logprobs=[])
+        yield self._event("response.content_part.done", **place, part=_part(block))
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        event = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+    def _final(self, result: ChatResult, blocks: Sequence[Block]) -> dict[str, Any]:
+        reply = result.choices[0].reply
+        finish = finish_of(reply)
+        is_cut = finish is ChatFinish.LENGTH
+        items = [
+            self._item(block, _item_status(finish if index == len(blocks) - 1 else None))
+            for index, block in enumerate(blocks)
+        ]
+        response = self._response("incomplete" if is_cut else "completed", items)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        response["usage"] = _usage(result)
+        return response | capture_extras(result, with_token_ids=self._body.return_token_ids is True)
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": f"resp_{self._key}",
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": {key: value for key, value in (body.metadata or {}).items() if value is not None},
+            "model": body.model,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": _echo(body.text.format if body.text is not None else None),
+            "tool_choice": _echoed_choice(body),
+            "tools": [_echoed_tool(tool) for tool in body.model_dump(include={"tools"})["tools"] or []],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self._key}_{block.index}"
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """The output item of a block; one that is in progress has no content yet."""
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        parts = [] if status == "in_progress" else [_part(block)]
+        if block.kind is BlockKind.CALL:
+            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {**item, "type": "function_call", **call}
+        if block.kind is BlockKind.REASONING:
+            return {**item, "type": "reasoning", "summary": [], "content": parts}
+        return {**item, "type": "message", "role": "assistant", "content": parts}
+
+
+def _item_status(finish: ChatFinish | None) -> str:
+    return "incomplete" if finish is ChatFinish.LENGTH else "completed"
+
+
+def _part(block: Block) -> dict[str, JSON]:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _echo(wanted: TextFormat | None) -> dict[str, JSON]:
+    if wanted is None:
+        return {"format": {"type": "text"}}
+    return {"format": wanted.model_dump(by_alias=True, exclude_none=True)}
+
+
+def _echoed_choice(body: ResponsesBody) -> JSON:
+    choice = body.tool_choice
+    return choice.model_dump() if isinstance(choice, NamedTool | AllowedTools) else choice or "auto"
+
+
+def _echoed_tool(tool: dict[str, JSON]) -> dict[str, JSON]:
+    return {key: tool[key] for key in ("type", "name", "description", "parameters", "strict")}
+
+
+def _usage(result: ChatResult) -> dict[str, JSON]:
+    reply = result.choices[0].reply
+    num_input, num_output = len(result.prompt_ids), len(reply.token_ids)
+    return {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": reply.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": reply.num_reasoning_tokens},
+        "total_tokens": num_input + num_output,
+    }

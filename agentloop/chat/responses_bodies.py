@@ -1,0 +1,258 @@
+"""The body of `POST /v1/responses`, strict: a field that nobody knows is refused, and every list has a bound.
+
+What only concerns OpenAI's own service is declared and ignored; what would change the answer and is not possible
+here is declared too, and refused by `responses.py` by its name. Items of the input are echoes of earlier answers,
+of this service or another: their further fields say nothing that the prompt could show, and are let through.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+
+from agentloop.chat.bodies import MAX_MODEL_CHARS, StreamOptions
+from agentloop.chat.common import refuse_types, type_tag
+from agentloop.chat.message_bodies import (
+    MAX_CALLS,
+    MAX_DESCRIPTION_CHARS,
+    MAX_PARTS,
+    MAX_TOOLS,
+    CallId,
+    ShortText,
+    Text,
+    ToolName,
+    by_shape,
+)
+from agentloop.chat.schemas import Schema
+from agentloop.wire import MAX_PROMPT_TOKENS, Body, Id, Json
+
+MAX_ITEMS = 16_384
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+class Echo(Body):
+    """Base of what stands in a history: fields beyond the declared ones are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class TextPart(Echo):
+    """A part of a content list; the others (images, files, audio) cannot be shown to the policy."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: Text
+
+
+class RefusalPart(Echo):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+def _part_tag(value: Any) -> str | None:
+    kind = type_tag(value)
+    return "~text" if kind is not None and kind[1:] in _TEXTS else kind
+
+
+Part: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("~text")] | Annotated[RefusalPart, Tag("~refusal")], Discriminator(_part_tag)
+]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS)]
+Content: TypeAlias = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[Parts, Tag("~list")], Discriminator(by_shape)
+]
+
+
+class MessageItem(Echo):
+    """A message of either form, the easy one without a `type` too."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: ShortText | None = None
+
+
+class CallItem(Echo):
+    """A call that an assistant made."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Annotated[str, Field(max_length=256)]  # of a call that could not be read it may be empty
+    arguments: Text
+    id: ShortText | None = None
+
+
+class OutputItem(Echo):
+    """What a tool answered."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Content
+
+
+class ReasoningItem(Echo):
+    """What an assistant thought. Encrypted content is another service's."""
+
+    type: Literal["reasoning"]
+    id: ShortText | None = None
+    summary: Parts = Field(default_factory=list)
+    content: Parts | None = None
+
+
+def _item_tag(value: Any) -> str | None:
+    is_easy = isinstance(value, dict) and value.get("type") is None
+    return "~message" if is_easy else type_tag(value)
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("~message")]
+    | Annotated[CallItem, Tag("~function_call")]
+    | Annotated[OutputItem, Tag("~function_call_output")]
+    | Annotated[ReasoningItem, Tag("~reasoning")],
+    Discriminator(_item_tag),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+Input: TypeAlias = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[Items, Tag("~list")], Discriminator(by_shape)
+]
+
+
+class FunctionTool(Body):
+    """A function. `strict` changes nothing: a forced call always fits its schema."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    parameters: Annotated[dict[str, JsonValue], Schema] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class NamedTool(Body):
+    """The tool that must be called; also an entry of `allowed_tools`."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class AllowedTools(Body):
+    """A choice among some of the tools: the others are not shown to the policy."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+def _choice_tag(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else type_tag(value)
+
+
+Choice: TypeAlias = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("~text")]
+    | Annotated[NamedTool, Tag("~function")]
+    | Annotated[AllowedTools, Tag("~allowed_tools")],
+    Discriminator(_choice_tag),
+]
+
+
+class TextFormat(Body):
+    """What the text of the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: ShortText | None = None
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    schema_: Annotated[dict[str, JsonValue], Schema] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """How the answer's text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: ShortText | None = None  # ignored: a wish, not a promise
+
+
+class ReasoningConfig(Body):
+    """Wishes about thinking; the policy thinks as it was trained to."""
+
+    effort: ShortText | None = None
+    summary: ShortText | None = None
+    generate_summary: ShortText | None = None
+    context: ShortText | None = None
+    mode: ShortText | None = None
+
+
+class ResponsesBody(Body):
+    """What `POST /v1/responses` takes."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+    input: Input
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: Annotated[dict[str, ShortText | None], Field(max_length=64)] | None = None
+    truncation: ShortText | None = None
+    include: Annotated[list[ShortText], Field(max_length=64)] | None = None
+    max_tool_calls: int | None = Field(default=None, ge=0, le=MAX_CALLS)  # of the tools OpenAI runs: none here
+
+    # Ignored: they concern the service that OpenAI runs.
+    user: ShortText | None = None
+    store: bool | None = None
+    service_tier: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None
+    prompt_cache_options: Json | None = None
+    moderation: Json | None = None
+    reasoning: ReasoningConfig | None = None
+
+    # Refused by name, unless they ask for nothing.
+    background: bool | None = None
+    context_management: Json | None = None
+    conversation: Json | None = None
+    previous_response_id: Json | None = None
+    prompt: Json | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    # Beyond OpenAI.
+    session: Id | None = None
+    session_id: Id | None = None
+    return_token_ids: bool | None = None
+    strict_history: bool | None = None
+    seed: int | None = Field(default=None, ge=0, lt=1 << 62)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
+
+    @property
+    def named_session(self) -> str | None:
+        """The session that the body names."""
+        return self.session if self.session is not None else self.session_id
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            refuse_types(value.get("tools"), ("function",), "tools")
+            items = value.get("input")
+            refuse_types(items, _ITEMS, "input")
+            for index, item in enumerate(items if isinstance(items, list) else ()):
+                content = item.get("content", item.get("output")) if isinstance(item, dict) else None
+                refuse_types(content, (*_TEXTS, "refusal"), f"input.{index}.content")
+        return value
+
+    @model_validator(mode="after")
+    def _names_one_session(self) -> Self:
+        if self.session is not None and self.session_id is not None and self.session != self.session_id:
+            raise ValueError("session and session_id name different sessions")
+        return self

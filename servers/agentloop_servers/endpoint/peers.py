@@ -1,0 +1,239 @@
+"""Several endpoint processes: each session has one owner among them, and who is asked for another's passes it on.
+
+Ownership: the table of the processes' private URLs. The coordinator keeps it, and every process says its own again
+and again, so a restarted coordinator or process is known a moment later. The owner follows from the session's id
+alone; its data is in the owner's file, so the number of processes of a run directory never changes.
+
+A request is passed on once: an owner never passes it further. What the owner answers goes back byte for byte, and a
+client that leaves, or reads nothing, ends the exchange with the owner, who then sees its own client leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+import zlib
+from typing import Protocol
+
+import aiohttp
+import structlog
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
+
+from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
+from agentloop.wire import MAX_TIMEOUT_S
+from agentloop_servers.disconnect import unless_client_leaves
+from agentloop_servers.http_guard import envelope_of, error_response
+
+HOP_HEADER = "x-agentloop-hop"
+ANNOUNCE_S = 2.0
+CONNECT_TIMEOUT_S = 5.0
+OWNER_WAIT_S = 5.0  # for an owner that is being started again; the client's own retries come on top
+SEND_TIMEOUT_S = 30.0  # how long a client may leave what was sent unread
+READ_TIMEOUT_S = (
+    MAX_TIMEOUT_S + 60.0
+)  # the owner keeps each call's own deadline, and Serve ends an owner that hangs
+MAX_PASSED_ON = 4096  # requests at once; the next one gets 429
+
+_RETRY_S = 0.2
+_NOT_FORWARDED = frozenset(
+    b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding upgrade "
+    b"x-agentloop-hop x-request-id".split()
+)
+_NOT_ANSWERED = frozenset(b"connection date keep-alive server trailer transfer-encoding".split())
+_NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class Directory(Protocol):
+    """The part of the coordinator that knows the endpoint's processes."""
+
+    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
+        """Say where process `rank` listens; returns where each known one does."""
+
+
+class Elsewhere(Exception):
+    """The session belongs to process `rank`."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the session is that of process {rank}")
+        self.rank = rank
+
+
+class Peers:
+    """The endpoint's processes as one of them sees it. `start` it once its own URL is known."""
+
+    def __init__(
+        self, directory: Directory, rank: int = 0, num_processes: int = 1, owner_wait_s: float = OWNER_WAIT_S
+    ) -> None:
+        if not 0 <= rank < num_processes:
+            raise InvalidRequest(f"there is no process {rank} of {num_processes}", param="rank")
+        self._directory = directory
+        self._rank = rank
+        self._num_processes = num_processes
+        self._owner_wait_s = owner_wait_s
+        self._urls: dict[int, str] = {}
+        self._announcing: asyncio.Task[None] | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self._num_passed_on = 0
+
+    def new_id(self) -> str:
+        """The id of a new session of this process."""
+        while True:  # as many tries as there are processes, on average
+            session_id = f"s-{uuid.uuid4().hex[:20]}"
+            if self._owner(session_id) == self._rank:
+                return session_id
+
+    def check_own(self, session_id: str) -> None:
+        """Raises Elsewhere if the session is another process's."""
+        owner = self._owner(session_id)
+        if owner != self._rank:
+            raise Elsewhere(owner)
+
+    def check_health(self) -> None:
+        """Raises what ended the announcements, if something did."""
+        if self._announcing is not None and self._announcing.done():
+            self._announcing.result()
+
+    async def start(self, url: str) -> None:
+        """Announce this process under its private `url`, now and until `close`."""
+        if self._num_processes == 1:
+            return  # nobody asks
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S),
+            auto_decompress=False,
+            skip_auto_headers=_NOT_ADDED,
+        )
+        self._announcing = asyncio.create_task(self._announce_for_ever(url), name="endpoint peers")
+
+    async def close(self) -> None:
+        """Say nothing more. Idempotent."""
+        if self._announcing is not None:
+            announcing, self._announcing = self._announcing, None
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
+        if self._http is not None:
+            http, self._http = self._http, None
+            await http.close()
+
+    async def forward(self, request: Request, rank: int) -> Response:
+        """The owner's answer, byte for byte, streams too; 503 if the owner is not there, 429 if too many wait."""
+        return _PassedOn(self, request, rank, await request.body())
+
+    async def pass_on(self, request: Request, rank: int, body: bytes, send: Send) -> None:
+        """Ask the owner and send what it answers. Raises ServiceUnavailable or Overloaded before anything is sent;
+        later, what cuts the answer short."""
+        if HOP_HEADER in request.headers:
+            raise ServiceUnavailable("the endpoint's processes do not agree who has this session")
+        if self._num_passed_on >= MAX_PASSED_ON:
+            raise Overloaded(f"{MAX_PASSED_ON} calls are being passed on")
+        self._num_passed_on += 1
+        try:
+            answer = await self._asked(request, rank, body)
+            try:
+                await _send_answer(answer, rank, send)
+            finally:
+                answer.close()
+        finally:
+            self._num_passed_on -= 1
+
+    async def _asked(self, request: Request, rank: int, body: bytes) -> aiohttp.ClientResponse:
+        loop = asyncio.get_running_loop()
+        deadline_at = loop.time() + self._owner_wait_s
+        headers = _forwarded(request)
+        while True:
+            url = self._urls.get(rank)
+            if url is not None and self._http is not None:
+                try:
+                    return await self._http.request(
+                        request.method,
+                        _at(url, request),
+                        data=body or None,
+                        headers=headers,
+                        allow_redirects=False,
+                    )
+                except aiohttp.ClientConnectorError:
+                    pass  # nothing was sent
+                except (aiohttp.ClientError, OSError) as error:
+                    raise ServiceUnavailable(f"endpoint process {rank} does not answer") from error
+            if loop.time() >= deadline_at:
+                raise ServiceUnavailable(f"endpoint process {rank} is not there now")
+            await asyncio.sleep(_RETRY_S)
+
+    def _owner(self, session_id: str) -> int:
+        return zlib.crc32(session_id.encode()) % self._num_processes
+
+    async def _announce_for_ever(self, url: str) -> None:
+        while True:
+            try:
+                # A coordinator that has just started does not know all of them yet: what is known stays.
+                self._urls.update(await self._directory.join_endpoint(self._rank, url))
+            except AgentLoopError as error:
+                _log.warning("endpoint_not_announced", rank=self._rank, code=error.code)
+            await asyncio.sleep(ANNOUNCE_S if len(self._urls) == self._num_processes else _RETRY_S)
+
+
+class _PassedOn(Response):
+    """An answer that another process gives."""
+
+    def __init__(self, peers: Peers, request: Request, rank: int, body: bytes) -> None:
+        super().__init__()
+        self._peers = peers
+        self._request = request
+        self._rank = rank
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_client_leaves(self._request, self._pass_on(scope, receive, send))
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send(message)
+            except TimeoutError as error:
+                raise ClientDisconnect from error
+
+        try:
+            await self._peers.pass_on(self._request, self._rank, self._body, watched)
+        except AgentLoopError as error:
+            if is_started:
+                raise
+            await error_response(error, envelope=envelope_of(scope))(scope, receive, send)
+
+
+async def _send_answer(answer: aiohttp.ClientResponse, rank: int, send: Send) -> None:
+    headers = [(name, value) for name, value in answer.raw_headers if name.lower() not in _NOT_ANSWERED]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    try:
+        async for piece in answer.content.iter_any():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+    except (aiohttp.ClientError, OSError) as error:
+        raise ServiceUnavailable(f"endpoint process {rank} was lost within its answer") from error
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _forwarded(request: Request) -> list[tuple[str, str]]:
+    """Its headers, repeated ones too, under one request id in both processes' logs."""
+    pairs = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in request.headers.raw
+        if name not in _NOT_FORWARDED
+    ]
+    return [*pairs, ("x-request-id", request.scope["state"]["request_id"]), (HOP_HEADER, "1")]
+
+
+def _at(url: str, request: Request) -> URL:
+    """The request's target at another process, spelled as it was."""
+    target: str = request.scope["raw_path"].decode("latin-1")
+    query = request.scope["query_string"].decode("latin-1")
+    return URL(f"{url}{target}?{query}" if query else f"{url}{target}", encoded=True)

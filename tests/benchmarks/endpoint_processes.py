@@ -1,0 +1,206 @@
+"""The processes that the endpoint's benchmark measures: the endpoint, as `app.py` wires it, and an engine.
+
+Both take orders over a pipe: `read` answers with figures, `stop` ends the process; the endpoint's are counted from
+`mark` (memory) and `start` (all else). The endpoint's event loop is uvloop's and its port the direct one, as in a
+Serve replica; its engine is simulated without latency, in its own event loop or behind a data-plane port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.simulate import ScriptedPolicy, SimulatedEngine, SimulatedSpec
+from agentloop.types import GenerateRequest, Generation, Lease
+from agentloop_servers.app import build_app, build_endpoint, sessions_name
+from agentloop_servers.dataplane import EngineClients
+from agentloop_servers.dataplane_server import DataPlaneServer
+from agentloop_servers.endpoint.direct import DirectServer
+from agentloop_servers.endpoint.peers import Peers
+from agentloop_servers.endpoint.sessions import Sessions
+from agentloop_servers.process import settle_heap
+from tests.benchmarks.endpoint_load import REPLY
+from tests.support.front_door import FakeCoordinator
+from tests.support.scripted import POLICY, RENDERER, ids
+from tests.support.whole_service import simulated
+
+SECRET = "bench"
+LAG_PROBE_S = 0.005
+MAX_CONTEXT_TOKENS = 1 << 20  # a message of a megabyte is answered, not refused
+_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointFigures:
+    """One measurement of the endpoint's process."""
+
+    cpu_s: float
+    lags_ms: list[float]
+    rss_bytes: int  # at its end, without what was there at the mark
+    counted_bytes: int  # by the registry
+    num_sessions: int
+    engine_s: dict[str, float]  # by call, if the engine is in this process
+
+
+@contextmanager
+def process(
+    main: Callable[..., Coroutine[None, None, None]], *arguments: object
+) -> Iterator[tuple[Connection, str]]:
+    """Run `main(pipe, *arguments)` in a process of its own; yields the pipe and the URL that it announces."""
+    ours, theirs = multiprocessing.Pipe()
+    spawn = multiprocessing.get_context("spawn")
+    running = spawn.Process(target=_run, args=(main, theirs, *arguments), daemon=True)
+    running.start()
+    theirs.close()
+    try:
+        yield ours, ours.recv()
+    finally:
+        if running.is_alive():
+            ours.send("stop")
+        running.join(timeout=30)
+
+
+def ask(pipe: Connection, order: str) -> Any:
+    """Send an order and wait for its answer."""
+    pipe.send(order)
+    return pipe.recv()
+
+
+async def run_engine(pipe: Connection) -> None:
+    """An engine behind its data-plane port; `read` answers with the seconds each call took in it."""
+    engine = TimedEngine()
+    await engine.start()
+    server = DataPlaneServer(engine, "bench", SECRET)
+    await server.start()
+    settle_heap()
+    pipe.send(server.url)
+    while await asyncio.to_thread(pipe.recv) != "stop":
+        pipe.send(engine.seconds)
+    await server.close()
+    await engine.close()
+
+
+async def run_endpoint(pipe: Connection, run_dir: Path, engine_url: str | None) -> None:
+    """The endpoint, over the engine at `engine_url`, or over one of its own."""
+    configure_logging(run_dir / LOG_NAME)
+    async with AsyncExitStack() as closing:
+        clients = EngineClients(SECRET)
+        engine = None
+        if engine_url is None:
+            engine = TimedEngine()
+            await engine.start()
+            closing.push_async_callback(engine.close)
+            clients = _OneEngine(engine)
+        closing.push_async_callback(clients.close)
+        config = simulated(model=str(POLICY), engine={"max_context_tokens": MAX_CONTEXT_TOKENS})
+        coordinator = _OneReplica(engine_url or "sim://")
+        store_path = run_dir / sessions_name(0)
+        peers = Peers(coordinator)
+        sessions, endpoint = build_endpoint(config, store_path, SECRET, coordinator, clients, peers)
+        await sessions.start()
+        closing.push_async_callback(sessions.close)
+        server = DirectServer(build_app(config, coordinator, clients, endpoint), "127.0.0.1")
+        closing.push_async_callback(server.close)
+        url = await server.start()
+        settle_heap()
+        pipe.send(url)
+        await _measure(pipe, sessions, engine)
+
+
+async def _measure(pipe: Connection, sessions: Sessions, engine: TimedEngine | None) -> None:
+    lags_ms: list[float] = []
+    probe = asyncio.create_task(lag_probe(lags_ms))
+    cpu_s, rss = 0.0, 0
+    while (order := await asyncio.to_thread(pipe.recv)) != "stop":
+        if order == "mark":
+            rss = resident_bytes()
+            pipe.send(None)
+        elif order == "start":
+            lags_ms.clear()
+            cpu_s = time.process_time()
+            pipe.send(None)
+        else:
+            stats = sessions.stats()
+            used_s = time.process_time() - cpu_s
+            seconds = {} if engine is None else engine.seconds
+            counted, held = stats.resident_bytes, stats.num_resident
+            pipe.send(EndpointFigures(used_s, lags_ms, resident_bytes() - rss, counted, held, seconds))
+    probe.cancel()
+
+
+async def lag_probe(lags_ms: list[float]) -> None:
+    """Sleep briefly for ever; how late each sleep ends is the event loop's lag."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(LAG_PROBE_S)
+        lags_ms.append(max(0.0, (time.perf_counter() - before - LAG_PROBE_S) * 1000))
+
+
+def resident_bytes() -> int:
+    """What the process has in memory now."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+class TimedEngine(SimulatedEngine):
+    """Answers at once and always the same; keeps how long each call took in it."""
+
+    def __init__(self) -> None:
+        reply = tuple(ids(REPLY))
+        spec = SimulatedSpec(
+            vocab_size=RENDERER.vocab_size,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            block_size=_BLOCK_SIZE,
+            num_blocks=8 * MAX_CONTEXT_TOKENS // _BLOCK_SIZE,
+            max_running=4096,
+        )
+        super().__init__(spec, policy=ScriptedPolicy(lambda prompt: reply))
+        self.seconds: dict[str, float] = {}
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        before = time.perf_counter()
+        try:
+            return await super().generate(request)
+        finally:
+            self.seconds[request.request_id.partition(":")[0]] = time.perf_counter() - before
+
+
+class _OneEngine(EngineClients):
+    """Every URL is this engine's."""
+
+    def __init__(self, engine: TimedEngine) -> None:
+        super().__init__(SECRET)
+        self._engine = engine
+
+    def connect(self, url: str) -> TimedEngine:  # type: ignore[override]
+        return self._engine
+
+
+class _OneReplica(FakeCoordinator):
+    """Every session gets a place on the one replica."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+
+    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+        return Lease(f"lease-{session_id}", "bench", self._url)
+
+    async def release(self, lease: Lease) -> None:
+        """There is room for all."""
+
+
+def _run(main: Callable[..., Coroutine[None, None, None]], pipe: Connection, *arguments: object) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(pipe, *arguments))

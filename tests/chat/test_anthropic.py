@@ -1,0 +1,355 @@
+"""Messages bodies, answers and events, held against the types of the anthropic package where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentloop.capture.graph import MessageGraph
+from agentloop.capture.node import Node, Reply
+from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
+from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
+from agentloop.chat.bodies import read_body
+from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.common import arguments_text
+from agentloop.constraint import ConstraintKind
+from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
+from agentloop.parsers import get_parser
+from agentloop.types import CallStatus, FinishReason, Message, ToolCall, WeightVersionSpan
+
+anthropic = pytest.importorskip("anthropic")
+streaming = pytest.importorskip("anthropic.lib.streaming._messages")
+
+HERMES = get_parser("hermes")
+KEY = "0123456789abcdef" * 2
+LOOKUP = {
+    "name": "lookup",
+    "description": "Look it up.",
+    "input_schema": {"type": "object", "properties": {"q": {"type": "string"}}},
+    "cache_control": {"type": "ephemeral"},
+}
+CALLS = (ToolCall("call_0_0", "lookup", {"q": "a"}), ToolCall("call_0_1", "lookup", {"n": 1.5, "q": "é"}))
+TURN = Message("assistant", "Looking.", CALLS, reasoning="They want a.")
+MALFORMED = ToolCall("call_0_0", "", {}, CallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
+HI = {"role": "user", "content": "hi"}
+
+
+def body(**fields: Any) -> MessagesBody:
+    given = {"model": "default", "max_tokens": 64, "messages": [HI], **fields}
+    return read_body(json.dumps(given).encode(), MessagesBody)
+
+
+def asked(**fields: Any) -> ChatCall:
+    return chat_call(body(**fields), HERMES, 600.0)
+
+
+def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text: str = "") -> ChatResult:
+    ids = np.arange(5, dtype=np.int32)
+    spans = (WeightVersionSpan(3, 0, 5),)
+    is_closed = finish is FinishReason.STOP and not stop_text
+    reply = Reply(message, ids, np.full(5, -0.5, np.float32), spans, finish, is_closed, stop_text, 2, 4)
+    node = Node("n1", "c1", 0, None, (Message("user", "hi"),), np.arange(7, dtype=np.int32), reply)
+    return ChatResult("c1", 1_700_000_000, "s1", tuple(range(7)), (node,))
+
+
+def pieces_of(message: Message) -> list[ChatPiece]:
+    """The message in pieces of one character, as a stream brings it."""
+    calls = [
+        piece
+        for index, call in enumerate(message.tool_calls)
+        for piece in (CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call)))
+    ]
+    return [
+        *(ChatPiece(0, reasoning=char) for char in message.reasoning),
+        *(ChatPiece(0, content=char) for char in message.content),
+        *(ChatPiece(0, calls=(call,)) for call in calls),
+    ]
+
+
+def written(items: Sequence[ChatPiece | ChatResult]) -> list[dict[str, Any]]:
+    async def source() -> AsyncIterator[ChatPiece | ChatResult]:
+        for item in items:
+            yield item
+
+    async def collect() -> list[dict[str, Any]]:
+        return [event async for event in MessageWriter(body(stream=True), KEY).events(source())]
+
+    return asyncio.run(collect())
+
+
+def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
+    written_answer = MessageWriter(body(**fields), KEY).whole(answer)
+    json.dumps(written_answer)
+    return written_answer
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def test_a_conversation():
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "y"},
+                {"type": "text", "text": "Loo"},
+                {"type": "text", "text": "king."},
+                {"type": "tool_use", "id": "c1", "name": "lookup", "input": {"q": "a"}, "cache_control": None},
+                {"type": "tool_use", "id": "c2", "name": "", "input": {MALFORMED_KEY: "{oops"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "A"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c2",
+                    "content": [{"type": "text", "text": "B"}],
+                    "is_error": True,
+                },
+                {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    user, assistant, first, second, last = asked(messages=messages).messages
+    assert user == Message("user", "one\ntwo")
+    assert (assistant.content, assistant.reasoning) == ("Looking.", "Hm.")
+    assert assistant.tool_calls[0] == ToolCall("c1", "lookup", {"q": "a"})
+    assert (assistant.tool_calls[1].status, assistant.tool_calls[1].text) == (CallStatus.MALFORMED, "{oops")
+    assert first == Message("tool", "A", tool_call_id="c1", name="lookup")
+    assert (second.content, second.tool_call_id) == ("B", "c2")
+    assert last == Message("user", "go on")
+
+
+def test_system_prompts():
+    top = asked(system="Be brief.").messages
+    assert top == (Message("system", "Be brief."), Message("user", "hi"))
+    blocks = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=abc12;"},
+        {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "brief."},
+    ]
+    assert asked(system=blocks).messages[0] == Message("system", "Be\nbrief.")
+    assert asked(messages=[{"role": "system", "content": "x"}, HI]).messages[0] == Message("system", "x")
+
+
+def test_tools_and_choice():
+    definition = {"name": "lookup", "description": "Look it up.", "parameters": LOOKUP["input_schema"]}
+    call = asked(tools=[LOOKUP], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert call.tools == ({"type": "function", "function": definition},)
+    assert (call.tool_choice, call.is_parallel) == (ToolChoice.AUTO, False)
+    assert asked(tools=[LOOKUP], tool_choice={"type": "any"}).tool_choice is ToolChoice.REQUIRED
+    assert asked(tools=[LOOKUP], tool_choice={"type": "none"}).tool_choice is ToolChoice.NONE
+    named = asked(tools=[LOOKUP], tool_choice={"type": "tool", "name": "lookup"})
+    assert (named.tool_choice, named.forced_tool) == (ToolChoice.REQUIRED, "lookup")
+
+
+def test_sampling_and_stops():
+    call = asked(temperature=0.5, top_p=0.9, top_k=4, seed=7, stop_sequences=["a", "b", "a"], max_tokens=9)
+    sampling = call.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 4, 7)
+    assert (call.stop, call.max_tokens, call.is_parallel) == (("a", "b"), 9, True)
+
+
+def test_a_form_of_the_answer():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for wanted in (
+        {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        {"output_format": {"type": "json_schema", "schema": schema}},
+    ):
+        constraint = asked(**wanted).sampling.constraint
+        assert constraint is not None
+        assert (constraint.kind, json.loads(constraint.text)) == (ConstraintKind.JSON_SCHEMA, schema)
+
+
+def test_what_claude_code_sends_is_taken():
+    asked(
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        metadata={"user_id": "u"},
+        output_config={"effort": "high"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        tools=[{**LOOKUP, "type": "custom", "eager_input_streaming": True}],
+        stream=True,
+        mcp_servers=[],
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+            "messages.0.content.0.content.0.type",
+        ),
+        ({"messages": [HI, {"role": "assistant", "content": "The answer is"}]}, "messages"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(UnsupportedParameter) as refused:
+        asked(**fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_token": 1}, "max_token"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [LOOKUP], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [LOOKUP], "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
+        ({"stop_sequences": [""]}, "stop_sequences.0"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_use", "id": "x", "name": "y", "input": {}}]}
+                ]
+            },
+            "messages",
+        ),
+    ],
+)
+def test_bad_bodies(fields: dict[str, Any], param: str):
+    with pytest.raises(InvalidRequest) as refused:
+        asked(**fields)
+    assert refused.value.param == param
+    assert not isinstance(refused.value, UnsupportedParameter)
+
+
+def test_a_count_needs_no_max_tokens():
+    given = {"model": "default", "messages": [HI], "system": "x", "tools": [LOOKUP]}
+    messages, tools = prompt(read_body(json.dumps(given).encode(), CountTokensBody))
+    assert [message.role for message in messages] == ["system", "user"]
+    assert len(tools) == 1
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_the_whole_answer_is_a_message():
+    answer = whole(result(TURN), return_token_ids=True)
+    message = anthropic.types.Message.model_validate(answer, strict=True)
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message.content[3].input == {"n": 1.5, "q": "é"}
+    assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (3, 4, 5)
+    assert (answer["prompt_token_ids"], answer["token_ids"]) == (list(range(7)), list(range(5)))
+    assert answer["weight_versions"] == [{"version": 3, "start": 0, "end": 5}]
+    assert answer["session"]["turn_ids"] == ["n1"]
+    assert "token_ids" not in whole(result(TURN))
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop_text", "reason"),
+    [
+        (FinishReason.STOP, "", "end_turn"),
+        (FinishReason.STOP, "END", "stop_sequence"),
+        (FinishReason.LENGTH, "", "max_tokens"),
+    ],
+)
+def test_stop_reasons(finish: FinishReason, stop_text: str, reason: str):
+    answer = whole(result(Message("assistant", "abc"), finish, stop_text))
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, stop_text or None)
+
+
+MESSAGES = {
+    "all": TURN,
+    "text": Message("assistant", "Just text, é."),
+    "calls": Message("assistant", tool_calls=CALLS),
+    "malformed": Message("assistant", "Hm.", (MALFORMED,)),
+    "thought": Message("assistant", reasoning="Only a thought."),
+    "empty": Message("assistant"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_stream_accumulates_to_the_whole_answer(name: str):
+    answer = result(MESSAGES[name])
+    events = written([*pieces_of(MESSAGES[name]), answer])
+    assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    snapshot, buffers = None, {}
+    for event in events:
+        if event["type"] != "ping":
+            snapshot = streaming.accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+    expected = anthropic.types.Message.model_validate(whole(answer))
+    assert snapshot is not None
+    got = snapshot.to_dict()
+    assert got["content"] == [block.to_dict() for block in expected.content]
+    assert (got["stop_reason"], got["id"]) == (expected.stop_reason, expected.id)
+    assert got["usage"] == expected.usage.to_dict()
+
+
+def test_blocks_come_one_after_the_other():
+    message = Message("assistant", "ab", CALLS[:1], reasoning="h")
+    kinds = [
+        (event["type"], event.get("delta", {}).get("type"))
+        for event in written([*pieces_of(message), result(message)])
+        if event["type"].startswith("content")
+    ]
+    start, stop = ("content_block_start", None), ("content_block_stop", None)
+
+    def delta(kind: str) -> tuple[str, str]:
+        return "content_block_delta", f"{kind}_delta"
+
+    assert kinds == [
+        *[start, delta("thinking"), delta("signature"), stop],
+        *[start, delta("text"), delta("text"), stop],
+        *[start, delta("input_json"), stop],
+    ]
+
+
+def test_nothing_is_written_before_the_first_piece():
+    async def failing() -> AsyncIterator[ChatPiece | ChatResult]:
+        raise EngineLost("gone")
+        yield
+
+    async def first() -> None:
+        with pytest.raises(EngineLost):
+            await anext(MessageWriter(body(), KEY).events(failing()))
+
+    asyncio.run(first())
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
+    answer = result(MESSAGES[name])
+    graph = MessageGraph()
+    graph.add(answer.choices[0])
+    echo = [block.to_dict() for block in anthropic.types.Message.model_validate(whole(answer)).content]
+    messages = [HI, {"role": "assistant", "content": echo}, {"role": "user", "content": "and?"}]
+    match = graph.match(asked(messages=messages).messages, ())
+    assert match.parent is not None
+    assert (match.parent.node_id, match.split) == ("n1", None)
+    assert match.appended == (Message("user", "and?"),)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequest("bad", param="x"), "invalid_request_error"),
+        (SessionNotFound("none"), "not_found_error"),
+        (Overloaded("full"), "rate_limit_error"),
+        (EngineLost("gone"), "overloaded_error"),
+    ],
+)
+def test_errors(error: Any, kind: str):
+    written_error = error_body(error, "r1")
+    assert (written_error["type"], written_error["request_id"]) == ("error", "r1")
+    assert (written_error["error"]["type"], written_error["error"]["code"]) == (kind, error.code)

@@ -1,0 +1,369 @@
+"""Responses bodies, answers and events, held against the types of the openai package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from agentloop.capture.graph import MessageGraph
+from agentloop.capture.node import Node, Reply
+from agentloop.chat.bodies import read_body
+from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.common import arguments_text
+from agentloop.chat.responses import ResponseWriter, chat_call
+from agentloop.chat.responses_bodies import ResponsesBody
+from agentloop.constraint import ConstraintKind
+from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
+from agentloop.parsers import get_parser
+from agentloop.types import CallStatus, FinishReason, Message, ToolCall, WeightVersionSpan
+
+HERMES = get_parser("hermes")
+KEY = "0123456789abcdef" * 2
+LOOKUP = {
+    "type": "function",
+    "name": "lookup",
+    "description": "Look it up.",
+    "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+    "strict": True,
+}
+CALLS = (ToolCall("call_0_0", "lookup", {"q": "a"}), ToolCall("call_0_1", "lookup", {"n": 1.5, "q": "é"}))
+TURN = Message("assistant", "Looking.", CALLS, reasoning="They want a.")
+MALFORMED = ToolCall("call_0_0", "", {}, CallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
+
+
+def body(**fields: Any) -> ResponsesBody:
+    return read_body(json.dumps({"model": "default", "input": "hi", **fields}).encode(), ResponsesBody)
+
+
+def asked(**fields: Any) -> ChatCall:
+    return chat_call(body(**fields), HERMES, 600.0)
+
+
+def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text: str = "") -> ChatResult:
+    ids = np.arange(5, dtype=np.int32)
+    spans = (WeightVersionSpan(3, 0, 5),)
+    reply = Reply(
+        message, ids, np.full(5, -0.5, np.float32), spans, finish, finish is FinishReason.STOP, stop_text, 2, 4
+    )
+    observed = (Message("user", "hi"),)
+    node = Node("n1", "c1", 0, None, observed, np.arange(7, dtype=np.int32), reply)
+    return ChatResult("c1", 1_700_000_000, "s1", tuple(range(7)), (node,))
+
+
+def pieces_of(message: Message) -> list[ChatPiece]:
+    """The message in pieces of one character, as a stream brings it."""
+    calls = [
+        piece
+        for index, call in enumerate(message.tool_calls)
+        for piece in (CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call)))
+    ]
+    return [
+        *(ChatPiece(0, reasoning=char) for char in message.reasoning),
+        *(ChatPiece(0, content=char) for char in message.content),
+        *(ChatPiece(0, calls=(call,)) for call in calls),
+    ]
+
+
+def written(asked_body: ResponsesBody, items: Sequence[ChatPiece | ChatResult]) -> list[dict[str, Any]]:
+    async def source() -> AsyncIterator[ChatPiece | ChatResult]:
+        for item in items:
+            yield item
+
+    async def collect() -> list[dict[str, Any]]:
+        return [event async for event in ResponseWriter(asked_body, KEY, 1_700_000_000).events(source())]
+
+    return asyncio.run(collect())
+
+
+def whole(answer: ChatResult, **fields: Any) -> dict[str, Any]:
+    written_answer = ResponseWriter(body(**fields), KEY, 1_700_000_000).whole(answer)
+    json.dumps(written_answer)
+    return written_answer
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def test_text_and_instructions():
+    call = asked(input="What is it?", instructions="Be brief.")
+    assert call.messages == (Message("system", "Be brief."), Message("user", "What is it?"))
+    assert (call.tool_choice, call.max_tokens, call.sampling.temperature) == (ToolChoice.AUTO, None, 1.0)
+
+
+def test_a_history_of_items():
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]},
+        {"type": "reasoning", "id": "rs_x", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "type": "message",
+            "id": "msg_x",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Looking.", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "lookup", "arguments": '{"q":"a"}', "id": "fc_x"},
+        {"type": "function_call", "call_id": "c2", "name": "lookup", "arguments": "{oops", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c1", "output": "A"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "B"}]},
+        {"role": "user", "content": "go on"},
+    ]
+    system, user, assistant, first, second, last = asked(input=items).messages
+    assert (system, user) == (Message("system", "Be brief."), Message("user", "one\ntwo"))
+    assert (assistant.content, assistant.reasoning) == ("Looking.", "Hm.")
+    assert assistant.tool_calls[0] == ToolCall("c1", "lookup", {"q": "a"})
+    assert (assistant.tool_calls[1].status, assistant.tool_calls[1].text) == (CallStatus.MALFORMED, "{oops")
+    assert first == Message("tool", "A", tool_call_id="c1", name="lookup")
+    assert second == Message("tool", "B", tool_call_id="c2", name="lookup")
+    assert last == Message("user", "go on")
+
+
+def test_results_between_the_calls_of_one_response():
+    def call(index: int) -> dict[str, Any]:
+        ids = {"id": f"fc_{KEY}_{index}", "call_id": f"c{index}"}
+        return {"type": "function_call", "name": "lookup", "arguments": "{}", **ids}
+
+    def output(index: int) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": f"c{index}", "output": str(index)}
+
+    items = [{"role": "user", "content": "hi"}, call(0), output(0), call(1), output(1)]
+    roles = [(message.role, len(message.tool_calls)) for message in asked(input=items).messages]
+    assert roles == [("user", 0), ("assistant", 2), ("tool", 0), ("tool", 0)]
+
+
+def test_two_turns_in_a_row_stay_two():
+    def said(text: str, item_id: str | None) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": text, "id": item_id}
+
+    known = asked(input=[said("a", f"msg_{KEY}_0"), said("b", f"msg_{KEY[::-1]}_0")]).messages
+    assert [message.content for message in known] == ["a", "b"]
+    unknown = asked(input=[said("a", None), said("b", None)]).messages
+    assert [message.content for message in unknown] == ["ab"]
+
+
+def test_tools_and_choice():
+    call = asked(tools=[LOOKUP], tool_choice={"type": "function", "name": "lookup"}, parallel_tool_calls=False)
+    definition = {key: LOOKUP[key] for key in ("name", "description", "parameters")}
+    assert call.tools == ({"type": "function", "function": definition},)
+    assert (call.tool_choice, call.forced_tool, call.is_parallel) == (ToolChoice.REQUIRED, "lookup", False)
+    other = {**LOOKUP, "name": "other"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}
+    call = asked(tools=[LOOKUP, other], tool_choice=allowed)
+    assert [tool["function"]["name"] for tool in call.tools] == ["other"]
+    assert (call.tool_choice, call.forced_tool) == (ToolChoice.REQUIRED, None)
+
+
+def test_formats_of_the_answer():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    constraint = asked(text=wanted).sampling.constraint
+    assert constraint is not None
+    assert (constraint.kind, json.loads(constraint.text)) == (ConstraintKind.JSON_SCHEMA, schema)
+    anything = asked(text={"format": {"type": "json_object"}}).sampling.constraint
+    assert anything is not None and anything.kind is ConstraintKind.JSON_OBJECT  # noqa: PT018
+    beside_tools = asked(text=wanted, tools=[LOOKUP]).sampling.constraint
+    assert beside_tools is not None and beside_tools.kind is ConstraintKind.STRUCTURAL_TAG  # noqa: PT018
+    assert asked(text={"format": {"type": "text"}}).sampling.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"input": [{"type": "computer_call_output"}]}, "input.0.type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0.type",
+        ),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(UnsupportedParameter) as refused:
+        asked(**fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [LOOKUP], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
+        ({"tools": [LOOKUP, LOOKUP]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"session": "a", "session_id": "b"}, None),
+    ],
+)
+def test_bad_bodies(fields: dict[str, Any], param: str | None):
+    with pytest.raises(InvalidRequest) as refused:
+        asked(**fields)
+    assert refused.value.param == param
+    assert not isinstance(refused.value, UnsupportedParameter)
+
+
+def test_harmless_fields_are_taken():
+    asked(
+        store=True,
+        user="u",
+        metadata={"a": "b"},
+        service_tier="auto",
+        include=["reasoning.encrypted_content"],
+        truncation="disabled",
+        reasoning={"effort": "low", "summary": None},
+        text={"verbosity": "low"},
+        prompt_cache_key="k",
+        previous_response_id=None,
+        background=False,
+        max_tool_calls=3,
+        stream_options={"include_obfuscation": False},
+    )
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_the_whole_answer_is_a_response():
+    answer = whole(result(TURN), tools=[LOOKUP], instructions="x", return_token_ids=True)
+    response = Response.model_validate(answer, strict=True)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert (response.output_text, response.status) == ("Looking.", "completed")
+    assert response.output[2].arguments == '{"q":"a"}'  # type: ignore[union-attr]
+    usage = response.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (7, 5, 12)
+    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (4, 2)
+    assert (answer["prompt_token_ids"], answer["token_ids"]) == (list(range(7)), list(range(5)))
+    assert answer["weight_versions"] == [{"version": 3, "start": 0, "end": 5}]
+    assert (answer["session"]["session_id"], answer["session"]["turn_ids"]) == ("s1", ["n1"])
+
+
+def test_token_ids_only_if_asked_for():
+    assert "token_ids" not in whole(result(TURN))
+
+
+def test_an_answer_that_was_cut_is_incomplete():
+    answer = whole(result(Message("assistant", "abc"), FinishReason.LENGTH))
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["output"][0]["status"] == "incomplete"
+
+
+def test_an_empty_turn_is_an_empty_message():
+    [item] = whole(result(Message("assistant")))["output"]
+    assert (item["type"], item["content"][0]["text"]) == ("message", "")
+
+
+MESSAGES = {
+    "all": TURN,
+    "text": Message("assistant", "Just text, é."),
+    "calls": Message("assistant", tool_calls=CALLS),
+    "malformed": Message("assistant", "Hm.", (MALFORMED,)),
+    "thought": Message("assistant", reasoning="Only a thought."),
+    "empty": Message("assistant"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_stream_ends_with_the_whole_answer(name: str):
+    message = MESSAGES[name]
+    events = written(body(stream=True), [*pieces_of(message), result(message)])
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=[], text_format=omit)
+    for event in events:
+        state.handle_event(adapter.validate_python(event))  # raises for events out of order
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    final = events[-1]
+    assert (final["type"], final["response"]) == ("response.completed", whole(result(message)))
+    assert final["response"]["output"] == [
+        event["item"] for event in events if event["type"] == "response.output_item.done"
+    ]
+
+
+def test_the_order_of_events():
+    message = Message("assistant", "ab", CALLS[:1], reasoning="h")
+    kinds = [
+        event["type"].removeprefix("response.") for event in written(body(), [*pieces_of(message), result(message)])
+    ]
+    opened, closed = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
+    assert kinds == [
+        "created",
+        "in_progress",
+        *[*opened, "reasoning_text.delta", "reasoning_text.done", *closed],
+        *[*opened, "output_text.delta", "output_text.delta", "output_text.done", *closed],
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+
+
+def test_text_after_a_call_is_an_item_of_its_own():
+    message = Message("assistant", "a\nb", CALLS[:1])
+    text, *calls = [ChatPiece(0, content="a"), *pieces_of(Message("assistant", tool_calls=CALLS[:1]))]
+    events = written(body(), [text, *calls, ChatPiece(0, content="\nb"), result(message)])
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "message"]
+    again = asked(input=output).messages
+    assert (len(again), again[0].content, again[0].tool_calls[0].arguments) == (1, "a\nb", {"q": "a"})
+
+
+def test_a_cut_stream_is_incomplete():
+    message = Message("assistant", "abc")
+    final = written(body(), [*pieces_of(message), result(message, FinishReason.LENGTH)])[-1]
+    assert (final["type"], final["response"]["status"]) == ("response.incomplete", "incomplete")
+
+
+def test_nothing_is_written_before_the_first_piece():
+    async def failing() -> AsyncIterator[ChatPiece | ChatResult]:
+        raise EngineLost("gone")
+        yield
+
+    async def first() -> None:
+        events = ResponseWriter(body(), KEY, 0).events(failing())
+        with pytest.raises(EngineLost):
+            await anext(events)
+
+    asyncio.run(first())
+
+
+def test_an_error_event_is_numbered_and_has_the_envelope():
+    writer = ResponseWriter(body(), KEY, 0)
+    event = writer.error_event(EngineLost("gone", param="x"))
+    adapter: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+    assert adapter.validate_python(event).type == "error"
+    assert (event["sequence_number"], event["code"], event["error"]["code"]) == (0, "engine_lost", "engine_lost")
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
+    answer = result(MESSAGES[name])
+    graph = MessageGraph()
+    graph.add(answer.choices[0])
+    typed = Response.model_validate(whole(answer))
+    echo = [item.model_dump(exclude_unset=True) for item in typed.output]
+    messages = asked(input=[{"role": "user", "content": "hi"}, *echo, {"role": "user", "content": "and?"}]).messages
+    match = graph.match(messages, ())
+    assert match.parent is not None
+    assert (match.parent.node_id, match.split) == ("n1", None)
+    assert match.appended == (Message("user", "and?"),)

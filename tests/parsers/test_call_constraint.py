@@ -1,0 +1,146 @@
+"""What a call constraint lets a policy write: walked at random with xgrammar, byte by byte, and read back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import xgrammar
+
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.errors import InvalidRequest
+from agentloop.parsers import get_parser
+from agentloop.parsers.base import DecodedText
+from agentloop.types import CallStatus
+
+STOP = 256
+DAY = {
+    "type": "object",
+    "properties": {"hour": {"type": "integer"}, "name": {"enum": ["monday", "sunday"]}},
+    "required": ["hour", "name"],
+    "additionalProperties": False,
+}
+BOOKING = {
+    "type": "object",
+    "$defs": {"day": DAY},
+    "properties": {
+        "when": {"$ref": "#/$defs/day"},
+        "seats": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+        "is_quick": {"type": "boolean"},
+        "note": {"type": "string", "maxLength": 6},
+        "level": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "kind": {"enum": ["a", "b"]},
+    },
+    "required": ["when", "seats", "is_quick", "note"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "now"}},
+    {"type": "function", "function": {"name": "today", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "book", "strict": True, "parameters": BOOKING}},
+    {"type": "function", "function": {"name": "order", "strict": False, "parameters": BOOKING}},
+]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "book", "arguments": {"when": {"hour": 7, "name": "sunday"}, "seats": [1, 2], '
+    '"is_quick": true, "note": "é", "kind": "a"}}\n</tool_call>',
+    "qwen3_xml": '<tool_call>\n<function=book>\n<parameter=when>\n{"hour": 7, "name": "sunday"}\n</parameter>\n'
+    "<parameter=seats>\n[1, 2]\n</parameter>\n<parameter=is_quick>\ntrue\n</parameter>\n<parameter=note>\né\n"
+    "</parameter>\n<parameter=kind>\na\n</parameter>\n</function>\n</tool_call>",
+}
+NOTHING = {
+    "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3_xml": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+}
+
+
+def matcher(constraint: Constraint) -> Any:
+    assert constraint.kind is ConstraintKind.STRUCTURAL_TAG
+    tokens = [bytes([value]) for value in range(STOP)] + [b"<stop>"]
+    vocabulary = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[STOP])
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1)
+    return xgrammar.GrammarMatcher(compiler.compile_structural_tag(constraint.text))
+
+
+def allows(constraint: Constraint, text: str) -> bool:
+    walker = matcher(constraint)
+    return bool(walker.accept_string(text) and walker.accept_token(STOP))
+
+
+def walk(constraint: Constraint, seed: int) -> str:
+    """A text drawn at random, which ends as soon as it may on every second chance."""
+    walker, choose, written = matcher(constraint), random.Random(seed), bytearray()
+    mask = xgrammar.allocate_token_bitmask(1, STOP + 1)
+    while len(written) < 4000:
+        walker.fill_next_token_bitmask(mask, 0)
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: STOP + 1]
+        allowed = [int(value) for value in bits[:STOP].nonzero()[0]]
+        if bits[STOP] and (not allowed or choose.random() < 0.5):
+            return written.decode()
+        printable = [value for value in allowed if 32 <= value < 127 and value != ord("\\")]
+        written.append(choose.choice(printable or allowed))
+        assert walker.accept_token(written[-1])
+    raise AssertionError("the walk did not end")
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+@pytest.mark.parametrize(("forced", "is_parallel"), [(None, True), (None, False), ("book", False), ("order", True)])
+def test_whatever_is_written_is_read_as_calls(name: str, forced: str | None, is_parallel: bool) -> None:
+    parser = get_parser(name)
+    constraint = parser.call_constraint(TOOLS, forced=forced, is_parallel=is_parallel)
+    names = set()
+    for seed in range(25):
+        text = walk(constraint, seed)
+        assert text.startswith(parser.opening)
+        turn = parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0)
+        assert turn.content == ""
+        assert [call.error for call in turn.calls if call.status is not CallStatus.OK] == []
+        assert len(turn.calls) == 1 or (is_parallel and len(turn.calls) > 1)
+        names |= {call.name for call in turn.calls}
+        for call in turn.calls:
+            if call.name in ("book", "order"):
+                assert set(BOOKING["required"]) <= call.arguments.keys() <= BOOKING["properties"].keys()
+                assert isinstance(call.arguments["when"]["hour"], int)
+    assert names == ({forced} if forced is not None else {"now", "today", "book", "order"})
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_what_templates_write_is_allowed_and_nothing_around_it(name: str) -> None:
+    parser = get_parser(name)
+    one = parser.call_constraint(TOOLS, forced=None, is_parallel=False)
+    many = parser.call_constraint(TOOLS, forced=None, is_parallel=True)
+    book, now = WRITTEN[name], NOTHING[name]
+    assert allows(one, book)
+    assert allows(one, now)
+    assert allows(many, f"{book}\n{now}\n{book}")
+    assert not allows(one, f"{now}\n{now}")
+    assert not allows(many, "")
+    assert not allows(many, f"Well. {now}")
+    assert not allows(parser.call_constraint(TOOLS, forced="book", is_parallel=True), now)
+    assert not allows(one, book.replace("sunday", "someday"))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_a_choice_without_its_tool_is_refused(name: str) -> None:
+    for tools, forced in ((TOOLS, "unknown"), ([], None)):
+        with pytest.raises(InvalidRequest) as caught:
+            get_parser(name).call_constraint(tools, forced=forced, is_parallel=True)
+        assert caught.value.param == "tool_choice"
+
+
+def test_a_name_that_the_format_cannot_hold_is_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "a>b"}}]
+    with pytest.raises(InvalidRequest):
+        get_parser("qwen3_xml").call_constraint(tools, forced=None, is_parallel=True)
+    constraint = get_parser("hermes").call_constraint(tools, forced=None, is_parallel=True)
+    assert allows(constraint, '<tool_call>\n{"name": "a>b", "arguments": {}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_openings_are_what_calls_begin_with(name: str) -> None:
+    parser = get_parser(name)
+    assert parser.openings[0] == parser.opening
+    for opening in parser.openings:
+        text = WRITTEN[name][WRITTEN[name].index(opening) :]
+        assert len(parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0).calls) == 1

@@ -1,0 +1,243 @@
+"""Keys, hosts, paths and framings that shall open nothing on the real chat endpoint, and whose sessions are whose:
+the rows of the fault table that are about who may do what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from agentloop_servers.http_guard import Keys
+from tests.support.chat_service import MODEL, ChatService, chat_service
+from tests.support.raw_requests import BODY, BOUNDS, CHAT, USER, bearer, check_good, exchanged, refused, request
+
+KEYS = Keys.of(["user-1", "user-2"], "admin-1")
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
+    """It asks for no keys."""
+    async with chat_service(tmp_path_factory.mktemp("open"), bounds=BOUNDS) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+async def locked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
+    """The same with keys."""
+    async with chat_service(tmp_path_factory.mktemp("locked"), keys=KEYS, bounds=BOUNDS) as service:
+        yield service
+
+
+# --- rows 51 to 54: keys, hosts, smuggling ----------------------------------------------------------------
+
+ROUTES = [
+    ("POST", CHAT),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/v1/models"),
+    ("GET", f"/v1/models/{MODEL}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", f"{CHAT}/render"),
+    ("POST", "/generate"),
+    ("POST", "/sessions"),
+    ("GET", "/sessions/s"),
+    ("DELETE", "/sessions/s"),
+    ("GET", "/sessions/s/trajectories"),
+    ("POST", "/sessions/s/reward"),
+    ("POST", "/sessions/s/finish"),
+    ("POST", f"/sessions/s{CHAT}"),
+    ("POST", "/sessions/s/v1/messages"),
+    ("POST", "/admin/pause"),
+]
+WRONG_KEYS: dict[str, list[tuple[str, str]]] = {
+    "no key": [],
+    "wrong key": [("authorization", "Bearer wrong")],
+    "wrong plain key": [("x-api-key", "wrong")],
+    "no word": [("authorization", "Bearer ")],
+    "Basic": [("authorization", "Basic dXNlci0xOg==")],
+    "lower-case bearer": [("authorization", "bearer user-1")],
+    "no scheme": [("authorization", "user-1")],
+    "two bearers": [("authorization", "Bearer user-1"), ("authorization", "Bearer user-1")],
+    "two plain keys": [("x-api-key", "user-1"), ("x-api-key", "user-1")],
+    "two that differ": [("authorization", "Bearer user-1"), ("x-api-key", "user-2")],
+    "session key of nobody": [("authorization", "Bearer sk-agentloop-s.00")],
+    "long key": [("authorization", f"Bearer {'a' * 5000}")],
+    "letters beyond ASCII": [("authorization", "Bearer \xfc\xf6")],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KEYS)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_51_without_a_good_key(locked: ChatService, method: str, path: str, name: str) -> None:
+    """Two forms are accepted: `Authorization: Bearer <key>`, spelt so, and `x-api-key: <key>`."""
+    sent = [f"{header}: {value}" for header, value in WRONG_KEYS[name]]
+    answer = await refused(
+        locked, request(*sent, "Content-Length: 1", method=method, target=path, body=b"{"), 401, "unauthorized"
+    )
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert b"user-1" not in answer.body
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer("user-1"),
+        {"x-api-key": "user-2"},
+        bearer("admin-1"),
+        {"x-api-key": "user-1", "authorization": "Bearer user-1"},
+    ],
+)
+async def test_51_accepted_forms(locked: ChatService, headers: dict[str, str]) -> None:
+    await check_good(locked, headers)
+
+
+@pytest.mark.parametrize("host", ["a/x?", "a#b", "127.0.0.1/v1/models?", "a\\b", "", "a b", "a@b", "x\r\nHost: y"])
+async def test_52_a_bad_host_opens_nothing(locked: ChatService, host: str) -> None:
+    for target in (
+        CHAT,
+        "/admin/pause",
+        "//v1/models",
+        "/v1/../admin/pause",
+        "/%61dmin/pause",
+        "/v1/%2e%2e/status",
+    ):
+        for method in ("GET", "POST"):
+            answers = await exchanged(locked, request("Content-Length: 0", method=method, target=target, host=host))
+            assert {answer.status for answer in answers} <= {400, 401, 404, 405}
+    await check_good(locked, bearer("user-1"))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        f"/{CHAT}",
+        "/v1/../admin/pause",
+        "/health/../admin/pause",
+        "/health/%2e%2e/admin/pause",
+        "/%2e%2e/admin/pause",
+        "/health;/../admin/pause",
+        "http://127.0.0.1/admin/pause",
+        "http://admin/admin/pause",
+        f"http://user-1@x{CHAT}",
+        "/admin/pause/",
+        "/admin%2fpause",
+        "/ADMIN/pause",
+        "*",
+    ],
+)
+async def test_52_no_spelling_of_a_path_goes_round_the_key(locked: ChatService, target: str) -> None:
+    answers = await exchanged(locked, request("Content-Length: 0", target=target))
+    assert {answer.status for answer in answers} <= {400, 401, 404, 405}
+    assert locked.coordinator.paused is None
+
+
+SMUGGLED = b"POST /admin/pause HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (["Content-Length: 6", "Transfer-Encoding: chunked"], b"0\r\n\r\n" + SMUGGLED),
+        (["Transfer-Encoding: chunked", "Content-Length: 6"], b"0\r\n\r\n" + SMUGGLED),
+        (["Content-Length: 0", f"Content-Length: {len(SMUGGLED)}"], SMUGGLED),
+        (["Content-Length: 0, 5"], SMUGGLED),
+        (["Content-Length: +5"], b"12345" + SMUGGLED),
+        (["Content-Length: -1"], SMUGGLED),
+        (["Content-Length: 0x5"], b"12345" + SMUGGLED),
+        (["Content-Length: " + "9" * 40], SMUGGLED),
+        (["Transfer-Encoding: chunked"], b"zz\r\nabc\r\n0\r\n\r\n"),
+        (["Transfer-Encoding: chunked"], b"-1\r\nabc\r\n0\r\n\r\n"),
+        (["Transfer-Encoding: chunked"], b"fffffffffffffffff\r\nabc\r\n0\r\n\r\n"),
+        (["Transfer-Encoding: xchunked"], b"0\r\n\r\n" + SMUGGLED),
+        (["Transfer-Encoding: chunked, identity"], b"0\r\n\r\n" + SMUGGLED),
+        (["Transfer-Encoding : chunked"], b"0\r\n\r\n" + SMUGGLED),
+        ([" X: folded"], SMUGGLED),
+        (["X: a\x00b"], SMUGGLED),
+    ],
+)
+async def test_53_requests_of_two_readings_are_refused(
+    service: ChatService, headers: list[str], body: bytes
+) -> None:
+    """No second request comes out of one: the connection is closed, or what follows is never acted on."""
+    answers = await exchanged(service, request(*headers, body=body, is_last=False))
+    assert len(answers) <= 1
+    assert {answer.status for answer in answers} <= {400, 413}
+    assert service.coordinator.paused is None
+    await check_good(service)
+
+
+async def test_54_a_users_key_and_a_sessions_key_have_their_bounds(locked: ChatService) -> None:
+    user = bearer("user-1")
+    for verb in ("pause", "resume", "sleep", "wake", "weights"):
+        status, body, _ = await locked.call("POST", f"/admin/{verb}", data=b"{}", headers=user)
+        assert (status, body["error"]["code"]) == (403, "forbidden")
+    _, made, _ = await locked.call("POST", "/sessions", json={"session_id": "own"}, headers=user)
+    key = bearer(made["api_key"])
+    await locked.call("POST", "/sessions", json={"session_id": "other"}, headers=user)
+    assert (await locked.call("POST", "/sessions", json={}, headers=key))[0] == 403
+    assert (await locked.call("POST", "/admin/pause", data=b"{}", headers=key))[0] in (401, 403)
+    assert (await locked.call("GET", "/status", headers=key))[0] in (401, 403)
+    for path in ("/sessions/other", "/sessions/nobody"):
+        assert (await locked.call("GET", path, headers=key))[0] == 404
+    assert (await locked.call("POST", f"/sessions/other{CHAT}", json=BODY, headers=key))[0] == 404
+    _, answer, headers = await locked.call("POST", CHAT, json=BODY, headers=key)
+    assert answer["session"]["session_id"] == headers["x-session-id"] == "own"
+    assert (await locked.call("GET", "/sessions/own", headers=key))[1]["num_turns"] == 1
+
+
+# --- rows 60 and 61: other people's sessions, and what is written into logs -------------------------------
+
+
+async def test_60_nobody_sees_another_keys_session(locked: ChatService) -> None:
+    """404, as if there were none. (Prefix timing is not told apart by HTTP: the engine's cache salt is its own
+    matter.)"""
+    owner, other = bearer("user-1"), bearer("user-2")
+    await locked.call("POST", "/sessions", json={"session_id": "private"}, headers=owner)
+    path = "/sessions/private"
+    await locked.call("POST", f"{path}{CHAT}", json=BODY, headers=owner)
+    asked: list[tuple[str, str, Any, dict[str, str]]] = [
+        ("GET", path, None, {}),
+        ("GET", f"{path}/trajectories", None, {}),
+        ("DELETE", path, None, {}),
+        ("POST", f"{path}/reward", {"reward": 1}, {}),
+        ("POST", f"{path}/finish", {}, {}),
+        ("POST", f"{path}{CHAT}", BODY, {}),
+        ("POST", f"{path}{CHAT}/render", BODY, {}),
+        ("POST", f"{path}/v1/messages", BODY, {}),
+        ("POST", f"{path}/v1/messages/count_tokens", {"model": MODEL, "messages": [USER]}, {}),
+        ("POST", f"{path}/v1/responses", {"model": MODEL, "input": "x"}, {}),
+        ("POST", f"{path}/generate", {"token_ids": [1], "sampling": {"max_tokens": 1}}, {}),
+        ("POST", CHAT, BODY, {"x-session-id": "private"}),
+        ("POST", CHAT, {**BODY, "session": "private"}, {}),
+    ]
+    for method, one, body, headers in asked:
+        status, answer, _ = await locked.call(method, one, json=body, headers={**other, **headers})
+        assert (status, answer["error"]["code"]) == (404, "session_not_found"), (method, one)
+    assert (await locked.call("GET", path, headers=owner))[1]["num_turns"] == 1
+
+
+@pytest.mark.parametrize("request_id", ["a b", "a\x1b[31mred", "x" * 200, "a\tb", '{"a":1}', "\xff"])
+async def test_61_a_request_id_that_could_write_logs_is_replaced(service: ChatService, request_id: str) -> None:
+    sent = request(f"X-Request-ID: {request_id}", "Content-Length: 0", target="/nowhere")
+    for answer in await exchanged(service, sent):  # none: the server hung up
+        assert request_id not in answer.headers.get("x-request-id", "")
+    [kept] = await exchanged(service, request("X-Request-ID: trace-7", "Content-Length: 0", target="/nowhere"))
+    assert kept.headers["x-request-id"] == "trace-7"
+
+
+async def test_61_keys_are_not_logged(locked: ChatService) -> None:
+    secrets = {"authorization": "Bearer user-1", "x-secret": "hush\n".strip()}
+    with capture_logs() as logs:
+        locked.coordinator.next_errors = [RuntimeError("broken")]
+        status, body, _ = await locked.call("GET", "/status", headers=secrets)
+        await locked.call("POST", CHAT, json={**BODY, "model": "x\n\rINFO forged"}, headers=secrets)
+        await locked.call("GET", "/status", headers=bearer("user-3"))
+    assert (status, body["error"]["message"]) == (500, "internal error")
+    assert [one["event"] for one in logs] == ["request_failed"]
+    assert not any(word in repr(logs) for word in ("user-1", "user-3", "hush"))

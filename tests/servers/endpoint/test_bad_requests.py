@@ -1,0 +1,255 @@
+"""Bad, slow and repeating clients against the real chat endpoint, on the server that agents of this host reach: the
+rows of the fault table that are about requests rather than what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import socket
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tests.support.chat_service import ChatService, chat_service, check_answer
+from tests.support.raw_requests import (
+    BODY,
+    BOUNDS,
+    CHAT,
+    DATA,
+    JSON,
+    bearer,
+    check_good,
+    exchanged,
+    refused,
+    request,
+)
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
+    async with chat_service(tmp_path_factory.mktemp("open"), bounds=BOUNDS) as service:
+        yield service
+
+
+# --- rows 15 to 17: repeated and concurrent calls ---------------------------------------------------------
+
+
+async def turns_of(service: ChatService, session_id: str) -> int:
+    facts = (await service.call("GET", f"/sessions/{session_id}"))[1]
+    assert facts["is_complete"]
+    return int(facts["num_turns"])
+
+
+async def test_15_a_retry_gets_the_stored_answer_and_makes_no_turn(service: ChatService) -> None:
+    path = f"/sessions/retried{CHAT}"
+    await service.call("POST", "/sessions", json={"session_id": "retried"})
+    asked = {**BODY, "max_tokens": 8, "return_token_ids": True}
+    first = await service.call("POST", path, json=asked)
+    again = await service.call("POST", path, json=asked, headers={"x-stainless-retry-count": "1"})
+    assert again[:2] == first[:2]
+    assert again[2]["x-turn-id"] == first[2]["x-turn-id"]
+    assert await turns_of(service, "retried") == 1
+
+
+async def test_15_a_retry_joins_the_call_that_runs(tmp_path: Path) -> None:
+    async with chat_service(tmp_path, decode_s=0.02) as service:
+        asked = {**BODY, "max_tokens": 20, "min_tokens": 20, "session": "joined", "return_token_ids": True}
+        calls = [
+            service.call("POST", CHAT, json=asked, headers={"x-stainless-retry-count": str(count)})
+            for count in range(4)
+        ]
+        answers = await asyncio.gather(*calls)
+        assert {answer[0] for answer in answers} == {200}
+        assert len({orjson.dumps(answer[1]) for answer in answers}) == 1
+        assert await turns_of(service, "joined") == 1
+
+
+async def test_16_equal_calls_that_are_no_retries_are_siblings(service: ChatService) -> None:
+    asked = {**BODY, "max_tokens": 30, "session": "siblings", "return_token_ids": True}
+    one, other = await asyncio.gather(*(service.call("POST", CHAT, json=asked) for _ in range(2)))
+    assert one[2]["x-turn-id"] != other[2]["x-turn-id"]
+    assert one[1]["choices"][0]["token_ids"] != other[1]["choices"][0]["token_ids"]
+    assert await turns_of(service, "siblings") == 2
+
+
+async def test_17_two_hundred_calls_at_once_in_one_session(service: ChatService) -> None:
+    """Branched by rule: each is a turn, and the trajectory has all of their tokens."""
+    asked = {**BODY, "max_tokens": 8, "session": "crowd", "return_token_ids": True}
+    questions = [{**asked, "messages": [{"role": "user", "content": f"question {i % 50}"}]} for i in range(200)]
+    async with asyncio.timeout(120):
+        answers = await asyncio.gather(*(service.call("POST", CHAT, json=one) for one in questions))
+    assert {answer[0] for answer in answers} == {200}
+    assert await turns_of(service, "crowd") == 200
+    [record] = (await service.call("GET", "/sessions/crowd/trajectories"))[1]
+    sampled = []
+    for path in record["paths"]:
+        [turn] = path["turns"]
+        sampled.append((path["prompt_ids"], path["response_ids"][turn["start"] : turn["end"]]))
+    given = [(body["prompt_token_ids"], body["choices"][0]["token_ids"]) for _, body, _ in answers]
+    assert sorted(sampled) == sorted(given)
+
+
+# --- rows 35 to 39: clients that are slow, and what is too much -------------------------------------------
+
+
+async def test_35_who_does_not_read_is_cut_off_and_others_do_not_wait(tmp_path: Path) -> None:
+    async with chat_service(tmp_path, bounds=BOUNDS) as service:
+        asked = {**BODY, "max_tokens": 3500, "n": 12, "stream": True, "logprobs": True, "top_logprobs": 20}
+        data = orjson.dumps({**asked, "logit_bias": {"2": -100}})  # more than all the buffers on the way hold
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        async with asyncio.timeout(120):
+            await asyncio.get_running_loop().sock_connect(slow, ("127.0.0.1", service.port))
+            reader, writer = await asyncio.open_connection(sock=slow, limit=1024)
+            writer.write(request(JSON, f"Content-Length: {len(data)}", body=data))
+            await reader.readexactly(1)
+            for _ in range(20):
+                await check_good(service)
+                await asyncio.sleep(BOUNDS.endpoint.send_timeout_s / 4)
+            read = b""
+            while data := await _some(reader):  # what the buffers hold
+                read = (read + data)[-100:]
+        writer.close()
+        assert b"[DONE]" not in read
+        await check_good(service)
+
+
+async def _some(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(1 << 16)
+    except ConnectionError:
+        return b""
+
+
+async def test_36_headers_that_do_not_come_are_not_waited_for(service: ChatService) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+    async with asyncio.timeout(60):
+        while True:
+            if await _is_over(reader):
+                break
+            writer.write(b"a")
+    writer.close()
+    await check_good(service)
+
+
+async def _is_over(reader: asyncio.StreamReader) -> bool:
+    try:
+        async with asyncio.timeout(0.2):
+            return not await reader.read(1024)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+async def test_36_a_body_that_does_not_come_is_not_waited_for(service: ChatService) -> None:
+    await refused(service, request(JSON, "Content-Length: 50", body=b'{"mod'), 408, "body_timeout")
+    await check_good(service)
+
+
+async def test_37_a_body_beyond_the_bound(service: ChatService) -> None:
+    asked = {**BODY, "messages": [{"role": "user", "content": "x" * 200_000}]}
+    status, body, _ = await service.call("POST", CHAT, json=asked)
+    assert (status, body["error"]["code"]) == (413, "body_too_large")
+    huge = f"Content-Length: {1 << 40}"
+    await refused(service, request(JSON, huge), 413, "body_too_large")  # before any of it is sent
+    await check_good(service)
+
+
+async def test_37_a_body_without_a_length(service: ChatService) -> None:
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    await refused(service, request(JSON, "Transfer-Encoding: chunked", body=chunk * 8), 413, "body_too_large")
+    await check_good(service)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "deflate", "br", "GZIP", "identity, gzip"])
+async def test_38_compressed_bodies_are_not_taken(service: ChatService, encoding: str) -> None:
+    bomb = gzip.compress(bytes(100_000_000), 9)
+    assert len(bomb) < 200_000
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    status, body, _ = await service.call("POST", CHAT, data=bomb, headers=headers, compress=None)
+    assert (status, body["error"]["code"], body["error"]["param"]) == (
+        415,
+        "unsupported_media_type",
+        "content-encoding",
+    )
+    await check_good(service)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [f"X-Large: {'a' * 100_000}"],
+        [f"X-{index}: a" for index in range(10_000)],
+        [f"{'X' * 100_000}: a"],
+        [f"X-{index}: a" for index in range(1000)],
+        [f"X-Large: {'a' * 65_000}", f"X-Other: {'a' * 2000}"],
+        [f"X-Endless: {'a' * 5_000_000}"],
+    ],
+    ids=["one of 100 KB", "10,000", "name of 100 KB", "1,000", "67 KB", "5 MB"],
+)
+async def test_39_too_many_headers(service: ChatService, headers: Sequence[str]) -> None:
+    answers = await exchanged(service, request(JSON, f"Content-Length: {len(DATA)}", *headers, body=DATA))
+    if (
+        answers and answers[0].headers.get("content-type") == "application/json"
+    ):  # else the server did not read it all
+        check_answer(answers[0].status, answers[0].headers, answers[0].body)
+    assert [answer.status for answer in answers] in ([400], [431], [])  # or it hangs up
+    await check_good(service)
+
+
+async def test_39_a_long_path(service: ChatService) -> None:
+    answers = await exchanged(service, request("Content-Length: 0", target="/v1/" + "a" * 100_000))
+    assert [answer.status for answer in answers] in ([400], [404], [414], [431], [])
+    await check_good(service)
+
+
+# --- row 50: sessions that have been ----------------------------------------------------------------------
+
+
+async def test_50_a_session_that_expired_is_gone(service: ChatService) -> None:
+    await service.call("POST", "/sessions", json={"session_id": "short", "ttl_s": 0.1})
+    path = f"/sessions/short{CHAT}"
+    async with asyncio.timeout(60):
+        while (answer := await service.call("POST", path, json=BODY))[0] == 200:
+            await asyncio.sleep(0.3)
+    assert (answer[0], answer[1]["error"]["code"]) == (410, "gone")
+    for method, one in (("GET", "/sessions/short"), ("GET", "/sessions/short/trajectories")):
+        assert (await service.call(method, one))[0] == 410
+    assert (await service.call("POST", CHAT, json=BODY, headers={"x-session-id": "short"}))[0] == 410
+
+
+async def test_50_a_finished_session_takes_no_call_and_a_deleted_one_never_was(service: ChatService) -> None:
+    path = "/sessions/ended"
+    await service.call("POST", "/sessions", json={"session_id": "ended"})
+    assert (await service.call("POST", f"{path}/finish", json={}))[0] == 200
+    status, body, headers = await service.call("POST", f"{path}{CHAT}", json=BODY)
+    assert (status, body["error"]["code"], headers["x-should-retry"]) == (409, "session_finished", "false")
+    assert (await service.call("POST", f"{path}/reward", json={"reward": 1}))[0] == 409
+    assert (await service.call("DELETE", path))[0] == 200
+    for method, one in (("GET", path), ("DELETE", path), ("POST", f"{path}{CHAT}"), ("POST", f"{path}/finish")):
+        status, body, _ = await service.call(method, one, json=BODY if one.endswith(CHAT) else {})
+        assert (status, body["error"]["code"]) == (404, "session_not_found")
+    status, body, _ = await service.call("POST", "/sessions", json={"session_id": "ended"})
+    assert (status, body["error"]["code"]) == (409, "conflict")
+
+
+async def test_50_carriers_that_disagree(service: ChatService) -> None:
+    _, made, _ = await service.call("POST", "/sessions", json={"session_id": "carried"})
+    key = bearer(made["api_key"])
+    for path, fields, headers in (
+        (CHAT, {"session": "a"}, {"x-session-id": "b"}),
+        (f"/sessions/carried{CHAT}", {}, {"x-session-id": "b"}),
+        (f"/sessions/carried{CHAT}", {"session_id": "b"}, {}),
+        (CHAT, {"session": "b"}, key),
+        (CHAT, {}, {"x-session-id": "a b"}),
+        (CHAT, {}, {"x-session-id": ""}),
+        (CHAT, {}, {"x-session-id": "a" * 129}),
+    ):
+        status, body, _ = await service.call("POST", path, json={**BODY, **fields}, headers=headers)
+        assert (status, body["error"]["param"]) == (400, "x-session-id"), (path, fields, headers)

@@ -1,0 +1,212 @@
+"""Which session a request means, and who may use it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentloop_servers.http_guard import Keys
+from tests.support.fake_endpoint import FakeRegistry, serving_endpoint
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+GENERATE = {"token_ids": [1, 2], "sampling": {"max_tokens": 2}}
+
+
+class Site:
+    def __init__(self, url: str, registry: FakeRegistry, http: aiohttp.ClientSession) -> None:
+        self.url, self.registry, self.http = url, registry, http
+
+    async def call(
+        self, method: str, path: str, body: Any = None, key: str | None = None, **headers: str
+    ) -> tuple[int, Any, Any]:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if key is not None:
+            sent["authorization"] = f"Bearer {key}"
+        async with self.http.request(method, self.url + path, json=body, headers=sent) as answer:
+            assert answer.headers["x-request-id"]
+            return answer.status, await answer.json(), answer.headers
+
+    async def chat(self, path: str = "/v1", body: Any = CHAT, key: str | None = None, **headers: str) -> Any:
+        return await self.call("POST", f"{path}/chat/completions", body, key, **headers)
+
+
+@pytest.fixture(scope="module")
+async def open_service() -> AsyncIterator[tuple[str, FakeRegistry]]:
+    registry = FakeRegistry()
+    async with serving_endpoint(registry) as url:
+        yield url, registry
+
+
+@pytest.fixture(scope="module")
+async def locked_service() -> AsyncIterator[tuple[str, FakeRegistry]]:
+    registry = FakeRegistry()
+    async with serving_endpoint(registry, Keys.of(["alice", "bob"], "root")) as url:
+        yield url, registry
+
+
+@pytest.fixture
+async def site(open_service: tuple[str, FakeRegistry]) -> AsyncIterator[Site]:
+    url, registry = open_service
+    registry.reset()
+    async with aiohttp.ClientSession() as http:
+        yield Site(url, registry, http)
+
+
+@pytest.fixture
+async def locked(locked_service: tuple[str, FakeRegistry]) -> AsyncIterator[Site]:
+    """A site with the user keys `alice` and `bob` and the admin key `root`."""
+    url, registry = locked_service
+    registry.reset()
+    async with aiohttp.ClientSession() as http:
+        yield Site(url, registry, http)
+
+
+async def test_header_and_body_create_a_session_on_first_use(site: Site) -> None:
+    for how in ({"x_session_id": "a"}, {"body": {**CHAT, "session": "a"}}, {"body": {**CHAT, "session_id": "a"}}):
+        status, answer, headers = await site.chat(**how)  # type: ignore[arg-type]
+        assert (status, headers["x-session-id"], answer["session"]["session_id"]) == (200, "a", "a")
+    assert list(site.registry.sessions) == ["a"]
+
+
+async def test_no_name_makes_a_session_for_this_call_alone(site: Site) -> None:
+    first, second = [(await site.chat())[2]["x-session-id"] for _ in range(2)]
+    assert first != second
+
+
+async def test_path_and_key_name_a_session_that_must_exist(site: Site) -> None:
+    status, answer, _ = await site.chat("/sessions/a/v1")
+    assert (status, answer["error"]["code"]) == (404, "session_not_found")
+    created = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]
+    assert created["base_url"] == f"{site.url}/sessions/a/v1"
+    assert created["direct_url"] is None
+    assert (await site.chat("/sessions/a/v1"))[0] == 200
+    status, _, headers = await site.chat(key=created["api_key"])
+    assert (status, headers["x-session-id"]) == (200, "a")
+    assert [call[0] for call in site.registry.calls] == ["a", "a"]
+
+
+async def test_names_that_agree_are_one_and_names_that_do_not_are_refused(site: Site) -> None:
+    key = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]["api_key"]
+    everything = {"body": {**CHAT, "session": "a"}, "key": key, "x_session_id": "a"}
+    assert (await site.chat("/sessions/a/v1", **everything))[0] == 200  # type: ignore[arg-type]
+    for wrong in (
+        {"x_session_id": "b", "body": {**CHAT, "session": "a"}},
+        {"x_session_id": "b", "key": key},
+        {"body": {**CHAT, "session": "b"}, "key": key},
+        {"path": "/sessions/a/v1", "x_session_id": "b"},
+        {"body": {**CHAT, "session": "a", "session_id": "b"}},
+        {"x_session_id": "a b"},
+        {"x_session_id": ""},
+    ):
+        status, answer, _ = await site.chat(**wrong)  # type: ignore[arg-type]
+        assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    assert len(site.registry.calls) == 1
+    assert list(site.registry.sessions) == ["a"]
+
+
+async def test_a_session_key_opens_its_own_session_and_nothing_else(locked: Site) -> None:
+    created = [
+        (await locked.call("POST", "/sessions", {"session_id": name}, key="alice"))[1]["api_key"] for name in "ab"
+    ]
+    key = created[0]
+    assert (await locked.chat(key=key))[2]["x-session-id"] == "a"
+    assert (await locked.chat(x_api_key=key))[2]["x-session-id"] == "a"
+    assert (await locked.chat("/sessions/a/v1", key=key))[0] == 200
+    assert (await locked.call("GET", "/sessions/a", key=key))[0] == 200
+    assert (await locked.chat("/sessions/b/v1", key=key))[0] == 404
+    assert (await locked.call("GET", "/sessions/b", key=key))[0] == 404
+    assert (await locked.call("POST", "/sessions", {}, key=key))[0] == 403
+    assert (await locked.call("GET", "/status", key=key))[0] == 401
+    assert (await locked.call("POST", "/admin/pause", {}, key=key))[0] == 401
+    assert (await locked.call("POST", "/generate", GENERATE, key=key))[2]["x-session-id"] == "a"
+
+
+async def test_a_forged_session_key_is_no_key_even_where_none_is_needed(site: Site) -> None:
+    key = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]["api_key"]
+    assert (await site.chat(key=key[:-1] + ("0" if key[-1] != "0" else "1")))[0] == 401
+    assert (await site.chat(key="sk-anything-else"))[0] == 200
+
+
+async def test_other_users_sessions_are_not_there(locked: Site) -> None:
+    assert (await locked.chat(key="alice", x_session_id="a"))[0] == 200
+    assert (await locked.chat(key="alice", x_session_id="a"))[0] == 200
+    for method, path, body in (
+        ("POST", "/sessions/a/v1/chat/completions", CHAT),
+        ("GET", "/sessions/a", None),
+        ("GET", "/sessions/a/trajectories", None),
+        ("POST", "/sessions/a/reward", {"reward": 1.0}),
+        ("POST", "/sessions/a/finish", {}),
+        ("DELETE", "/sessions/a", None),
+    ):
+        status, answer, _ = await locked.call(method, path, body, key="bob")
+        assert (status, answer["error"]["code"]) == (404, "session_not_found")
+    assert (await locked.chat(key="bob", x_session_id="a"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "bearer alice"},
+        {"authorization": "Basic alice"},
+        {"authorization": "Bearer alice", "x-api-key": "bob"},
+        {"x-api-key": "wrong"},
+        {"authorization": "Bearer ünicode"},
+    ],
+)
+async def test_what_is_no_good_key(locked: Site, headers: dict[str, str]) -> None:
+    for path in ("/v1/chat/completions", "/sessions", "/sessions/a/finish", "/tokenize", "/generate"):
+        async with locked.http.post(locked.url + path, json=CHAT, headers=headers) as answer:
+            assert answer.status == 401
+            assert (await answer.json())["error"]["code"] == "unauthorized"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert locked.registry.calls == []
+
+
+async def test_good_keys_in_both_forms(locked: Site) -> None:
+    for headers in (
+        {"authorization": "Bearer alice"},
+        {"x_api_key": "bob"},
+        {"authorization": "Bearer alice", "x_api_key": "alice"},
+        {"authorization": "Bearer root"},
+    ):
+        assert (await locked.chat(**headers))[0] == 200
+
+
+async def test_generate_is_recorded_only_where_a_session_is_named(site: Site) -> None:
+    status, answer, headers = await site.call("POST", "/generate", GENERATE)
+    assert (status, answer["token_ids"]) == (200, [2, 1])
+    assert "x-session-id" not in headers
+    for path, extra in (("/generate", {"x_session_id": "a"}), ("/sessions/a/generate", {})):
+        status, answer, headers = await site.call("POST", path, GENERATE, **extra)
+        assert (status, answer["token_ids"], headers["x-session-id"]) == (200, [0, 1, 2, 3], "a")
+    assert [call[1].prompt_ids for call in site.registry.calls] == [(1, 2), (1, 2)]
+
+
+async def test_an_expired_session_is_gone(site: Site) -> None:
+    await site.call("POST", "/sessions", {"session_id": "a"})
+    site.registry.expired.add("a")
+    for path in ("/sessions/a/v1/chat/completions", "/v1/chat/completions"):
+        status, answer, _ = await site.call("POST", path, CHAT, x_session_id="a")
+        assert (status, answer["error"]["code"]) == (410, "gone")
+
+
+async def test_the_life_of_a_session_over_http(site: Site) -> None:
+    await site.call("POST", "/sessions", {"session_id": "a", "ttl_s": 60})
+    status, answer, _ = await site.call("POST", "/sessions/a/reward", {"reward": 0.5})
+    assert (status, answer["reward"], answer["state"]) == (200, 0.5, "open")
+    status, answer, _ = await site.call("POST", "/sessions/a/finish", {"reward": 1.0})
+    assert (status, len(answer)) == (200, 1)
+    status, answer, headers = await site.chat("/sessions/a/v1")
+    assert (status, answer["error"]["code"]) == (409, "session_finished")
+    assert (headers["x-should-retry"], headers["x-session-id"]) == ("false", "a")
+    status, answer, _ = await site.call("GET", "/sessions/a")
+    assert (answer["state"], answer["stop_reason"], answer["reward"]) == ("finished", "completed", 1.0)
+    assert (await site.call("GET", "/sessions/a/trajectories"))[0] == 200
+    status, answer, _ = await site.call("DELETE", "/sessions/a")
+    assert answer == {"session_id": "a", "is_deleted": True}
+    assert (await site.call("GET", "/sessions/a"))[0] == 404

@@ -1,0 +1,108 @@
+"""Clients that leave take their calls with them, and clients that wait are told that they are not forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.types import PauseMode
+from agentloop_servers.endpoint.endpoint import EndpointLimits
+from tests.support.chat_service import MODEL, Bounds, ChatService, chat_service
+
+PATHS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 3000},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 3000, "n": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 3000},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3000},
+}
+KEEP_ALIVE_S = 0.05
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[ChatService]:
+    """Its calls take half a minute and more."""
+    bounds = Bounds(endpoint=EndpointLimits(keep_alive_s=KEEP_ALIVE_S))
+    async with chat_service(tmp_path, bounds=bounds, decode_s=0.02) as service:
+        yield service
+
+
+async def until_running(service: ChatService, is_running: bool) -> float:
+    """Wait for the engine to have, or not to have, requests; returns the seconds that took."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with asyncio.timeout(30):
+        while (service.engine.load().num_running + service.engine.load().num_waiting > 0) != is_running:
+            await asyncio.sleep(0.005)
+    return loop.time() - started
+
+
+def body_of(path: str, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, **PATHS[path], "min_tokens": 2000, **fields}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_14_a_client_that_leaves_frees_the_engine(
+    service: ChatService, path: str, is_streaming: bool, is_paused: bool
+) -> None:
+    """Within the second that is promised; while the engine is paused, too."""
+    call = asyncio.create_task(_call_for_ever(service, path, is_streaming))
+    await until_running(service, True)
+    if is_paused:
+        await service.engine.pause(PauseMode.KEEP)
+    await asyncio.sleep(0.1)  # for a stream to begin
+    assert not call.done()
+    call.cancel()
+    assert await until_running(service, False) < 1.0
+    assert service.engine.load().kv_used_tokens == 0
+    await asyncio.gather(call, return_exceptions=True)
+
+
+async def _call_for_ever(service: ChatService, path: str, is_streaming: bool) -> None:
+    body = body_of(path, stream=is_streaming)
+    async with service.http.post(service.url + path, json=body) as answer:
+        assert answer.status == 200
+        async for _ in answer.content.iter_any():
+            pass
+
+
+async def test_14_a_retry_that_waits_too_keeps_the_call(service: ChatService) -> None:
+    path = "/v1/chat/completions"
+    body = body_of(path, n=1, min_tokens=40, max_tokens=40, session="s", return_token_ids=True)
+    first = asyncio.create_task(service.call("POST", path, json=body))
+    await until_running(service, True)
+    second = asyncio.create_task(service.call("POST", path, json=body, headers={"x-stainless-retry-count": "1"}))
+    await asyncio.sleep(0.2)
+    first.cancel()
+    status, answer, _ = await second
+    assert (status, len(answer["choices"][0]["token_ids"])) == (200, 40)
+    facts = (await service.call("GET", "/sessions/s"))[1]
+    assert (facts["num_turns"], facts["is_complete"]) == (1, True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_08_comments_keep_a_stream_alive_through_a_pause(service: ChatService, path: str) -> None:
+    body = body_of(path, stream=True, min_tokens=0) | {"temperature": 0}
+    body.pop("n", None)
+    body["max_output_tokens" if "responses" in path else "max_tokens"] = 20
+    await service.engine.pause(PauseMode.KEEP)
+    seen: list[bytes] = []
+    async with asyncio.timeout(60), service.http.post(service.url + path, json=body) as answer:
+        assert answer.status == 200
+        assert answer.headers["x-request-id"]
+        assert answer.headers["x-session-id"]
+        async for line in answer.content:
+            seen.append(line.strip())
+            if seen.count(b": keep-alive") == 3:
+                await service.engine.resume()
+    events = [line for line in seen if line and not line.startswith((b":", b"event:"))]
+    assert all(line.startswith(b"data: ") for line in events)
+    assert seen.count(b": keep-alive") >= 3
+    assert (events[-1] == b"data: [DONE]") == ("completions" in path)
+    assert not any(b'"error":{' in line for line in events)
+    assert len(events) > 3

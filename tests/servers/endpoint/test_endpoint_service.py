@@ -1,0 +1,228 @@
+"""The endpoint as `agentloop serve` runs it: two ingress processes behind Serve's proxy, over simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import uuid
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from agentloop.client import RolloutClient
+from agentloop.types import Trajectory
+from tests.servers.processes import processes_with
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+NUM = 2
+LONG_TOKENS = 3000  # twelve seconds and more, at 4 ms a token
+
+
+@dataclass(frozen=True)
+class Service:
+    url: str
+    run_dir: Path
+    http: aiohttp.ClientSession
+    client: RolloutClient
+
+    async def open(self, owner: int) -> dict[str, Any]:
+        """A new session of ingress process `owner`."""
+        names = (f"s-{uuid.uuid4().hex}" for _ in range(1000))
+        session_id = next(name for name in names if zlib.crc32(name.encode()) % NUM == owner)
+        async with self.http.post(f"{self.url}/sessions", json={"session_id": session_id}) as answer:
+            assert answer.status == 200, await answer.text()
+            place: dict[str, Any] = await answer.json()
+            return place
+
+    async def facts(self, session_id: str) -> dict[str, Any]:
+        async with self.http.get(f"{self.url}/sessions/{session_id}") as answer:
+            assert answer.status == 200, await answer.text()
+            found: dict[str, Any] = await answer.json()
+            return found
+
+    async def call(self, place: dict[str, Any], **changed: Any) -> int:
+        """The status of one call through the proxy."""
+        async with self.http.post(f"{place['base_url']}/chat/completions", json=body(**changed)) as answer:
+            await answer.read()
+            return answer.status
+
+    async def until_open(self, session_id: str, num_open_calls: int, timeout_s: float = 10.0) -> dict[str, Any]:
+        async with asyncio.timeout(timeout_s):
+            while (found := await self.facts(session_id))["num_open_calls"] != num_open_calls:
+                await asyncio.sleep(0.05)
+        return found
+
+    async def until_engines_idle(self, timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while sum(replica.load.num_running for replica in (await self.client.status()).replicas):
+                await asyncio.sleep(0.1)
+
+    def pid_of(self, seat: int) -> int:
+        """The process that has the sessions of `seat`."""
+        lock = str(self.run_dir / f"sessions-{seat}.lock")
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                if os.readlink(descriptor) == lock:
+                    return int(descriptor.parts[2])
+            except OSError:
+                continue  # gone while we looked
+        raise LookupError(lock)
+
+
+def body(content: str = "What is 2 + 3?", **changed: Any) -> dict[str, Any]:
+    given = {"model": "default", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    return {**given, **changed}
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    config = folder / "simulated.yaml"
+    text = (ROOT / "servers" / "simulated.yaml").read_text()
+    config.write_text(
+        text.replace("port: 8000", "port: 0").replace("replicas: 2", f"replicas: 1\n      ingress_replicas: {NUM}")
+    )
+    marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "agentloop_servers.cli", "serve", "--config", str(config), "--out", str(folder)),
+        cwd=ROOT,
+        env={**os.environ, marker: "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    try:
+        output = b""
+        async with asyncio.timeout(120):
+            while b"/v1\n" not in output:
+                line = await process.stdout.readline()
+                assert line, output.decode()
+                output += line
+        [url] = re.findall(r"ready at (\S+)", output.decode())
+        assert re.findall(r"chat +(\S+)\n", output.decode()) == [f"{url}/v1"]
+        run_dir = (folder / "latest").resolve()
+        async with aiohttp.ClientSession() as http, RolloutClient(url) as client:
+            yield Service(url, run_dir, http, client)
+    finally:
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(60):
+            await process.communicate()
+    assert process.returncode == 130
+    assert processes_with(marker) == []
+
+
+async def record_of(client: RolloutClient, session_id: str) -> Trajectory:
+    page = await client.read("sessions", limit=256)
+    [record] = [one for one in page.trajectories if one.group_id == session_id]
+    return record
+
+
+@pytest.mark.parametrize("way", ["proxy", "direct"])
+@pytest.mark.parametrize("owner", range(NUM))
+async def test_an_unmodified_client_has_a_recorded_conversation(service, way, owner):
+    place = await service.open(owner)
+    assert place["base_url"] == f"{service.url}/sessions/{place['session_id']}/v1"
+    base_url = place["base_url"] if way == "proxy" else place["direct_url"]
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=place["api_key"], max_retries=0) as agent:
+        reply = await agent.chat.completions.create(**body(messages=messages))
+        assert re.fullmatch(r"[\w-]+", reply._request_id or "")
+        messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "And?"}]
+        chunks = await agent.chat.completions.create(**body(messages=messages, stream=True))
+        assert [chunk.choices[0].finish_reason async for chunk in chunks][-1]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await agent.chat.completions.create(**body(messages=messages), n=0)
+        assert caught.value.param == "n"
+    finish = f"{service.url}/sessions/{place['session_id']}/finish"
+    async with service.http.post(finish, json={"reward": 0.5}) as answer:
+        [given] = await answer.json()
+    record = await record_of(service.client, place["session_id"])
+    assert (record.is_complete, record.reward, len(record.path.turns)) == (True, 0.5, 2)
+    assert record.path.prompt_ids.tolist() == given["paths"][0]["prompt_ids"]
+
+
+async def test_a_session_of_the_client_library(service):
+    async with service.client.session() as session:
+        assert session.base_url.startswith("http://127.0.0.1:")
+        assert not session.base_url.startswith(service.url)  # it goes the direct way
+        await session.openai.chat.completions.create(**body())
+        await session.reward(1.0)
+    record = await record_of(service.client, session.session_id)
+    assert (record.is_complete, record.reward, len(record.path.turns)) == (True, 1.0, 1)
+
+
+@pytest.mark.parametrize("owner", range(NUM))
+async def test_the_proxy_passes_a_stream_on_as_it_comes(service, owner):
+    place = await service.open(owner)
+    given = body(stream=True, max_tokens=500)
+    async with service.http.post(f"{place['base_url']}/chat/completions", json=given) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        assert answer.headers["x-session-id"] == place["session_id"]
+        first = await answer.content.readany()
+        assert first.startswith(b"data: ")
+        assert (await service.facts(place["session_id"]))["num_open_calls"] == 1
+        assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("owner", range(NUM))
+async def test_a_client_that_leaves_the_proxy_ends_the_call_in_the_engine(service, is_streamed, owner):
+    place = await service.open(owner)
+    given = body(stream=is_streamed, max_tokens=LONG_TOKENS)
+    call = asyncio.create_task(service.http.post(f"{place['base_url']}/chat/completions", json=given))
+    await service.until_open(place["session_id"], 1)
+    if is_streamed:
+        answer = await call
+        await answer.content.readany()
+        answer.close()
+    else:
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    found = await service.until_open(place["session_id"], 0, timeout_s=5.0)
+    assert (found["num_turns"], found["is_complete"]) == (0, False)
+    await service.until_engines_idle()
+
+
+async def test_a_killed_ingress_process_loses_nothing_that_was_answered(service):
+    kept, cut, healed, other = [await service.open(owner) for owner in (0, 0, 0, 1)]
+    for place in (kept, cut, other):
+        assert await service.call(place) == 200
+    agent = openai.AsyncOpenAI(base_url=healed["base_url"], api_key="any", max_retries=10)
+    streamed = body(stream=True, max_tokens=LONG_TOKENS)
+    with_retries = asyncio.create_task(agent.chat.completions.create(**body(max_tokens=600)))
+    without = asyncio.create_task(service.call(cut, content="More?", max_tokens=LONG_TOKENS))
+    stream = await service.http.post(f"{cut['base_url']}/chat/completions", json=streamed)
+    await service.until_open(cut["session_id"], 2)
+    await service.until_open(healed["session_id"], 1)
+
+    os.kill(service.pid_of(0), signal.SIGKILL)
+    assert await without >= 500
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await stream.read()
+    assert await service.call(other) == 200  # nobody else notices
+
+    async with agent:
+        reply = await with_retries
+    assert reply.choices[0].finish_reason in ("stop", "length")
+    for place, num_turns, is_complete in ((kept, 1, True), (cut, 1, False), (healed, 1, True), (other, 2, True)):
+        found = await service.facts(place["session_id"])
+        assert (found["num_turns"], found["num_open_calls"], found["is_complete"]) == (num_turns, 0, is_complete)
+        assert await service.call(place) == 200
+    async with openai.AsyncOpenAI(base_url=kept["direct_url"], api_key=kept["api_key"]) as direct:
+        await direct.chat.completions.create(**body())  # its URL and its key are still good
+    await service.until_engines_idle()
+    for place, is_complete in ((kept, True), (cut, False), (healed, True), (other, True)):
+        async with service.http.post(f"{service.url}/sessions/{place['session_id']}/finish", json={}) as answer:
+            assert answer.status == 200
+        assert (await record_of(service.client, place["session_id"])).is_complete is is_complete

@@ -1,0 +1,408 @@
+"""A session's engine: one lease, another one after a failure, and streams that go on from what was given out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from agentloop.clock import VirtualClock
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.engine import Delta
+from agentloop.errors import (
+    AgentLoopError,
+    DeadlineExceeded,
+    EngineLost,
+    EnginePaused,
+    InvalidRequest,
+    MalformedEngineResponse,
+    NoHealthyReplica,
+    ServiceUnavailable,
+    SessionFinished,
+)
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Lease,
+    SamplingParams,
+    WeightVersionSpan,
+)
+from agentloop.validate import check_generation
+from agentloop_servers.endpoint.leases import LeaseConfig, LeasedSession, SessionLeases
+from tests.support.front_door import FakeCoordinator
+
+VOCAB_SIZE = 1000
+STOP_ID = 999
+
+
+@dataclass
+class Script:
+    """What the replicas do. Token n after a prompt of m is a function of m + n alone, as of a greedy model."""
+
+    cut_after: list[int | None] = field(default_factory=list)  # of each attempt: tokens before it fails
+    errors: list[AgentLoopError] = field(default_factory=list)  # one for each failing attempt
+    stop_at: int | None = None  # the context length at which the stop token is sampled
+    versions: list[int] = field(default_factory=list)  # of each attempt
+    seconds_per_token: float = 0.0
+    requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
+    num_aborted: int = 0
+
+    def connect(self, url: str) -> ScriptedReplica:
+        return ScriptedReplica(self, url)
+
+
+class ScriptedReplica:
+    def __init__(self, script: Script, url: str) -> None:
+        self._script, self._url = script, url
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        async for piece in self.stream(request):
+            if isinstance(piece, Generation):
+                return piece
+        raise AssertionError
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+        script = self._script
+        number = len(script.requests)
+        script.requests.append((self._url, request))
+        cut_after = script.cut_after[number] if number < len(script.cut_after) else None
+        version = script.versions[number] if number < len(script.versions) else 0
+        ids: list[int] = []
+        try:
+            for _ in range(request.sampling.max_tokens):
+                if cut_after is not None and len(ids) >= cut_after:
+                    raise script.errors.pop(0) if script.errors else EngineLost(f"{self._url} died")
+                await asyncio.sleep(script.seconds_per_token)
+                length = len(request.token_ids) + len(ids)
+                ids.append(STOP_ID if length == script.stop_at else length % 900)
+                top = (((ids[-1], -0.5),),) if request.sampling.num_top_logprobs else ()
+                yield Delta((ids[-1],), (-length / 1000,), (WeightVersionSpan(version, 0, 1),), top)
+                if ids[-1] == STOP_ID:
+                    break
+            if cut_after is not None and len(ids) >= cut_after:
+                raise script.errors.pop(0) if script.errors else EngineLost(f"{self._url} died")
+        except (asyncio.CancelledError, GeneratorExit):
+            script.num_aborted += 1
+            raise
+        start = len(request.token_ids)
+        yield Generation(
+            request.request_id,
+            tuple(ids),
+            tuple(-length / 1000 for length in range(start, start + len(ids))),
+            (WeightVersionSpan(version, 0, len(ids)),),
+            FinishReason.STOP if ids[-1] == STOP_ID else FinishReason.LENGTH,
+            cached_tokens=len(request.token_ids) - 1,
+            replica_id=self._url,
+            top_logprobs=tuple(((one, -0.5),) for one in ids) if request.sampling.num_top_logprobs else (),
+        )
+
+
+@dataclass
+class Site:
+    clock: VirtualClock
+    script: Script
+    coordinator: FakeCoordinator
+    leases: SessionLeases
+    engine: LeasedSession
+
+
+Test = Callable[[Site], Coroutine[Any, Any, None]]
+
+
+def virtually(test: Test) -> Callable[[], None]:
+    """Run a test over one session's engine in virtual time; in the end no lease is left."""
+
+    def run() -> None:
+        clock = VirtualClock()
+
+        async def main() -> None:
+            coordinator, script = FakeCoordinator(), Script()
+            config = LeaseConfig(renew_after_s=100.0, coordinator_timeout_s=20.0)
+            leases = SessionLeases(coordinator, script.connect, vocab_size=VOCAB_SIZE, clock=clock, config=config)
+            await test(Site(clock, script, coordinator, leases, leases.engine("s")))
+            coordinator.next_errors.clear()
+            await leases.close()
+            assert coordinator.leases == {}
+            assert leases.num_held == 0
+
+        clock.run(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+def request(max_tokens: int = 8, timeout_s: float = 60.0, **sampling: Any) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_ID,), **sampling)
+    return GenerateRequest("call-1:0", tuple(range(10)), params, timeout_s, "s")
+
+
+async def streamed(engine: LeasedSession, asked: GenerateRequest) -> tuple[list[Delta], Generation]:
+    items = [item async for item in engine.stream(asked)]
+    pieces = [item for item in items if isinstance(item, Delta)]
+    assert len(pieces) == len(items) - 1
+    last = items[-1]
+    assert isinstance(last, Generation)
+    check_generation(asked, last, VOCAB_SIZE)
+    assert tuple(token_id for piece in pieces for token_id in piece.token_ids) == last.token_ids
+    assert tuple(logprob for piece in pieces for logprob in piece.logprobs) == last.logprobs
+    return pieces, last
+
+
+@virtually
+async def test_calls_share_one_lease_and_spilling_gives_it_back(site: Site) -> None:
+    await asyncio.gather(*(site.engine.generate(request()) for _ in range(5)))
+    assert site.coordinator.num_leased == 1
+    assert {url for url, _ in site.script.requests} == {"url-1"}
+    site.engine.release()
+    await site.clock.sleep(1.0)
+    assert site.coordinator.leases == {}
+    await site.engine.generate(request())
+    assert site.coordinator.num_leased == 2
+
+
+@virtually
+async def test_a_lease_is_renewed_before_it_expires(site: Site) -> None:
+    await site.engine.generate(request())
+    await site.clock.sleep(99.0)
+    site.coordinator.next_errors = [NoHealthyReplica("would be raised if it were asked")]
+    await site.engine.generate(request())
+    site.coordinator.next_errors = []
+    await site.clock.sleep(2.0)
+    site.coordinator.leases.clear()  # it has expired over there
+    await site.engine.generate(request())
+    assert [url for url, _ in site.script.requests] == ["url-1", "url-1", "url-2"]
+
+
+@virtually
+async def test_without_a_coordinator_the_lease_at_hand_serves_on(site: Site) -> None:
+    await site.engine.generate(request())
+    await site.clock.sleep(101.0)
+    site.coordinator.next_errors = [ServiceUnavailable("restarting"), ServiceUnavailable("restarting")]
+    await site.engine.generate(request())
+    await site.engine.generate(request())  # does not ask again at once
+    assert len(site.coordinator.next_errors) == 1
+    assert [url for url, _ in site.script.requests] == ["url-1"] * 3
+
+
+@virtually
+async def test_a_lost_replica_is_told_of_and_the_call_made_again_elsewhere(site: Site) -> None:
+    site.script.cut_after = [3, 0, None]
+    generation = await site.engine.generate(request())
+    assert generation.request_id == "call-1:0"
+    assert generation.token_ids == tuple(range(10, 18))
+    assert [url for url, _ in site.script.requests] == ["url-1", "url-2", "url-3"]
+    assert len({asked.request_id for _, asked in site.script.requests}) == 3
+    assert {asked.token_ids for _, asked in site.script.requests} == {tuple(range(10))}
+    assert [is_failed for _, _, is_failed in site.coordinator.moved] == [True, True]
+
+
+@virtually
+async def test_side_by_side_failures_move_the_session_once(site: Site) -> None:
+    site.script.cut_after = [0, 0, 0]
+    await asyncio.gather(*(site.engine.generate(request()) for _ in range(3)))
+    assert len(site.coordinator.moved) == 1
+
+
+@virtually
+async def test_attempts_end(site: Site) -> None:
+    site.script.cut_after = [0] * 10
+    with pytest.raises(EngineLost):
+        await site.engine.generate(request())
+    assert len(site.script.requests) == 4
+    site.script.requests.clear()
+    with pytest.raises(EngineLost):
+        await streamed(site.engine, request())
+    assert len(site.script.requests) == 4
+
+
+@virtually
+async def test_what_no_replica_can_mend_is_raised_at_once(site: Site) -> None:
+    site.script.cut_after, site.script.errors = [0], [InvalidRequest("bad ids")]
+    with pytest.raises(InvalidRequest):
+        await site.engine.generate(request())
+    assert (len(site.script.requests), site.coordinator.moved) == (1, [])
+
+
+@virtually
+async def test_a_pause_is_waited_out_on_the_same_replica(site: Site) -> None:
+    site.script.cut_after = [0] * 12
+    site.script.errors = [EnginePaused("an update") for _ in range(12)]
+    asked = request(timeout_s=600.0)
+    assert len((await site.engine.generate(asked)).token_ids) == 8
+    assert {url for url, _ in site.script.requests} == {"url-1"}
+    assert site.coordinator.moved == []
+    site.script.requests.clear()
+    site.script.cut_after = [2] * 3
+    site.script.errors = [EnginePaused("an update") for _ in range(3)]
+    pieces, _ = await streamed(site.engine, asked)
+    assert len(pieces) == 8
+    assert {url for url, _ in site.script.requests} == {"url-1"}
+
+
+@virtually
+async def test_a_pause_does_not_outlast_the_deadline(site: Site) -> None:
+    site.script.cut_after = [0] * 1000
+    site.script.errors = [EnginePaused("for ever") for _ in range(1000)]
+    with pytest.raises(DeadlineExceeded):
+        await site.engine.generate(request(timeout_s=30.0))
+    assert site.clock.now() == pytest.approx(30.0)
+    with pytest.raises(DeadlineExceeded):
+        await streamed(site.engine, request(timeout_s=30.0))
+    assert site.clock.now() == pytest.approx(60.0)
+
+
+@virtually
+async def test_a_hanging_stream_meets_its_deadline(site: Site) -> None:
+    site.script.seconds_per_token = 7.0
+    with pytest.raises(DeadlineExceeded):
+        await streamed(site.engine, request(timeout_s=10.0))
+    assert site.clock.now() == pytest.approx(10.0)
+    assert site.script.num_aborted == 1
+
+
+@pytest.mark.parametrize("cuts", [[1], [7], [3, 2], [0, 5, 1], [4, 0, 4]])
+def test_a_cut_stream_goes_on_without_a_token_more_or_less(cuts: list[int]) -> None:
+    @virtually
+    async def run(site: Site) -> None:
+        _, whole = await streamed(site.engine, request(num_top_logprobs=1))
+        site.script.requests.clear()
+        site.script.cut_after = [*cuts]
+        site.script.versions = [3, 4, 5, 6][: len(cuts) + 1]
+        _, joined = await streamed(site.engine, request(num_top_logprobs=1, min_tokens=6))
+        assert joined.token_ids == whole.token_ids
+        assert joined.logprobs == whole.logprobs
+        assert joined.top_logprobs == whole.top_logprobs
+        assert joined.request_id == "call-1:0"
+        assert joined.cached_tokens <= 10
+        versions = [span.version for span in joined.weight_versions]
+        assert versions == sorted(set(versions))
+        for number, (_, asked) in enumerate(site.script.requests):
+            num_had = sum(cuts[:number])
+            assert asked.token_ids == tuple(range(10 + num_had))
+            assert asked.sampling.max_tokens == 8 - num_had
+            assert asked.sampling.min_tokens == max(0, 6 - num_had)
+
+    run()
+
+
+@virtually
+async def test_a_stream_that_lost_only_its_last_word_asks_nobody_again(site: Site) -> None:
+    site.script.cut_after = [8]
+    _, generation = await streamed(site.engine, request())
+    assert (len(generation.token_ids), generation.finish_reason) == (8, FinishReason.LENGTH)
+    assert len(site.script.requests) == 1
+    site.script.requests.clear()
+    site.script.cut_after, site.script.stop_at = [4], 13
+    _, generation = await streamed(site.engine, request())
+    assert generation.token_ids == (10, 11, 12, STOP_ID)
+    assert generation.finish_reason is FinishReason.STOP
+    assert len(site.script.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"constraint": Constraint(ConstraintKind.JSON_OBJECT)},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+    ],
+)
+def test_a_reply_that_remembers_is_made_again_but_not_continued(sampling: dict[str, Any]) -> None:
+    @virtually
+    async def run(site: Site) -> None:
+        site.script.cut_after = [0, None]
+        pieces, _ = await streamed(site.engine, request(**sampling))
+        assert len(pieces) == 8
+        site.script.requests.clear()
+        site.script.cut_after = [3]
+        pieces = site.engine.stream(request(**sampling))
+        for _ in range(3):
+            await anext(pieces)
+        with pytest.raises(EngineLost):
+            await anext(pieces)
+
+    run()
+
+
+@virtually
+async def test_a_continuation_never_goes_back_in_weight_versions(site: Site) -> None:
+    site.script.cut_after, site.script.versions = [3], [5, 4, 5]
+    _, generation = await streamed(site.engine, request())
+    assert generation.weight_versions == (WeightVersionSpan(5, 0, 8),)
+    assert len(site.script.requests) == 3
+
+
+@virtually
+async def test_malformed_pieces_are_never_given_out(site: Site) -> None:
+    class Bad(ScriptedReplica):
+        async def stream(self, asked: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+            async for item in super().stream(asked):
+                is_bad = isinstance(item, Delta) and item.token_ids[0] == 13 and len(site.script.requests) == 1
+                yield replace(item, logprobs=(float("nan"),)) if is_bad else item
+
+    site.leases.connect = lambda url: Bad(site.script, url)  # type: ignore[assignment,return-value]
+    _, generation = await streamed(site.engine, request())
+    assert generation.token_ids == tuple(range(10, 18))
+    assert len(site.script.requests) == 2
+    with pytest.raises(MalformedEngineResponse):
+        check_generation(request(), replace(generation, logprobs=(float("nan"),) * 8), VOCAB_SIZE)
+
+
+@virtually
+async def test_leaving_a_stream_ends_it_in_the_engine(site: Site) -> None:
+    async with aclosing(site.engine.stream(request())) as pieces:
+        await anext(pieces)
+    assert site.script.num_aborted == 1
+    site.script.seconds_per_token = 100.0
+    calling = asyncio.create_task(site.engine.generate(request(timeout_s=1000.0)))
+    await site.clock.sleep(1.0)
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+    assert site.script.num_aborted == 2
+
+
+@virtually
+async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(site: Site) -> None:
+    gate = asyncio.Event()
+    grant = site.coordinator.lease
+
+    async def slow(session_id: str, num_tokens: int) -> Lease:
+        await gate.wait()
+        return await grant(session_id, num_tokens)
+
+    site.coordinator.lease = slow  # type: ignore[method-assign] # the fake's own hook
+    calling = asyncio.create_task(site.engine.generate(request()))
+    await site.clock.sleep(1.0)
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+    site.engine.close()
+    gate.set()
+    await site.clock.sleep(1.0)
+    assert (site.coordinator.num_leased, site.coordinator.leases) == (1, {})
+
+
+@virtually
+async def test_a_closed_session_takes_no_lease(site: Site) -> None:
+    await site.engine.generate(request())
+    site.engine.close()
+    with pytest.raises(SessionFinished):
+        await site.engine.generate(request())
+    await site.clock.sleep(1.0)
+    assert site.coordinator.leases == {}
+
+
+@virtually
+async def test_a_silent_coordinator_is_no_engine_failure(site: Site) -> None:
+    async def silent(session_id: str, num_tokens: int) -> Lease:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    site.coordinator.lease = silent  # type: ignore[method-assign]
+    with pytest.raises(ServiceUnavailable):
+        await site.engine.generate(request(timeout_s=500.0))
+    assert site.script.requests == []

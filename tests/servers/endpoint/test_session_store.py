@@ -1,0 +1,360 @@
+"""The journal of sessions on a real file: what comes back, what a crash and a bad disk leave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentloop import codec
+from agentloop.capture.node import CallState
+from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
+from agentloop.session_facts import SessionState
+from agentloop_servers.endpoint.session_store import MAX_BATCH, RowState, SessionStore, StoredSession
+from tests.support.turns import make_call, make_facts, make_node
+
+
+class Wall:
+    """Seconds since 1970, by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sessions.sqlite"
+
+
+@asynccontextmanager
+async def opened(path: Path, wall: Wall | None = None) -> AsyncIterator[SessionStore]:
+    store = SessionStore(path, wall or Wall())
+    await store.start()
+    try:
+        yield store
+    finally:
+        await store.close()
+        await store.close()
+
+
+async def loaded(store: SessionStore, session_id: str = "s") -> StoredSession:
+    stored = await store.load(session_id)
+    assert stored is not None
+    return stored
+
+
+async def make_turns(store: SessionStore, num_turns: int, session_id: str = "s") -> None:
+    for index in range(num_turns):
+        parent = f"n{index - 1}" if index else None
+        await store.begin(session_id, make_call(f"c{index}"))
+        await store.end(
+            session_id,
+            make_call(f"c{index}", CallState.COMMITTED),
+            [make_node(f"n{index}", f"c{index}", parent)],
+        )
+
+
+def change(path: Path, statement: str, *arguments: object) -> None:
+    with sqlite3.connect(path) as db:
+        assert db.execute(statement, arguments).rowcount > 0
+    db.close()
+
+
+async def test_a_session_comes_back_as_it_was(path: Path) -> None:
+    async with opened(path) as store:
+        assert await store.create(make_facts(owner="o"))
+        await make_turns(store, 3)
+        await store.begin("s", make_call("open"))
+        await store.begin("s", make_call("lost"))
+        await store.end("s", make_call("lost", CallState.FAILED, error="engine_lost"), [])
+        stored = await loaded(store)
+        assert (stored.state, stored.owner, stored.is_recorded) == (RowState.OPEN, "o", False)
+        assert stored.facts == make_facts(owner="o")
+        assert [call.call_id for call in stored.calls] == ["c0", "c1", "c2", "open", "lost"]
+        states = [call.state for call in stored.calls]
+        assert states == [CallState.COMMITTED] * 3 + [CallState.OPEN, CallState.FAILED]
+        assert stored.calls[3].prompt_ids.tolist() == list(range(20))
+        wanted = [make_node("n0", "c0"), make_node("n1", "c1", "n0"), make_node("n2", "c2", "n1")]
+        assert codec.to_builtins(stored.nodes) == codec.to_builtins(tuple(wanted))
+        assert await store.load("other") is None
+
+
+async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        await make_turns(store, 1)
+        await store.begin("s", make_call("c1"))
+        nodes = [make_node("n1", "c1", "n0"), make_node("n2", "c1", "n0")]
+        await store.end("s", make_call("c1", CallState.COMMITTED), nodes)
+        await store.end("s", make_call("c1", CallState.COMMITTED), nodes)
+        assert [node.node_id for node in (await loaded(store)).nodes] == ["n0", "n1", "n2"]
+        await store.end("s", make_call("c1", CallState.FAILED, error="gave up"), [])
+        stored = await loaded(store)
+        assert [node.node_id for node in stored.nodes] == ["n0"]
+        assert [call.state for call in stored.calls] == [CallState.COMMITTED, CallState.FAILED]
+
+
+async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
+    async with opened(path) as store:
+        for session_id in ("a", "b", "c"):
+            await store.create(make_facts(session_id))
+        await make_turns(store, 1, "a")
+        await store.begin("a", make_call("open"))
+        await store.save(replace(make_facts("b"), state=SessionState.FINISHED))
+        await store.bury("c", RowState.DELETED)
+    store = SessionStore(path, Wall())
+    assert await store.start() == 1
+    stored = await loaded(store, "a")
+    assert [call.state for call in stored.calls] == [CallState.COMMITTED, CallState.FAILED]
+    assert stored.calls[1].error
+    assert stored.calls[1].prompt_ids.tolist() == list(range(20))
+    assert (await loaded(store, "b")).state is RowState.FINISHED
+    assert (await loaded(store, "c")).state is RowState.DELETED
+    await store.close()
+
+
+async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Path) -> None:
+    async with opened(path) as store:
+        facts = make_facts()
+        await store.create(facts)
+        assert not await store.save(replace(facts, reward=1.0))
+        finished = replace(facts, reward=2.0, state=SessionState.FINISHED)
+        assert await store.save(finished)
+        assert not await store.save(replace(finished, reward=3.0))
+        with pytest.raises(SessionFinished):
+            await store.save(facts)
+        with pytest.raises(SessionFinished):
+            await store.begin("s", make_call("late"))
+        assert (await loaded(store)).facts == replace(finished, reward=3.0)
+        assert await store.owed("", 10) == ["s"]
+        assert await store.owed("s", 10) == []
+        assert not await store.is_recorded("s")
+        await store.mark_recorded("s")
+        assert await store.is_recorded("s")
+        assert await store.owed("", 10) == []
+
+
+@pytest.mark.parametrize("state", [RowState.DELETED, RowState.GONE])
+async def test_nothing_brings_a_tombstone_back(path: Path, state: RowState) -> None:
+    async with opened(path) as store:
+        facts = make_facts(owner="o")
+        await store.create(facts)
+        await make_turns(store, 2)
+        await store.begin("s", make_call("late"))
+        assert await store.bury("s", state)
+        assert not await store.bury("s", state)
+        for write in (
+            store.begin("s", make_call("more")),
+            store.end("s", make_call("late", CallState.COMMITTED), [make_node("n", "late")]),
+            store.save(facts),
+        ):
+            with pytest.raises(SessionNotFound):
+                await write
+        assert not await store.create(facts)
+        stored = await loaded(store)
+        assert (stored.state, stored.owner, stored.facts, stored.calls) == (state, "o", None, ())
+    with sqlite3.connect(path) as db:
+        counts = [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in ("calls", "nodes")]
+    db.close()
+    assert counts == [0, 0]
+
+
+async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        assert await store.bury("s", None)
+        assert await store.load("s") is None
+        with pytest.raises(SessionNotFound):
+            await store.begin("s", make_call("late"))
+
+
+async def test_use_extends_a_life(path: Path) -> None:
+    wall = Wall()
+    async with opened(path, wall) as store:
+        for session_id in ("idle", "used", "long"):
+            await store.create(make_facts(session_id, ttl_s=1e6 if session_id == "long" else 100.0))
+        wall.now_s += 90
+        await store.begin("used", make_call("c"))
+        assert await store.expired(10) == []
+        wall.now_s += 20
+        assert await store.expired(10) == ["idle"]
+        wall.now_s += 79
+        assert await store.expired(10) == ["idle"]
+        wall.now_s += 12  # the slack is a sixteenth
+        assert await store.expired(10) == ["idle", "used"]
+        assert await store.expired(1) == ["idle"]
+        await store.extend("used")
+        await store.bury("idle", RowState.GONE)
+        assert await store.expired(10) == []
+
+
+async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        await make_turns(store, 1)
+        (num_pages,) = await store._commit(lambda db: db.execute("PRAGMA page_count").fetchone())
+        await store._commit(lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
+        big = make_call("big", num_prompt=100_000)
+        outcomes = await asyncio.gather(
+            store.begin("s", make_call("small")),
+            store.begin("s", big),
+            store.begin("other", make_call("none")),
+            return_exceptions=True,
+        )
+        assert outcomes[0] is None
+        assert isinstance(outcomes[1], ServiceUnavailable)
+        assert isinstance(outcomes[2], SessionNotFound)
+        await store._commit(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
+        await store.begin("s", big)
+        assert [call.call_id for call in (await loaded(store)).calls] == ["c0", "small", "big"]
+
+
+async def test_a_bad_value_fails_its_own_write(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        bad = replace(make_call("bad"), error=object())  # type: ignore[arg-type]
+        outcomes = await asyncio.gather(
+            store.begin("s", make_call("a")),
+            store.begin("s", bad),
+            store.begin("s", make_call("b")),
+            return_exceptions=True,
+        )
+        assert [type(outcome) for outcome in outcomes] == [type(None), TypeError, type(None)]
+        assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b"]
+
+
+async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        await make_turns(store, 4)
+        await store.begin("s", make_call("side"))
+        await store.end("s", make_call("side", CallState.COMMITTED), [make_node("m", "side", "n0")])
+    change(path, "UPDATE nodes SET value = x'00' WHERE call_id = 'c2'")
+    async with opened(path) as store:
+        stored = await loaded(store)
+        assert [node.node_id for node in stored.nodes] == ["n0", "n1", "m"]
+        failed = [call.call_id for call in stored.calls if call.state is CallState.FAILED]
+        assert failed == ["c2", "c3"]
+        assert store.num_corrupt_rows > 0
+
+
+async def test_siblings_of_a_damaged_turn_go_too(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        await store.begin("s", make_call("c"))
+        await store.end("s", make_call("c", CallState.COMMITTED), [make_node("a", "c"), make_node("b", "c")])
+        await store.begin("s", make_call("d"))
+        await store.end("s", make_call("d", CallState.COMMITTED), [make_node("e", "d", "a")])
+    change(path, "UPDATE nodes SET crc = crc + 1 WHERE seq = 2")
+    async with opened(path) as store:
+        stored = await loaded(store)
+        assert stored.nodes == ()
+        assert {call.state for call in stored.calls} == {CallState.FAILED}
+
+
+async def test_damaged_calls_and_facts(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        await make_turns(store, 2)
+        await store.begin("s", make_call("open"))
+    change(path, "UPDATE calls SET value = 'text' WHERE call_id IN ('c1', 'open')")
+    async with opened(path) as store:
+        stored = await loaded(store)
+        assert [call.call_id for call in stored.calls] == ["c0", "c1", "open"]
+        assert [call.state for call in stored.calls] == [CallState.COMMITTED, CallState.FAILED, CallState.FAILED]
+        assert stored.facts is not None
+    change(path, "UPDATE sessions SET value = x'01'")
+    async with opened(path) as store:
+        assert (await loaded(store)).facts is None
+
+
+async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        await SessionStore(Path(__file__), Wall()).start()
+    with pytest.raises(InvalidRequest):
+        await SessionStore(tmp_path / "no" / "folder", Wall()).start()
+
+
+async def test_another_schema_is_refused(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 7")
+    db.close()
+    with pytest.raises(InvalidRequest):
+        await SessionStore(path, Wall()).start()
+
+
+async def test_writes_that_wait_share_transactions(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        num_batches = 0
+        run = store._run
+
+        def counted(works):  # type: ignore[no-untyped-def]
+            nonlocal num_batches
+            num_batches += 1
+            return run(works)
+
+        store._run = counted  # type: ignore[method-assign] # counts, changes nothing
+        await asyncio.gather(*(store.begin("s", make_call(f"c{index}")) for index in range(600)))
+        assert num_batches <= 600 // MAX_BATCH + 2
+        assert len((await loaded(store)).calls) == 600
+
+
+_WRITER = """
+import asyncio, sys, time
+from agentloop.capture.node import CallState
+from agentloop_servers.endpoint.session_store import SessionStore
+from tests.support.turns import make_call, make_facts, make_node
+
+async def main():
+    store = SessionStore(sys.argv[1], time.time)
+    await store.start()
+    await store.create(make_facts(ttl_s=1e6))
+    for index in range(100_000):
+        parent = f"n{index - 1}" if index else None
+        await store.begin("s", make_call(f"c{index}"))
+        call = make_call(f"c{index}", CallState.COMMITTED)
+        await store.end("s", call, [make_node(f"n{index}", f"c{index}", parent)])
+        print(index, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_what_was_answered_survives_a_killed_process(path: Path) -> None:
+    root = Path(__file__).parents[3]
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert writer.stdout is not None
+    acknowledged = -1
+    for line in writer.stdout:
+        acknowledged = int(line)
+        if acknowledged >= 200:
+            writer.send_signal(signal.SIGKILL)
+            break
+    acknowledged = max([acknowledged, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+    writer.wait(30)
+    writer.stdout.close()
+    asyncio.run(check_survivors(path, acknowledged))
+
+
+async def check_survivors(path: Path, acknowledged: int) -> None:
+    async with opened(path) as store:
+        stored = await loaded(store)
+        assert len(stored.nodes) >= acknowledged + 1
+        assert [node.node_id for node in stored.nodes] == [f"n{index}" for index in range(len(stored.nodes))]
+        states = [call.state for call in stored.calls]
+        assert states[: acknowledged + 1] == [CallState.COMMITTED] * (acknowledged + 1)
+        assert CallState.OPEN not in states

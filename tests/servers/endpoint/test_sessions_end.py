@@ -1,0 +1,279 @@
+"""How sessions of a registry end, and what is left of them when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+
+import pytest
+
+from agentloop.capture.node import CallState
+from agentloop.codec import to_builtins
+from agentloop.errors import (
+    Conflict,
+    EngineLost,
+    Gone,
+    InvalidRequest,
+    ServiceUnavailable,
+    SessionFinished,
+    SessionNotFound,
+)
+from agentloop.session_facts import SessionState
+from agentloop.types import Message, StopReason
+from agentloop_servers.endpoint.sessions import NewSession, Sessions
+from tests.support.session_site import LIMITS, Site, say, talk, virtually
+
+# --- ends ---
+
+
+@virtually()
+async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Site, sessions: Sessions) -> None:
+    session = await sessions.create(NewSession("s", rollout_id="run", group_id="g", sample_index=2), "")
+    await talk(session, 2)
+    trajectory = await sessions.finish("s", "", reward=0.5)
+    again = await sessions.finish("s", "", reward=0.7)
+    assert to_builtins(again) == to_builtins(trajectory)
+    assert (trajectory.reward, trajectory.is_complete, trajectory.stop_reason) == (0.5, True, StopReason.COMPLETED)
+    (record,) = site.coordinator.finished["run"]
+    assert to_builtins(record) == to_builtins(trajectory)
+    assert (record.group_id, record.sample_index) == ("g", 2)
+    await site.clock.sleep(5.0)
+    assert site.coordinator.leases == {}
+    assert (await sessions.find("s", "")).trajectory() is not None
+    with pytest.raises(SessionFinished):
+        await talk(session, 1)
+    await site.clock.sleep(100.0)
+    session = await sessions.find("s", "")  # from disk
+    with pytest.raises(SessionFinished):
+        await talk(session, 1)
+    assert to_builtins(await sessions.finish("s", "")) == to_builtins(trajectory)
+    assert len(site.coordinator.finished["run"]) == 1
+    await site.clock.sleep(1100.0)
+    with pytest.raises(Gone):
+        await sessions.find("s", "")
+    assert len(site.coordinator.finished["run"]) == 1
+
+
+@virtually()
+async def test_what_the_coordinator_did_not_take_follows_later(site: Site, sessions: Sessions) -> None:
+    await talk(await sessions.create(NewSession("s"), ""), 1)
+    site.coordinator.next_errors = [ServiceUnavailable("restarting")] * 4
+    with pytest.raises(ServiceUnavailable):
+        await sessions.finish("s", "")
+    assert (await sessions.find("s", "")).facts.state is SessionState.FINISHED
+    await site.clock.sleep(10.0)
+    assert site.recorded == [("s", "completed", True)]
+
+
+@virtually()
+async def test_a_taken_place_is_told_and_not_tried_for_ever(site: Site, sessions: Sessions) -> None:
+    for session_id in ("a", "b"):
+        await talk(await sessions.create(NewSession(session_id, group_id="g"), ""), 1)
+    await sessions.finish("a", "")
+    site.coordinator.next_errors = [Conflict("the record of another session")] * 2
+    with pytest.raises(Conflict):
+        await sessions.finish("b", "")
+    await site.clock.sleep(10.0)
+    assert site.coordinator.next_errors == []
+    assert (await sessions.finish("b", "")).is_complete  # its data is still to be had
+    assert len(site.coordinator.finished["sessions"]) == 1
+
+
+@virtually()
+async def test_an_unused_session_expires_and_is_recorded_as_incomplete(site: Site, sessions: Sessions) -> None:
+    await talk(await sessions.create(NewSession("used", ttl_s=100.0), ""), 1)
+    await sessions.create(NewSession("empty", ttl_s=100.0), "")
+    await site.clock.sleep(99.0)
+    await talk(await sessions.find("used", ""), 1)
+    await site.clock.sleep(20.0)
+    assert site.recorded == [("empty", "deadline", False)]
+    with pytest.raises(Gone):
+        await sessions.find("empty", "")
+    await site.clock.sleep(100.0)
+    with pytest.raises(Gone):
+        await sessions.find_or_create("used", "")
+    with pytest.raises(Conflict):
+        await sessions.create(NewSession("used"), "")
+    with pytest.raises(SessionNotFound):
+        await sessions.find("used", "another")
+    assert site.recorded == [("empty", "deadline", False), ("used", "deadline", False)]
+    assert site.coordinator.finished["sessions"][1].num_sampled_tokens > 0
+    stats = sessions.stats()
+    assert (stats.num_open, stats.num_expired, stats.num_resident) == (0, 2, 0)
+
+
+@virtually()
+async def test_a_one_off_session_ends_by_itself(site: Site, sessions: Sessions) -> None:
+    kept, left, failed, unused = [await sessions.find_or_create(None, "") for _ in range(4)]
+    await talk(kept, 1)
+    await talk(left, 1)
+    site.talker.errors = [InvalidRequest("no")]
+    with pytest.raises(InvalidRequest):
+        await talk(failed, 1)
+    await sessions.finish(kept.facts.session_id, "")
+    await site.clock.sleep(200.0)
+    groups = [group_id for group_id, _, _ in site.recorded]
+    assert groups == [kept.facts.session_id, left.facts.session_id]
+    [record] = [one for one in site.coordinator.finished["sessions"] if one.group_id == left.facts.session_id]
+    assert (record.stop_reason, record.is_complete, record.error) == (StopReason.COMPLETED, True, None)
+    for session in (kept, left, failed, unused):
+        with pytest.raises(SessionNotFound):
+            await sessions.find(session.facts.session_id, "")
+    assert sessions.stats().num_open == 0
+
+
+@virtually()
+async def test_a_deleted_session_is_gone_for_good(site: Site, sessions: Sessions) -> None:
+    session = await sessions.find_or_create("s", "")
+    await talk(session, 1)
+    site.talker.gate.clear()
+    late = asyncio.create_task(say(session, Message("user", "late")))
+    await site.clock.sleep(1.0)
+    await sessions.delete("s", "")
+    with pytest.raises(SessionNotFound):
+        await late
+    with pytest.raises(SessionNotFound):
+        await talk(session, 1)
+    for attempt in (
+        sessions.find("s", ""),
+        sessions.find_or_create("s", ""),
+        sessions.delete("s", ""),
+        sessions.finish("s", ""),
+    ):
+        with pytest.raises(SessionNotFound):
+            await attempt
+    with pytest.raises(Conflict):
+        await sessions.create(NewSession("s"), "")
+    await site.clock.sleep(2000.0)
+    assert site.recorded == []
+    assert sessions.stats().num_open == 0
+    sessions = await site.restart()
+    with pytest.raises(SessionNotFound):
+        await sessions.find_or_create("s", "")
+
+
+@virtually()
+async def test_calls_under_way_end_with_the_service(site: Site, sessions: Sessions) -> None:
+    session = await sessions.find_or_create("s", "")
+    site.talker.gate.clear()
+    late = asyncio.create_task(say(session, Message("user", "late")))
+    await site.clock.sleep(1.0)
+    await sessions.close()
+    with pytest.raises(ServiceUnavailable):
+        await late
+    sessions = await site.restart()
+    session = await sessions.find("s", "")
+    assert [(call.state, call.error) for call in session.calls] == [(CallState.FAILED, "the service is stopping")]
+    site.talker.gate.set()
+    await say(session, Message("user", "late"), retry_count=1)
+    assert session.is_complete
+
+
+# --- failures ---
+
+
+@virtually(replace(LIMITS, max_sessions=1000))
+async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: Site, sessions: Sessions) -> None:
+    session = await sessions.find_or_create("s", "")
+    history = await talk(session, 1)
+    site.disk(1)  # SQLite takes the present size for a smaller one
+    long = Message("user", "word " * 1000)
+
+    async def say_much() -> None:
+        for index in range(50):
+            await say(session, *history, long, Message("user", str(index)))
+
+    async def make_many() -> None:
+        for index in range(200):
+            await sessions.find_or_create(f"new{index}", "")
+
+    with pytest.raises(ServiceUnavailable):
+        await say_much()
+    with pytest.raises(ServiceUnavailable):
+        await make_many()
+    site.disk(1_000_000)
+    await say(session, *history, Message("user", "again"))
+    sessions.check_health()
+    sessions = await site.restart()
+    assert (await sessions.find("s", "")).num_turns == session.num_turns
+
+
+@virtually()
+async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> None:
+    open_one = await sessions.create(NewSession("open"), "alice")
+    history = await talk(open_one, 2)
+    await talk(await sessions.create(NewSession("cut"), ""), 1)
+    await talk(await sessions.create(NewSession("finished"), ""), 1)
+    await sessions.finish("finished", "")
+    await talk(await sessions.create(NewSession("owed"), ""), 1)
+    site.coordinator.next_errors = [ServiceUnavailable("away")]
+    with pytest.raises(ServiceUnavailable):
+        await sessions.finish("owed", "")
+    await sessions.create(NewSession("deleted"), "")
+    await sessions.delete("deleted", "")
+    # A process that dies leaves its file, and a call that is open in it.
+    cut = await sessions.find("cut", "")
+    site.talker.gate.clear()
+    dying = asyncio.create_task(say(cut, Message("user", "too late")))
+    await site.clock.sleep(0.5)
+    (site.path / "after").mkdir()
+    with sqlite3.connect(site.path / "after" / "sessions.sqlite") as copy:
+        store_db = sessions._store._db
+        assert store_db is not None
+        store_db.backup(copy)
+    copy.close()
+    site.talker.gate.set()
+    await dying
+    await site.stop()
+    site.path /= "after"
+    sessions = await site.start()
+    assert sessions.stats().num_open == 2
+    restored = await sessions.find("open", "alice")
+    assert restored.is_complete
+    result = await say(restored, *history, Message("user", "more"))
+    assert result.choices[0].split is None
+    lost = await sessions.find("cut", "")
+    assert not lost.is_complete
+    assert [call.state for call in lost.calls] == [CallState.COMMITTED, CallState.FAILED]
+    await say(lost, Message("user", "too late"), retry_count=1)  # the client's retry makes it good
+    assert lost.is_complete
+    with pytest.raises(SessionFinished):
+        await talk(await sessions.find("finished", ""), 1)
+    with pytest.raises(SessionNotFound):
+        await sessions.find("deleted", "")
+    await site.clock.sleep(3.0)
+    assert sorted(site.recorded) == [("finished", "completed", True), ("owed", "completed", True)]
+
+
+@virtually()
+async def test_damaged_rows_leave_a_session_incomplete(site: Site, sessions: Sessions) -> None:
+    await talk(await sessions.create(NewSession("turns"), ""), 3)
+    await talk(await sessions.create(NewSession("facts"), ""), 1)
+    await sessions._store._commit(
+        lambda db: db.execute("UPDATE nodes SET crc = crc + 1 WHERE session_id = 'turns' AND seq = 2").rowcount
+    )
+    await sessions._store._commit(
+        lambda db: db.execute("UPDATE sessions SET crc = crc + 1 WHERE session_id = 'facts'").rowcount
+    )
+    sessions = await site.restart()
+    session = await sessions.find("turns", "")
+    assert (session.num_turns, session.is_complete) == (1, False)
+    with pytest.raises(Gone):
+        await sessions.find("facts", "")
+    await talk(session, 1)
+    await site.clock.sleep(2000.0)
+    sessions.check_health()
+    assert sessions.stats().num_corrupt_rows > 0
+    assert site.recorded == [("turns", "deadline", False)]
+
+
+@virtually()
+async def test_a_call_that_the_engines_failed_is_lost_until_its_retry(site: Site, sessions: Sessions) -> None:
+    session = await sessions.find_or_create("s", "")
+    site.talker.errors = [EngineLost("died")] * 4
+    with pytest.raises(EngineLost):
+        await say(session, Message("user", "hello"))
+    assert not session.is_complete
+    await say(session, Message("user", "hello"), retry_count=1)
+    assert (await sessions.finish("s", "")).is_complete

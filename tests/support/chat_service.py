@@ -1,0 +1,146 @@
+"""The chat endpoint as agents meet it, in one process: the real app on the server that it has beside
+Serve's, over a simulated engine.
+
+The coordinator alone is a fake: it grants every lease, and keeps what sessions hand in.
+
+async with chat_service(tmp_path) as service:
+    client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="any")
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from agentloop.chat.reading import TurnReader
+from agentloop.parsers import get_parser
+from agentloop.renderer import Renderer
+from agentloop.session_facts import CallLimits, Journal, SessionParts
+from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec, TokenPolicy
+from agentloop.types import KVPolicy
+from agentloop_servers.endpoint.direct import DirectServer
+from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
+from agentloop_servers.endpoint.sessions import SessionLimits, Sessions
+from agentloop_servers.http_guard import HttpLimits, Keys
+from agentloop_servers.ingress import create_app
+from tests.support.front_door import FakeCoordinator
+
+POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
+MODEL = "tiny"
+RENDERER = Renderer.from_directory(POLICY)
+PARSER = get_parser("hermes")
+SPEC = SimulatedSpec(
+    vocab_size=RENDERER.vocab_size, max_context_tokens=4096, num_blocks=64_000, max_running=512, can_constrain=True
+)
+SECRET = "in-process"
+MAX_ERROR_BYTES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Every limit of a service under test."""
+
+    endpoint: EndpointLimits = field(default_factory=EndpointLimits)
+    http: HttpLimits = field(default_factory=HttpLimits)
+    sessions: SessionLimits = field(default_factory=SessionLimits)
+    calls: CallLimits = field(default_factory=CallLimits)
+    headers_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatService:
+    """What a test may look at."""
+
+    url: str
+    engine: SimulatedEngine
+    coordinator: FakeCoordinator
+    sessions: Sessions
+    http: aiohttp.ClientSession
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
+        """Status, JSON body and headers of an answer, after checking what holds for every one."""
+        async with self.http.request(method, self.url + path, **kwargs) as answer:
+            data = await answer.read()
+            check_answer(answer.status, {name.lower(): value for name, value in answer.headers.items()}, data)
+            return answer.status, orjson.loads(data), answer.headers
+
+
+def check_answer(status: int, headers: dict[str, str], data: bytes) -> None:
+    """A request id on every answer; on every refusal the envelope, and not more than a few kilobytes of it."""
+    assert headers.get("x-request-id"), headers
+    if status >= 400:
+        assert len(data) <= MAX_ERROR_BYTES
+        assert headers["content-type"] == "application/json"
+        body = orjson.loads(data)
+        if body.get("type") == "error":  # Anthropic's
+            assert set(body["error"]) >= {"type", "message"}
+        else:
+            assert set(body) == {"error"}
+            assert set(body["error"]) == {"message", "type", "param", "code"}
+            assert isinstance(body["error"]["code"], str)
+
+
+@asynccontextmanager
+async def chat_service(
+    run_dir: Path,
+    *,
+    keys: Keys = Keys(),  # noqa: B008 - frozen
+    bounds: Bounds = Bounds(),
+    spec: SimulatedSpec = SPEC,
+    decode_s: float = 0.0,
+    policy: TokenPolicy | None = None,
+) -> AsyncIterator[ChatService]:
+    """Start the service. `decode_s` is what each token takes; without a `policy`, tokens are hashed from ids."""
+    async with AsyncExitStack() as closing:
+        engine = SimulatedEngine(replace(spec, latency=LatencyModel(decode_s=decode_s)), policy=policy)
+        await engine.start()
+        closing.push_async_callback(engine.close)
+        coordinator = FakeCoordinator()
+
+        def parts_of(journal: Journal) -> SessionParts:
+            return SessionParts(
+                renderer=RENDERER,
+                reader=TurnReader(RENDERER, PARSER),
+                parser=PARSER,
+                journal=journal,
+                kv_policy=KVPolicy.KEEP,
+                max_context_tokens=spec.max_context_tokens,
+                vocab_size=spec.vocab_size,
+                can_constrain=spec.can_constrain,
+                limits=bounds.calls,
+            )
+
+        sessions = Sessions(
+            run_dir / "sessions.sqlite",
+            parts_of=parts_of,
+            coordinator=coordinator,
+            connect=lambda url: engine,
+            secret=SECRET,
+            limits=bounds.sessions,
+        )
+        await sessions.start()
+        closing.push_async_callback(sessions.close)
+        endpoint = Endpoint(
+            sessions=sessions,
+            renderer=RENDERER,
+            parser=PARSER,
+            model_name=MODEL,
+            max_model_len=spec.max_context_tokens,
+            limits=bounds.endpoint,
+        )
+        app = create_app(coordinator, lambda url: engine, keys, bounds.http, endpoint=endpoint)
+        server = DirectServer(app, "127.0.0.1", bounds.headers_timeout_s)
+        closing.push_async_callback(server.close)
+        url = await server.start()
+        http = await closing.enter_async_context(aiohttp.ClientSession())
+        yield ChatService(url, engine, coordinator, sessions, http)

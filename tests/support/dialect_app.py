@@ -1,0 +1,64 @@
+"""The whole endpoint on a real socket, for tests with real clients; its simulated engine speaks from a script."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentloop.chat.reading import TurnReader
+from agentloop.parsers import get_parser
+from agentloop.session import Journal, SessionParts
+from agentloop.simulate import SimulatedEngine
+from agentloop.types import KVPolicy, Trajectory
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.sessions import Sessions
+from agentloop_servers.ingress import Keys, create_app
+from tests.support.front_door import FakeCoordinator, serving
+from tests.support.scripted import RENDERER, SPEC, scripted_engine
+
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class DialectService:
+    """A running service; `url` has no `/v1`."""
+
+    url: str
+    sessions: Sessions
+    engine: SimulatedEngine
+    endpoint: Endpoint
+
+    async def trajectory(self, session_id: str) -> Trajectory:
+        return (await self.sessions.find(session_id, "")).trajectory()
+
+
+@asynccontextmanager
+async def dialect_service(tmp_path: Path, *replies: str, keys: Keys = Keys()) -> AsyncIterator[DialectService]:  # noqa: B008
+    """The n-th turn of any conversation says the n-th reply."""
+    engine = scripted_engine(*replies, spec=replace(SPEC, max_context_tokens=8192))
+    await engine.start()
+    coordinator = FakeCoordinator()
+    parser = get_parser("hermes")
+
+    def parts_of(journal: Journal) -> SessionParts:
+        reader = TurnReader(RENDERER, parser)
+        return SessionParts(RENDERER, reader, parser, journal, KVPolicy.KEEP, 8192, RENDERER.vocab_size)
+
+    sessions = Sessions(
+        tmp_path / "sessions.sqlite",
+        parts_of=parts_of,
+        coordinator=coordinator,
+        connect=lambda url: engine,
+        secret="s" * 32,
+    )
+    await sessions.start()
+    endpoint = Endpoint(sessions, RENDERER, parser, MODEL, 8192)
+    app = create_app(coordinator, lambda url: engine, keys, endpoint=endpoint)
+    try:
+        async with serving(app) as url:
+            yield DialectService(url, sessions, engine, endpoint)
+    finally:
+        await sessions.close()
+        await engine.close()

@@ -1,0 +1,193 @@
+"""The endpoint's HTTP side over a registry whose sessions say what a test tells them to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+
+from agentloop.capture.node import Node, Reply
+from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
+from agentloop.parsers import get_parser
+from agentloop.renderer import Renderer
+from agentloop.session_facts import SessionFacts, SessionState
+from agentloop.session_prompts import Prompt
+from agentloop.types import FinishReason, Message, Trajectory, WeightVersionSpan
+from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
+from agentloop_servers.endpoint.session_keys import SessionKeys
+from agentloop_servers.endpoint.sessions import NewSession
+from agentloop_servers.http_guard import HttpLimits, Keys
+from agentloop_servers.ingress import create_app
+from tests.support.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.samples import make_trajectory
+
+MODEL = "examples/tiny_policy/v0"
+
+
+class FakeSession:
+    """Answers every call with the registry's `text`, one character a piece, after `before(number of the piece)`."""
+
+    def __init__(self, registry: FakeRegistry, facts: SessionFacts) -> None:
+        self.registry = registry
+        self.facts = facts
+        self.num_turns = 0
+        self.num_open_calls = 0
+        self.num_bytes = 0
+        self.is_complete = True
+
+    async def call(self, chat: ChatCall, key: CallKey) -> ChatResult:
+        self._enter(chat, key)
+        try:
+            await self.registry.before(0)
+            return self._result(chat)
+        except asyncio.CancelledError:
+            self.registry.cancelled.set()
+            raise
+        finally:
+            self.num_open_calls -= 1
+
+    async def stream(self, chat: ChatCall, key: CallKey) -> AsyncIterator[ChatPiece | ChatResult]:
+        self._enter(chat, key)
+        try:
+            for index, char in enumerate(self.registry.text):
+                await self.registry.before(index)
+                yield ChatPiece(0, char)
+            yield self._result(chat)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.registry.cancelled.set()
+            raise
+        finally:
+            self.num_open_calls -= 1
+
+    async def preview(self, messages: Any, tools: Any) -> Prompt:
+        ids = tuple(self.registry.renderer.render(messages, tools))
+        return Prompt(ids, None, tuple(messages), np.array(ids, np.int32), b"", None)
+
+    def trajectory(self) -> Trajectory:
+        return make_trajectory(self.facts.session_id)
+
+    async def set_reward(self, reward: float) -> None:
+        self.facts = replace(self.facts, reward=reward)
+
+    def _enter(self, chat: ChatCall, key: CallKey) -> None:
+        if self.facts.state is SessionState.FINISHED:
+            raise SessionFinished("it is over")
+        self.registry.calls.append((self.facts.session_id, chat, key))
+        self.num_open_calls += 1
+
+    def _result(self, chat: ChatCall) -> ChatResult:
+        ids = np.arange(4, dtype=np.int32)
+        spans = (WeightVersionSpan(7, 0, 4),)
+        message = Message("assistant", self.registry.text)
+        reply = Reply(message, ids, np.full(4, -0.5, np.float32), spans, FinishReason.STOP, True)
+        node = Node("n1", "c1", 0, None, chat.messages, np.array([1, 2], np.int32), reply)
+        return ChatResult("c1", 1_700_000_000, self.facts.session_id, (1, 2), (node,))
+
+
+class FakeRegistry:
+    """As `Sessions`, in memory."""
+
+    def __init__(self) -> None:
+        self.renderer = Renderer.from_directory(MODEL)
+        self._keys = SessionKeys("secret")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, and do nothing before pieces."""
+        self.text = "Hello"
+        self.sessions: dict[str, FakeSession] = {}
+        self.expired: set[str] = set()
+        self.calls: list[tuple[str, ChatCall, CallKey]] = []
+        self.cancelled = asyncio.Event()
+        self.before: Callable[[int], Awaitable[None]] = _nothing
+
+    async def create(self, wanted: NewSession, owner: str) -> FakeSession:
+        session_id = wanted.session_id or f"s-{len(self.sessions)}"
+        if session_id in self.sessions:
+            raise Conflict("it exists", param="session_id")
+        facts = SessionFacts(session_id, 0.0, wanted.ttl_s or 1.0, owner, rollout_id=wanted.rollout_id)
+        self.sessions[session_id] = FakeSession(self, facts)
+        return self.sessions[session_id]
+
+    async def find(self, session_id: str, owner: str | None) -> FakeSession:
+        found = self.sessions.get(session_id)
+        if found is None or owner not in (None, found.facts.owner):
+            raise SessionNotFound("there is none", param="session_id")
+        if session_id in self.expired:
+            raise Gone("it has expired", param="session_id")
+        return found
+
+    async def find_or_create(self, session_id: str | None, owner: str) -> FakeSession:
+        if session_id is None or session_id not in self.sessions:
+            return await self.create(NewSession(session_id), owner)
+        return await self.find(session_id, owner)
+
+    async def finish(self, session_id: str, owner: str | None, **asked: Any) -> Trajectory:
+        found = await self.find(session_id, owner)
+        reason = found.facts.stop_reason or asked["stop_reason"]
+        found.facts = replace(
+            found.facts,
+            state=SessionState.FINISHED,
+            stop_reason=reason,
+            error=asked["error"],
+            reward=asked["reward"],
+            reward_error=asked["reward_error"],
+        )
+        return found.trajectory()
+
+    async def delete(self, session_id: str, owner: str | None) -> None:
+        await self.find(session_id, owner)
+        del self.sessions[session_id]
+
+    def api_key(self, session_id: str) -> str:
+        return self._keys.key_of(session_id)
+
+    def session_of_key(self, key: str) -> str | None:
+        return self._keys.session_of(key)
+
+
+async def _nothing(index: int) -> None:
+    pass
+
+
+def raising(error: AgentLoopError, at: int) -> Callable[[int], Awaitable[None]]:
+    """A `before` that fails at piece `at`."""
+
+    async def before(index: int) -> None:
+        if index == at:
+            raise error
+
+    return before
+
+
+def endpoint_app(
+    registry: FakeRegistry, keys: Keys | None = None, limits: EndpointLimits | None = None
+) -> tuple[FastAPI, Endpoint]:
+    """The whole front door, and the endpoint in it."""
+    endpoint = Endpoint(
+        sessions=registry,
+        renderer=registry.renderer,
+        parser=get_parser("hermes"),
+        model_name="tiny",
+        max_model_len=512,
+        limits=limits or EndpointLimits(),
+    )
+    guard = HttpLimits(max_body_bytes=800_000, body_timeout_s=5.0)
+    app = create_app(FakeCoordinator(), FakeEngine().connect, keys or Keys.of(), guard, endpoint=endpoint)
+    return app, endpoint
+
+
+@asynccontextmanager
+async def serving_endpoint(
+    registry: FakeRegistry, keys: Keys | None = None, limits: EndpointLimits | None = None
+) -> AsyncIterator[str]:
+    """Serve it; yields the base URL."""
+    app, _ = endpoint_app(registry, keys, limits)
+    async with serving(app) as url:
+        yield url

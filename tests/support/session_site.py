@@ -1,0 +1,171 @@
+"""A registry of sessions over a real file, with replicas that say how long their prompt was; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
+from agentloop.chat.reading import TurnReader
+from agentloop.clock import Clock, VirtualClock
+from agentloop.engine import Delta
+from agentloop.errors import (
+    AgentLoopError,
+)
+from agentloop.parsers import get_parser
+from agentloop.session import Session
+from agentloop.session_facts import Journal, SessionParts
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    Message,
+    SamplingParams,
+    WeightVersionSpan,
+)
+from agentloop_servers.endpoint.sessions import SessionLimits, Sessions
+from tests.support.front_door import FakeCoordinator
+from tests.support.scripted import RENDERER, ids
+from tests.support.service import Inline
+
+EPOCH_S = 1e9
+LIMITS = SessionLimits(max_sessions=8, idle_s=60.0, ttl_s=1000.0, one_off_ttl_s=100.0)
+
+
+@dataclass
+class Talker:
+    """Every replica: it says how long the prompt was. `gate`, while clear, holds answers back."""
+
+    num_calls: int = 0
+    errors: list[AgentLoopError] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def connect(self, url: str) -> Talker:
+        return self
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.num_calls += 1
+        await self.gate.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        said = (*ids(f"{len(request.token_ids)} tokens"), RENDERER.stop_token_ids[0])
+        spans = (WeightVersionSpan(3, 0, len(said)),)
+        logprobs = (-0.5,) * len(said)
+        return Generation(request.request_id, said, logprobs, spans, FinishReason.STOP, replica_id="talker")
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+        generation = await self.generate(request)
+        yield Delta(generation.token_ids, generation.logprobs, generation.weight_versions)
+        yield generation
+
+
+class Site:
+    """A registry that can be restarted over its file."""
+
+    def __init__(
+        self, clock: Clock, path: Path, limits: SessionLimits = LIMITS, *, is_virtual: bool = True
+    ) -> None:
+        self.clock, self.path, self.limits = clock, path, limits
+        self.coordinator, self.talker = FakeCoordinator(), Talker()
+        self.executor = Inline if is_virtual else lambda: None
+        self.talker.gate.set()
+
+    async def start(self) -> Sessions:
+        def parts_of(journal: Journal) -> SessionParts:
+            parser = get_parser("hermes")
+            return SessionParts(
+                RENDERER,
+                TurnReader(RENDERER, parser),
+                parser,
+                journal,
+                KVPolicy.KEEP,
+                max_context_tokens=100_000,
+                vocab_size=RENDERER.vocab_size,
+                clock=self.clock,
+                unix_time=lambda: EPOCH_S + self.clock.now(),
+            )
+
+        self.sessions = Sessions(
+            self.path / "sessions.sqlite",
+            parts_of=parts_of,
+            coordinator=self.coordinator,  # type: ignore[arg-type] # the part that sessions use
+            connect=self.talker.connect,  # type: ignore[arg-type]
+            secret="run secret",
+            limits=self.limits,
+            executor=self.executor(),
+        )
+        await self.sessions.start()
+        return self.sessions
+
+    async def stop(self) -> None:
+        self.sessions.check_health()
+        await self.sessions.close()
+        await self.sessions.close()
+
+    async def restart(self) -> Sessions:
+        await self.stop()
+        return await self.start()
+
+    def disk(self, num_pages: int) -> None:
+        """Give the store so many pages at most; the thread of virtual time is this one."""
+        db = self.sessions._store._db
+        assert db is not None
+        db.execute(f"PRAGMA max_page_count = {num_pages}").fetchone()
+
+    @property
+    def recorded(self) -> list[tuple[str, str, bool]]:
+        """What the run's store has of the default rollout."""
+        records = self.coordinator.finished.get("sessions", [])
+        return [(one.group_id, one.stop_reason.value, one.is_complete) for one in records]
+
+
+Test = Callable[[Site, Sessions], Coroutine[Any, Any, None]]
+
+
+def virtually(limits: SessionLimits = LIMITS) -> Callable[[Test], Callable[[Path], None]]:
+    """Run a test over a started registry in virtual time; in the end no lease is left."""
+
+    def decorate(test: Test) -> Callable[[Path], None]:
+        @wraps(test)
+        def run(tmp_path: Path) -> None:
+            clock = VirtualClock()
+
+            async def main() -> None:
+                site = Site(clock, tmp_path, limits)
+                try:
+                    await test(site, await site.start())
+                finally:
+                    site.talker.gate.set()
+                    await site.stop()
+                assert site.coordinator.leases == {}
+
+            clock.run(main())
+
+        del run.__wrapped__  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def chat(*messages: Message) -> ChatCall:
+    return ChatCall(messages, SamplingParams(1), max_tokens=50)
+
+
+async def say(session: Session, *messages: Message, retry_count: int = 0) -> ChatResult:
+    digest = hashlib.sha256(repr(messages).encode()).digest()
+    return await session.call(chat(*messages), CallKey(digest, retry_count))
+
+
+async def talk(session: Session, num_turns: int) -> tuple[Message, ...]:
+    history: tuple[Message, ...] = ()
+    for index in range(num_turns):
+        history = (*history, Message("user", f"question {index}"))
+        result = await say(session, *history)
+        history = (*history, result.choices[0].reply.message)
+    return history

@@ -1,0 +1,252 @@
+"""Sessions over the shipped policy's tokenizer and template, a simulated engine and a journal in memory.
+
+async with started(simulated("Hello.")) as engine:
+    session = make_session(engine)
+    result = await session.call(ask("Hi"), key("one"))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from agentloop import codec
+from agentloop.capture.node import CallRecord, CallState, Node
+from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.chat.reading import TurnReader
+from agentloop.chat.sample import SessionEngine
+from agentloop.parsers import get_parser
+from agentloop.renderer import Renderer
+from agentloop.session import CallLimits, Session, SessionFacts, SessionParts
+from agentloop.simulate import LatencyModel, ScriptedPolicy, SimulatedEngine, SimulatedSpec
+from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
+
+POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
+RENDERER = Renderer.from_directory(POLICY)
+PARSER = get_parser("hermes")
+CREATED_AT = 1_000_000.0
+SPEC = SimulatedSpec(vocab_size=RENDERER.vocab_size, max_context_tokens=2048, num_blocks=64_000, max_running=2048)
+CALCULATOR = {
+    "type": "function",
+    "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class MemoryJournal:
+    """What a session writes down, through the codec. Tests set its switches."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, bytes] = {}
+        self.nodes: dict[str, list[bytes]] = {}
+        self.facts: bytes | None = None
+        self.writes: list[str] = []  # "begin", "end committed", "end failed", "save", in order
+        self.failures: list[tuple[str, Exception]] = []  # each is raised by the next write that begins so
+        self.loses_answers = False  # what is raised from now on is raised after the write was done
+        self.gate: asyncio.Event | None = None  # every write waits for it
+
+    async def begin(self, session_id: str, call: CallRecord) -> None:
+        await self._write("begin", lambda: self._put(call))
+
+    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
+        def put() -> None:
+            self._put(call)
+            self.nodes[call.call_id] = [codec.encode(node) for node in nodes]
+
+        await self._write(f"end {call.state}", put)
+
+    async def save(self, facts: SessionFacts) -> None:
+        def put() -> None:
+            self.facts = codec.encode(facts)
+
+        await self._write("save", put)
+
+    @property
+    def records(self) -> list[CallRecord]:
+        return [codec.decode(data, CallRecord) for data in self.calls.values()]
+
+    @property
+    def states(self) -> list[CallState]:
+        return [record.state for record in self.records]
+
+    @property
+    def stored_nodes(self) -> list[Node]:
+        return [codec.decode(data, Node) for nodes in self.nodes.values() for data in nodes]
+
+    def restored(self, session: Session, engine: SessionEngine, **parts: object) -> Session:
+        """The session as another process would make it again."""
+        facts = session.facts if self.facts is None else codec.decode(self.facts, SessionFacts)
+        return make_session(engine, self, facts=facts, nodes=self.stored_nodes, calls=self.records, **parts)
+
+    def _put(self, call: CallRecord) -> None:
+        self.calls[call.call_id] = codec.encode(call)
+
+    async def _write(self, what: str, put: Callable[[], None]) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        self.writes.append(what)
+        failure = next((one for one in self.failures if what.startswith(one[0])), None)
+        if failure is None:
+            await asyncio.sleep(0)
+            put()
+            return
+        self.failures.remove(failure)
+        if self.loses_answers:
+            put()
+        raise failure[1]
+
+
+@dataclass
+class Wall:
+    """Seconds since 1970, as a test wants them."""
+
+    now_s: float = CREATED_AT
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class WatchedEngine:
+    """An engine that keeps what it was asked and what it answered."""
+
+    engine: SimulatedEngine
+    requests: list = field(default_factory=list)
+    generations: list = field(default_factory=list)
+
+    async def generate(self, request):
+        self.requests.append(request)
+        generation = await self.engine.generate(request)
+        self.generations.append(generation)
+        return generation
+
+    async def stream(self, request):
+        self.requests.append(request)
+        source = self.engine.stream(request)
+        try:
+            async for item in source:
+                yield item
+        finally:
+            await source.aclose()
+
+
+def make_parts(journal: MemoryJournal, **fields: object) -> SessionParts:
+    """Parts around `journal`; `fields` override."""
+    renderer = fields.pop("renderer", RENDERER)
+    given = {
+        "renderer": renderer,
+        "reader": TurnReader(renderer, PARSER),
+        "parser": PARSER,
+        "journal": journal,
+        "kv_policy": KVPolicy.KEEP,
+        "max_context_tokens": SPEC.max_context_tokens,
+        "vocab_size": RENDERER.vocab_size,
+        "limits": CallLimits(journal_timeout_s=5.0),
+        "unix_time": Wall(),
+    }
+    return SessionParts(**{**given, **fields})
+
+
+def make_session(
+    engine: SessionEngine,
+    journal: MemoryJournal | None = None,
+    *,
+    facts: SessionFacts | None = None,
+    nodes: Sequence[Node] = (),
+    calls: Sequence[CallRecord] = (),
+    **parts: object,
+) -> Session:
+    """A session; `parts` override those of `make_parts`."""
+    facts = SessionFacts("s", CREATED_AT, 3600.0, task_id="t") if facts is None else facts
+    made = make_parts(MemoryJournal() if journal is None else journal, **parts)
+    return Session(facts, parts=made, engine=engine, nodes=nodes, calls=calls)
+
+
+def ids(text: str) -> list[int]:
+    """What a policy of this tokenizer samples for `text`, without the stop token."""
+    return RENDERER.ids(text)
+
+
+def simulated(
+    *replies: str, decode_s: float = 0.0, spec: SimulatedSpec = SPEC, **options: object
+) -> SimulatedEngine:
+    """An engine whose n-th turn of a conversation says the n-th reply; without replies, one of hashed ids."""
+    spec = replace(spec, latency=LatencyModel(decode_s=decode_s))
+    policy = ScriptedPolicy(script(*replies)) if replies else None
+    return SimulatedEngine(spec, policy=policy, **options)
+
+
+def script(*replies: str) -> Callable[[Sequence[int]], Sequence[int]]:
+    encoded = [ids(reply) for reply in replies]
+    opening = RENDERER.render([Message("user", "?")], [])[-3:]  # the generation prompt
+
+    def answer(prompt: Sequence[int]) -> Sequence[int]:
+        said = sum(list(prompt[at : at + 3]) == opening for at in range(len(prompt) - 2))
+        return encoded[min(said, len(encoded)) - 1]
+
+    return answer
+
+
+@asynccontextmanager
+async def started(engine: SimulatedEngine) -> AsyncIterator[SimulatedEngine]:
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def ask(
+    *messages: str | Message, max_tokens: int | None = 12, seed: int | None = None, **fields: object
+) -> ChatCall:
+    """A call; a text is a user's message."""
+    made = tuple(Message("user", one) if isinstance(one, str) else one for one in messages)
+    return ChatCall(made, SamplingParams(1, seed=seed), max_tokens=max_tokens, **fields)
+
+
+def key(name: str, retry_count: int = 0) -> CallKey:
+    return CallKey(name.encode(), retry_count)
+
+
+async def streamed(session: Session, chat: ChatCall, call_key: CallKey) -> tuple[list[ChatPiece], ChatResult]:
+    """A stream to its end."""
+    *pieces, result = [item async for item in session.stream(chat, call_key)]
+    assert isinstance(result, ChatResult)
+    assert all(isinstance(piece, ChatPiece) for piece in pieces)
+    return pieces, result
+
+
+def check_pieces(pieces: Sequence[ChatPiece], result: ChatResult) -> None:
+    """A stream's pieces are its answer."""
+    for node in result.choices:
+        own = [piece for piece in pieces if piece.choice_index == node.choice_index]
+        assert [piece.finish is not None for piece in own] == [False] * (len(own) - 1) + [True]
+        assert "".join(piece.content for piece in own) == node.reply.message.content
+        assert [i for piece in own for i in piece.token_ids] == node.reply.token_ids.tolist()
+
+
+def check_trajectory(trajectory: Trajectory, nodes: Sequence[Node]) -> None:
+    """Arrays are aligned, spans tile what was sampled, and every sampled token is in exactly one mask."""
+    for path in trajectory.paths:
+        num_ids = len(path.response_ids)
+        assert len(path.response_mask) == len(path.logprobs) == num_ids
+        sampled = np.zeros(num_ids, bool)
+        for turn in path.turns:
+            sampled[turn.start : turn.end] = True
+            assert turn.prompt_len == len(path.prompt_ids) + turn.start
+        spanned = np.zeros(num_ids, int)
+        for span in path.weight_versions:
+            spanned[span.start : span.end] += 1
+        assert (spanned == sampled).all()
+        assert not (path.response_mask & ~sampled).any()
+        assert not path.logprobs[~sampled].any()
+        if path.num_shared:
+            parent = trajectory.paths[path.parent]
+            both = [np.concatenate((one.prompt_ids, one.response_ids))[: path.num_shared] for one in (path, parent)]
+            assert (both[0] == both[1]).all()
+    num_sampled = sum(len(node.reply.token_ids) for node in nodes)
+    assert sum(int(path.response_mask.sum()) for path in trajectory.paths) == num_sampled

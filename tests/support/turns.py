@@ -1,0 +1,33 @@
+"""Calls and turns of a session that look like real ones, for tests of what keeps them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agentloop.capture.node import CallRecord, CallState, Node, Reply
+from agentloop.session_facts import SessionFacts
+from agentloop.types import FinishReason, Message, WeightVersionSpan
+
+
+def make_facts(
+    session_id: str = "s", *, owner: str = "", ttl_s: float = 100.0, created_at: float = 0.0
+) -> SessionFacts:
+    return SessionFacts(session_id, created_at, ttl_s, owner)
+
+
+def make_call(call_id: str, state: CallState = CallState.OPEN, num_prompt: int = 20, error: str = "") -> CallRecord:
+    num_prompt = num_prompt if state is CallState.OPEN else 0
+    return CallRecord(call_id, call_id.encode() * 4, 5, state, np.arange(num_prompt, dtype=np.int32), error)
+
+
+def make_node(node_id: str, call_id: str, parent_id: str | None = None, num_tokens: int = 10) -> Node:
+    reply = Reply(
+        Message("assistant", f"reply {node_id} \u2713"),
+        np.arange(100, 100 + num_tokens, dtype=np.int32),
+        np.full(num_tokens, -0.25, np.float32),
+        (WeightVersionSpan(0, 0, num_tokens),),
+        FinishReason.STOP,
+        is_closed=True,
+        replica_id="replica-0",
+    )
+    return Node(node_id, call_id, 0, parent_id, (Message("user", "go on"),), np.arange(20, dtype=np.int32), reply)
