@@ -69,7 +69,7 @@ class Session:
 
     @property
     def calls(self) -> tuple[CallRecord, ...]:
-        """The calls that were begun, in that order, without their prompts."""
+        """The calls that were begun, in that order."""
         return self._memory.table.records
 
     @property

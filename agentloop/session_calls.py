@@ -10,20 +10,16 @@ and runs anew after one that failed. A failed call is made good by a later one w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-
-import numpy as np
 
 from agentloop.capture.node import CallRecord, CallState, Node
 from agentloop.chat.call import CallDelta, CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.chat.common import arguments_text, finish_of
 from agentloop.errors import AgentLoopError, DeadlineExceeded
-from agentloop.types import IntArray
 
 _RECORD_BYTES = 600  # a settled record with its entries in two dicts
-_NO_IDS: IntArray = np.array((), dtype=np.int32)
 
 
 class LiveCall:
@@ -156,7 +152,7 @@ class CallTable:
         for record in records:
             if record.state is CallState.OPEN:
                 record = replace(record, state=CallState.FAILED, error="the process that ran it ended")
-            self._records[record.call_id] = replace(record, prompt_ids=_NO_IDS)
+            self._records[record.call_id] = record
             self._by_digest.setdefault(record.digest, []).append(record.call_id)
 
     @property
@@ -171,7 +167,7 @@ class CallTable:
 
     @property
     def records(self) -> tuple[CallRecord, ...]:
-        """Calls that were begun, in that order, without their prompts."""
+        """Calls that were begun, in that order."""
         return tuple(self._records.values())
 
     def latest(self, digest: bytes) -> LiveCall | CallRecord | None:
@@ -216,19 +212,16 @@ class CallTable:
 
     def settle(self, record: CallRecord) -> None:
         """What became of a call that was begun."""
-        self._records[record.call_id] = replace(record, prompt_ids=_NO_IDS)
+        self._records[record.call_id] = record
 
     def leave(self, live: LiveCall) -> None:
         """It does not run any more."""
         del self.live[live.call_id]
 
 
-def record_of(
-    live: LiveCall, state: CallState, *, error: str = "", prompt_ids: Sequence[int] | IntArray = _NO_IDS
-) -> CallRecord:
-    """The call as the journal keeps it. A committed one needs no prompt: its nodes tell."""
-    ids = np.asarray(prompt_ids, dtype=np.int32)
-    return CallRecord(live.call_id, live.digest, live.created_at, state, ids, error, live.generate_s)
+def record_of(live: LiveCall, state: CallState, *, error: str = "") -> CallRecord:
+    """The call as the journal keeps it."""
+    return CallRecord(live.call_id, live.digest, live.created_at, state, error, live.generate_s)
 
 
 def whole_pieces(choices: Iterable[Node]) -> list[ChatPiece]:

@@ -108,7 +108,7 @@ class CallRunner:
         self._check_tokens(live, question.prompt)
         self._table.begin(live)
         try:
-            is_written = await self._journal.begin(record_of(live, CallState.OPEN, prompt_ids=question.prompt.ids))
+            is_written = await self._journal.begin(record_of(live, CallState.OPEN))
         except Exception:  # not a cancellation: then it may have been written
             live.is_begun = False
             raise

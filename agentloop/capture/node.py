@@ -85,6 +85,5 @@ class CallRecord:
     digest: bytes
     created_at: int
     state: CallState
-    prompt_ids: IntArray
     error: str = ""
     generate_s: float = 0.0  # spent on sampling, whatever came of it

@@ -15,9 +15,8 @@ def make_facts(
     return SessionFacts(session_id, created_at, ttl_s, owner)
 
 
-def make_call(call_id: str, state: CallState = CallState.OPEN, num_prompt: int = 20, error: str = "") -> CallRecord:
-    num_prompt = num_prompt if state is CallState.OPEN else 0
-    return CallRecord(call_id, call_id.encode() * 4, 5, state, np.arange(num_prompt, dtype=np.int32), error)
+def make_call(call_id: str, state: CallState = CallState.OPEN, error: str = "") -> CallRecord:
+    return CallRecord(call_id, call_id.encode() * 4, 5, state, error)
 
 
 def make_node(node_id: str, call_id: str, parent_id: str | None = None, num_tokens: int = 10) -> Node:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
-
 from agentloop import codec
 from agentloop.capture.node import CallRecord, CallState, Node
 from agentloop.errors import SessionFinished, SessionNotFound
@@ -62,9 +60,6 @@ class StoredSession:
     nodes: tuple[Node, ...] = ()
 
 
-_NO_IDS = np.empty(0, np.int32)
-
-
 def packed(value: Any) -> tuple[bytes, int]:
     """A value as it is stored: its bytes and their checksum."""
     data = codec.encode(value)
@@ -102,7 +97,7 @@ def fail_open_calls(db: sqlite3.Connection) -> int:
     for seq, call_id, data, crc in rows:
         call = codec.decode(data, CallRecord) if zlib.crc32(data) == crc else None
         if call is None:
-            call = CallRecord(call_id, b"", 0, CallState.OPEN, _NO_IDS)
+            call = CallRecord(call_id, b"", 0, CallState.OPEN)
         failed = dataclasses.replace(call, state=CallState.FAILED, error="the endpoint's process ended meanwhile")
         db.execute("UPDATE calls SET is_open = 0, value = ?, crc = ? WHERE seq = ?", (*packed(failed), seq))
     return int(db.execute("SELECT COUNT(*) FROM sessions WHERE state = 'open'").fetchone()[0])
@@ -110,7 +105,7 @@ def fail_open_calls(db: sqlite3.Connection) -> int:
 
 def lost_call(call_id: str) -> CallRecord:
     """What stands for a call whose row is damaged. No retry can heal it: its digest is nobody's."""
-    return damaged(CallRecord(call_id, b"", 0, CallState.FAILED, _NO_IDS))
+    return damaged(CallRecord(call_id, b"", 0, CallState.FAILED))
 
 
 def damaged(call: CallRecord) -> CallRecord:
