@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from agentloop.capture.canonical import tools_key
 from agentloop.capture.graph import Match, MessageGraph
 from agentloop.capture.node import Node, Split
 from agentloop.chat.call import ChatCall, ToolChoice
@@ -30,8 +29,8 @@ from agentloop.errors import (
 from agentloop.loops.context import LONG_RENDER_CHARS
 from agentloop.renderer import Renderer
 from agentloop.session_facts import SessionParts
-from agentloop.types import JSON, GenerateRequest, IntArray, Message, SamplingParams
-from agentloop.validate import check_request
+from agentloop.types import JSON, IntArray, Message, SamplingParams
+from agentloop.validate import check_sampling
 
 _BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
 _MAX_ID = (1 << 31) - 1
@@ -64,7 +63,9 @@ async def make_question(chat: ChatCall, graph: MessageGraph, parts: SessionParts
     if chat.prompt_ids is not None:
         prompt = _given_prompt(chat.prompt_ids, graph, parts)
     else:
-        prompt = await make_prompt(chat.messages, chat.tools, graph, parts.renderer, is_strict=chat.is_strict)
+        prompt = await make_prompt(
+            chat.messages, chat.tools, graph, parts.renderer, is_strict=chat.is_strict, keys=chat.keys
+        )
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
     if room <= 0:
@@ -74,7 +75,7 @@ async def make_question(chat: ChatCall, graph: MessageGraph, parts: SessionParts
         )
     max_tokens = room if chat.max_tokens is None else min(chat.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
-    check_request(GenerateRequest("", prompt.ids, sampling), _as_engine(parts))
+    check_sampling(sampling, _as_engine(parts))  # ids are within the vocabulary: they were read, or checked above
     return Question(prompt, sampling, reads_calls)
 
 
@@ -85,14 +86,16 @@ async def make_prompt(
     renderer: Renderer,
     *,
     is_strict: bool = False,
+    keys: Sequence[bytes] = (),
 ) -> Prompt:
-    """The prompt of messages, as it extends `graph`. Raises InvalidRequest and TemplateError."""
+    """The prompt of messages, as it extends `graph`; `keys` as `ChatCall.keys`. Raises InvalidRequest and
+    TemplateError."""
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
-    match = graph.match(messages, tools, is_strict=is_strict)
+    match = graph.match(messages, tools, is_strict=is_strict, keys=keys)
     if match.parent is None:
         ids = await _rendered(messages, lambda: renderer.render(messages, tools))
-        return _root(ids, messages, tools, match.split)
+        return _root(ids, messages, match.tools_key, match.split)
     prompt = await _bridged(match.parent, match, tools, graph, renderer)
     if prompt is not None:
         return prompt
@@ -100,10 +103,10 @@ async def make_prompt(
     parent_id = match.parent.node_id
     split = graph.mark_template_split(parent_id, ids, renderer.decode)
     if split is not None:
-        return _root(ids, messages, tools, split)
+        return _root(ids, messages, match.tools_key, split)
     num_known = len(graph.context_ids(parent_id))
     observed_ids = _array(ids[num_known:])
-    return Prompt(tuple(ids), parent_id, match.appended, observed_ids, tools_key(tools), match.split)
+    return Prompt(tuple(ids), parent_id, match.appended, observed_ids, match.tools_key, match.split)
 
 
 async def _bridged(
@@ -120,7 +123,7 @@ async def _bridged(
     except TemplateNotPrefixStable:
         return None
     ids = (*graph.context_ids(parent.node_id), *bridge)
-    return Prompt(ids, parent.node_id, appended, _array(bridge), tools_key(tools), match.split)
+    return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split)
 
 
 def _given_prompt(prompt_ids: tuple[int, ...], graph: MessageGraph, parts: SessionParts) -> Prompt:
@@ -134,10 +137,8 @@ def _given_prompt(prompt_ids: tuple[int, ...], graph: MessageGraph, parts: Sessi
     return Prompt(prompt_ids, parent_id, (), _array(new_ids), b"", split)
 
 
-def _root(
-    ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]], split: Split | None
-) -> Prompt:
-    return Prompt(tuple(ids), None, tuple(messages), _array(ids), tools_key(tools), split)
+def _root(ids: Sequence[int], messages: Sequence[Message], tools_key: bytes, split: Split | None) -> Prompt:
+    return Prompt(tuple(ids), None, tuple(messages), _array(ids), tools_key, split)
 
 
 def _array(ids: Sequence[int]) -> IntArray:

@@ -49,12 +49,17 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"a prompt of {len(ids)} tokens leaves no room in a context of {info.max_context_tokens}",
             param="token_ids",
         )
-    _check_sampling(request.sampling)
-    _check_adjustments(request.sampling, info.vocab_size)
-    _check_constraint(request.sampling, info)
+    check_sampling(request.sampling, info)
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
+def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
+    """`check_request` without the prompt: raises InvalidRequest (naming the field), UnsupportedParameter."""
+    _check_numbers(sampling)
+    _check_adjustments(sampling, info.vocab_size)
+    _check_constraint(sampling, info)
+
+
+def _check_numbers(sampling: SamplingParams) -> None:
     if sampling.max_tokens <= 0:
         raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, not positive", param="max_tokens")
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):

@@ -35,6 +35,7 @@ class Match:
     parent: Node | None
     appended: tuple[Message, ...]
     split: Split | None
+    tools_key: bytes = b""  # of the request
 
 
 class MessageGraph:
@@ -90,24 +91,31 @@ class MessageGraph:
         self._num_node_bytes += node_bytes(node)
 
     def match(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]], *, is_strict: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        *,
+        is_strict: bool = False,
+        keys: Sequence[bytes] = (),
     ) -> Match:
         """Where a request goes on: the deepest turn whose whole history it echoes, under the same tools.
 
-        Changes nothing that a later match depends on. Raises InvalidRequest for no messages, or for arguments that
-        are nested too deeply.
+        `keys` are the messages' loose keys, where they are known already. Changes nothing that a later match
+        depends on. Raises InvalidRequest for no messages, or for arguments that are nested too deeply.
         """
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
         known_tools = tools_key(tools)
         self._tool_sets.note(known_tools, tools)
         if not self._nodes:
-            return Match(None, tuple(messages), None)
+            return Match(None, tuple(messages), None, known_tools)
         index = self._index(is_strict)
-        keys = index.keys(messages)
+        if is_strict or len(keys) != len(messages):
+            keys = index.keys(messages)
         walk = index.walk(known_tools, keys, messages)
         if walk is None or not walk.turns:
-            return Match(None, tuple(messages), self._split_of_root(index, known_tools, keys, messages, walk))
+            split = self._split_of_root(index, known_tools, keys, messages, walk)
+            return Match(None, tuple(messages), split, known_tools)
         turns = [self._nodes[turn] for turn in walk.turns]
         if len(turns) > 1:
             turns = told_apart(turns, walk.num_matched, messages, self._nodes)
@@ -115,9 +123,10 @@ class MessageGraph:
             names = " and ".join(turn.node_id for turn in turns[-2:])
             detail = f"messages[:{walk.num_matched}] fit turns {names}, which say the same in other tokens"
             split = Split(SplitReason.AMBIGUOUS, turns[-1].node_id, detail[:MAX_DETAIL_CHARS])
-            return Match(None, tuple(messages), split)
+            return Match(None, tuple(messages), split, known_tools)
         appended = tuple(messages[walk.num_matched :])
-        return Match(turns[0], appended, self._split_of_child(index, turns[0], appended, messages, walk))
+        child_split = self._split_of_child(index, turns[0], appended, messages, walk)
+        return Match(turns[0], appended, child_split, known_tools)
 
     def match_ids(
         self, prompt_ids: Sequence[int], *, decode: Decode | None = None

@@ -234,10 +234,19 @@ def read_body(data: bytes, kind: type[B]) -> B:
 
     The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
     """
+    return checked(read_json(data), kind)
+
+
+def read_json(data: bytes) -> Any:
+    """The JSON value that `data` holds. Raises InvalidRequest."""
     try:
-        value = from_json(data)
+        return from_json(data)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def checked(value: Any, kind: type[B]) -> B:
+    """The body that a JSON value is. Raises as `read_body`."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import Discriminator, Field, InstanceOf, JsonValue, Tag
+from pydantic.json_schema import SkipJsonSchema
 
+from agentloop.chat.known import KnownMessage
 from agentloop.chat.schemas import Schema
 from agentloop.wire import Body, Json
 
@@ -36,6 +38,8 @@ def _kind(value: Any) -> str | None:
 
 
 def _role(value: Any) -> str | None:
+    if isinstance(value, KnownMessage):
+        return "~known"
     role = value.get("role") if isinstance(value, Mapping) else getattr(value, "role", None)
     return f"~{role}" if isinstance(role, str) else None
 
@@ -131,7 +135,8 @@ Message = Annotated[
     | Annotated[SystemMessage, Tag("~developer")]
     | Annotated[UserMessage, Tag("~user")]
     | Annotated[AssistantMessage, Tag("~assistant")]
-    | Annotated[ToolMessage, Tag("~tool")],
+    | Annotated[ToolMessage, Tag("~tool")]
+    | SkipJsonSchema[Annotated[InstanceOf[KnownMessage], Tag("~known")]],
     Discriminator(
         _role,
         custom_error_type="unknown_role",
@@ -141,7 +146,8 @@ Message = Annotated[
 
 
 AnyPart: TypeAlias = TextPart | RefusalPart
-AnyMessage: TypeAlias = SystemMessage | UserMessage | AssistantMessage | ToolMessage
+NewMessage: TypeAlias = SystemMessage | UserMessage | AssistantMessage | ToolMessage
+AnyMessage: TypeAlias = NewMessage | KnownMessage
 
 
 # --- tools ------------------------------------------------------------------------------------------------

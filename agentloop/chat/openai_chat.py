@@ -14,7 +14,7 @@ from dataclasses import replace
 from agentloop.capture.node import Node
 from agentloop.chat import message_bodies as bodies
 from agentloop.chat.answers import Answer, answer_of, fingerprint, session_extra, usage_of, versions_of
-from agentloop.chat.bodies import CallBase, ChatBody
+from agentloop.chat.bodies import CallBase, ChatBody, checked, read_json
 from agentloop.chat.call import ChatCall, ChatPiece, ChatResult, ToolChoice
 from agentloop.chat.common import (
     arguments_text,
@@ -25,9 +25,9 @@ from agentloop.chat.common import (
     joined_text,
     read_call,
     schema_constraint,
-    with_tool_names,
 )
 from agentloop.chat.dialect import answer_constraint, sampling_params
+from agentloop.chat.known import KnownMessage, KnownMessages, conversation
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
@@ -40,14 +40,31 @@ _MAX_SEED = 1 << 62  # of choice 0: that of every other choice is larger
 # --- requests ---------------------------------------------------------------------------------------------
 
 
+def read_chat(data: bytes, known: KnownMessages) -> ChatBody:
+    """The body that `data` holds, its messages read; those not known yet are learnt. Raises as `read_body`."""
+    value = read_json(data)
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list):
+        return checked(value, ChatBody)
+    names = [known.name_of(message) for message in messages]
+    value["messages"] = [known.get(name) or message for name, message in zip(names, messages, strict=True)]
+    body = checked(value, ChatBody)
+    for index, message in enumerate(body.messages):
+        if not isinstance(message, KnownMessage):
+            body.messages[index] = known.add(names[index], _message(message))
+    return body
+
+
 def to_call(body: ChatBody, parser: Parser, vocab_size: int, timeout_s: float) -> ChatCall:
     """The call that a body asks for. Raises InvalidRequest for what does not fit together."""
     tools, choice, forced = _tools(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     is_parallel = body.parallel_tool_calls is not False
     constraint = answer_constraint(_wanted(body), parser, tools, choice, is_parallel=is_parallel)
+    known = _known(body.messages)
     return ChatCall(
-        messages=_messages(body.messages),
+        messages=conversation(known),
+        keys=tuple(one.key for one in known),
         sampling=sampling_of(body, max_tokens, vocab_size, body.top_logprobs or 0, constraint),
         tools=tools,
         tool_choice=choice,
@@ -66,7 +83,7 @@ def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
     """Messages and tool definitions as the renderer takes them."""
-    return _messages(messages), _definitions(tools)
+    return conversation(_known(messages)), _definitions(tools)
 
 
 def sampling_of(
@@ -141,11 +158,11 @@ def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSO
     return tuple(function_definition(one.name, one.description, one.parameters) for one in functions)
 
 
-def _messages(messages: Sequence[bodies.AnyMessage]) -> tuple[Message, ...]:
-    return with_tool_names([_message(message) for message in messages])
+def _known(messages: Sequence[bodies.AnyMessage]) -> list[KnownMessage]:
+    return [one if isinstance(one, KnownMessage) else KnownMessage(_message(one)) for one in messages]
 
 
-def _message(body: bodies.AnyMessage) -> Message:
+def _message(body: bodies.NewMessage) -> Message:
     if isinstance(body, bodies.AssistantMessage):
         return _assistant(body)
     content = _text(body.content, body.role)

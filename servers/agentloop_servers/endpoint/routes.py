@@ -18,6 +18,7 @@ from starlette.responses import Response
 from agentloop.chat import openai_chat, openai_completions
 from agentloop.chat.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from agentloop.chat.call import ChatCall, ChatPiece, ChatResult
+from agentloop.chat.known import KnownMessages
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_answers import (
     STREAMED,
@@ -39,7 +40,6 @@ from agentloop_servers.http_guard import Keys, body_schema, json_body
 
 PREFIXES = ("", "/sessions/{session_id}")
 
-Chat = Annotated[ChatBody, Depends(json_body(ChatBody, read_body))]
 Completion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
 Tokenize = Annotated[TokenizeBody, Depends(json_body(TokenizeBody, read_body))]
 Detokenize = Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody, read_body))]
@@ -89,9 +89,12 @@ class OpenAiRoutes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._texts = TokenTexts(endpoint.renderer)
+        known = KnownMessages()
+        self._read_chat = json_body(ChatBody, lambda data, _: openai_chat.read_chat(data, known))
 
-    async def chat(self, request: Request, body: Chat) -> Response:
+    async def chat(self, request: Request) -> Response:
         """One answer, or `n`, to a conversation; streamed as server-sent events if asked."""
+        body = await self._read_chat(request)
         call = await self._chat_call(body)
         exchange = await Exchange.open(request, self._endpoint, body.named_session)
         if body.stream:
@@ -121,11 +124,12 @@ class OpenAiRoutes:
         self._endpoint.check_model(model)
         return _json(self._model(model))
 
-    async def render(self, request: Request, body: Chat) -> Response:
+    async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
 
         In a named session also how the history is matched with what the session has.
         """
+        body = await self._read_chat(request)
         call = await self._chat_call(body)
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:

@@ -21,7 +21,8 @@ def start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess
     return subprocess.Popen(
         [sys.executable, "-m", "tests.servers.transfer.plan_rank", *arguments],
         cwd=Path(__file__).parents[3],
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"},
+        # The name of what ranks share, which vLLM's own worker sets where its CPU kernels can use it.
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": str(port)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
