@@ -42,6 +42,7 @@ class HistoryIndex:
 
     def __init__(self, *, is_strict: bool) -> None:
         self.is_strict = is_strict
+        self._no_reply_key = message_key(_NO_REPLY, is_strict=is_strict)
         self._starts: dict[bytes, int] = {}  # by tools, in the order they came
         self._steps: dict[tuple[int, bytes], int] = {}
         self._echoes: dict[tuple[int, bytes], tuple[int, ...]] = {}  # steps with a stop string
@@ -76,7 +77,7 @@ class HistoryIndex:
         reply = node.reply.message
         reply_key = message_key(reply, is_strict=self.is_strict)
         before, place = place, self._step(place, reply_key, node.node_id)
-        if reply_key != message_key(_NO_REPLY, is_strict=self.is_strict):
+        if reply_key != self._no_reply_key:
             self._replies[reply_key] = node.node_id
         if node.reply.stop_text:
             self._add_echo(before, place, reply_key, replace(reply, content=reply.content + node.reply.stop_text))

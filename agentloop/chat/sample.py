@@ -316,16 +316,17 @@ async def _deltas(
 def _request(
     order: SampleOrder, sampled_ids: tuple[int, ...], continuation: int, deadline_at: float
 ) -> GenerateRequest:
-    num_sampled = len(sampled_ids)
-    sampling = order.sampling
-    return GenerateRequest(
-        request_id=f"{order.request_id}.{continuation}",
-        token_ids=order.prompt_ids + sampled_ids,
-        sampling=replace(
+    num_sampled, sampling = len(sampled_ids), order.sampling
+    if num_sampled:
+        sampling = replace(
             sampling,
             max_tokens=sampling.max_tokens - num_sampled,
             min_tokens=max(sampling.min_tokens - num_sampled, 0),
-        ),
+        )
+    return GenerateRequest(
+        request_id=f"{order.request_id}.{continuation}",
+        token_ids=order.prompt_ids + sampled_ids,
+        sampling=sampling,
         timeout_s=max(deadline_at - asyncio.get_running_loop().time(), 0.001),
         trajectory_id=order.trajectory_id,
         kv_version=order.kv_version,

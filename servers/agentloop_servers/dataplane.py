@@ -50,6 +50,7 @@ T = TypeVar("T")
 CONTROL_TIMEOUT_S = 600.0  # a stage or commit of large weights; the caller's own deadline is shorter
 CONNECT_TIMEOUT_S = 5.0
 GRACE_S = 10.0  # beyond a request's own timeout, in which the replica reports it itself
+_NOT_SENT = ("accept", "accept-encoding", "content-type", "user-agent")
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -262,7 +263,12 @@ class EngineClients:
         """The engine at `url`; nothing is sent yet. Call on the event loop that will use it."""
         if self._session is None:
             # limit=0: a worker's capacity bounds what is in flight, not the pool.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=_NOT_SENT,
+                auto_decompress=False,
+            )
         engine = self._engines.get(url)
         if engine is None:
             engine = RemoteEngine(url, self._secret, self._session, self._next_order)

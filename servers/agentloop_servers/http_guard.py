@@ -350,6 +350,8 @@ class _Exchange:
         self._body_deadline_at: float | None = asyncio.get_running_loop().time() + limits.body_timeout_s
 
     async def receive(self) -> Message:
+        if self._body_deadline_at is None:
+            return await self._receive()
         try:
             async with asyncio.timeout_at(self._body_deadline_at):
                 message = await self._receive()

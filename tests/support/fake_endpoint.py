@@ -115,6 +115,9 @@ class FakeRegistry:
         self.sessions[session_id] = FakeSession(self, facts)
         return self.sessions[session_id]
 
+    def resident(self, session_id: str, owner: str | None) -> FakeSession | None:
+        return None  # every session is somewhere else, and has to be awaited
+
     async def find(self, session_id: str, owner: str | None) -> FakeSession:
         found = self.sessions.get(session_id)
         if found is None or owner not in (None, found.facts.owner):

@@ -88,17 +88,24 @@ async def session_of(request: Request, endpoint: Endpoint, body_session_id: str 
     known = named if named is not None else offered
     if known is not None:
         endpoint.check_own(known)
-    sessions = endpoint.sessions
-    finding = (
-        sessions.find_or_create(offered, caller.owner) if named is None else sessions.find(named, caller.reaches)
-    )
-    try:
-        async with asyncio.timeout(endpoint.limits.registry_timeout_s):
-            found = await finding
-    except TimeoutError as error:
-        raise DeadlineExceeded("the session could not be had in time") from error
+    reaches = caller.reaches if named is not None else caller.owner
+    found: CallableSession | None = None if known is None else endpoint.sessions.resident(known, reaches)
+    if found is None:
+        found = await _found(endpoint, named, offered, caller)
     request.scope["state"]["session_id"] = found.facts.session_id
     return found
+
+
+async def _found(endpoint: Endpoint, named: str | None, offered: str | None, caller: Caller) -> CallableSession:
+    """The session from where it is, or a new one."""
+    sessions = endpoint.sessions
+    try:
+        async with asyncio.timeout(endpoint.limits.registry_timeout_s):
+            if named is None:
+                return await sessions.find_or_create(offered, caller.owner)
+            return await sessions.find(named, caller.reaches)
+    except TimeoutError as error:
+        raise DeadlineExceeded("the session could not be had in time") from error
 
 
 def names_session(request: Request) -> bool:

@@ -49,15 +49,17 @@ class Continuation:
     def next_request(self) -> GenerateRequest:
         """What is still to be asked: the prompt with the ids so far, under an id of its own."""
         request, num_have = self.request, len(self._token_ids)
+        if self._num_attempts == 0:
+            self._num_attempts = 1
+            return request
         sampling = dataclasses.replace(
             request.sampling,
             max_tokens=request.sampling.max_tokens - num_have,
             min_tokens=max(0, request.sampling.min_tokens - num_have),
         )
-        suffix = f"~{self._num_attempts}" if self._num_attempts else ""  # an engine may still know the one before
         self._asked = dataclasses.replace(
             request,
-            request_id=f"{request.request_id}{suffix}",
+            request_id=f"{request.request_id}~{self._num_attempts}",  # an engine may still know the one before
             token_ids=(*request.token_ids, *self._token_ids) if num_have else request.token_ids,
             sampling=sampling,
             timeout_s=max(self._deadline_at - asyncio.get_running_loop().time(), 0.001),

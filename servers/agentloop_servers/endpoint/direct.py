@@ -45,6 +45,7 @@ class DirectServer:
             log_config=None,
             access_log=False,
             ws="none",
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",  # whoever serves the app first runs it
             backlog=BACKLOG,

@@ -1,6 +1,7 @@
 """One model call over HTTP, the same for every dialect: its session, its identity, its deadline and its answer.
 
-A dialect's route checks its body, makes a `ChatCall`, opens an `Exchange`, and says how a result looks. A client
+A dialect's route checks its body, makes a `ChatCall`, opens an `Exchange`, and says how a result looks. The session
+keeps the call's deadline. A client
 that leaves cancels the call on both ways out, and the answer returns only when what was cancelled has ended.
 """
 
@@ -19,7 +20,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
-from agentloop.errors import AgentLoopError, DeadlineExceeded
+from agentloop.errors import AgentLoopError
 from agentloop_servers.disconnect import unless_client_leaves
 from agentloop_servers.endpoint.carriers import session_of
 from agentloop_servers.endpoint.endpoint import CallableSession, Endpoint
@@ -44,7 +45,6 @@ LONG_ANSWER_TOKENS = 2048
 """Longer answers are written in a thread: with logprobs they are megabytes."""
 
 _DIGEST_BYTES = 16
-_GRACE_S = 10.0  # the session keeps the deadline; this is for the case that it does not
 _MAX_RETRY_COUNT = 1000
 
 
@@ -66,7 +66,7 @@ class Exchange:
     async def answer(self, chat: ChatCall, render: Callable[[ChatResult], Any]) -> Response:
         """The whole answer as JSON; `render` gives what `orjson` takes. Cancels the call if the client leaves."""
         with self.endpoint.admitted():
-            result = await unless_client_leaves(self.request, self._call(self._bounded(chat)))
+            result = await unless_client_leaves(self.request, self.session.call(self._bounded(chat), self.key))
         if result is None:
             return Response(status_code=499)  # nobody reads it
         turn = {TURN_HEADER: result.choices[0].node_id}
@@ -96,39 +96,19 @@ class Exchange:
             send_timeout_s=limits.send_timeout_s,
         )
 
-    async def _call(self, chat: ChatCall) -> ChatResult:
-        try:
-            async with asyncio.timeout(chat.timeout_s + _GRACE_S):
-                return await self.session.call(chat, self.key)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {chat.timeout_s:g} s") from error
-
     async def _events(
         self,
         chat: ChatCall,
         events: Callable[[AsyncIterator[ChatPiece | ChatResult]], AsyncIterator[bytes]],
     ) -> AsyncGenerator[bytes, None]:
         with self.endpoint.admitted():
-            async with aclosing(self._pieces(chat)) as pieces:
+            # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
+            pieces = self.session.stream(chat, self.key)
+            async with aclosing(pieces):  # type: ignore[type-var] # an async generator
                 written = events(pieces)
                 async with aclosing(written):  # type: ignore[type-var] # an async generator
                     async for event in written:
                         yield event
-
-    async def _pieces(self, chat: ChatCall) -> AsyncGenerator[ChatPiece | ChatResult, None]:
-        # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
-        deadline_at = asyncio.get_running_loop().time() + chat.timeout_s + _GRACE_S
-        pieces = self.session.stream(chat, self.key)
-        async with aclosing(pieces):  # type: ignore[type-var] # an async generator
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline_at):
-                        piece = await anext(pieces, None)
-                except TimeoutError as error:
-                    raise DeadlineExceeded(f"no answer within {chat.timeout_s:g} s") from error
-                if piece is None:
-                    return
-                yield piece
 
     def _bounded(self, chat: ChatCall) -> ChatCall:
         """The call, ending no later than the client stops waiting for it."""

@@ -232,6 +232,8 @@ class LeasedSession:
         except AgentLoopError as error:
             await self._failed(lease, error)
             raise
+        if request is reply.request:
+            return generation
         return dataclasses.replace(generation, request_id=reply.request.request_id)
 
     async def _stream_once(

@@ -164,14 +164,19 @@ class Sessions:
                 raise Conflict(f"session {facts.session_id!r} exists", param="session_id")
             return known
 
+    def resident(self, session_id: str, owner: str | None) -> Session | None:
+        """The session, if it is in memory. Raises SessionNotFound for another owner's."""
+        session = self._residents.get(session_id)
+        return None if session is None else owned(session, owner)
+
     async def find(self, session_id: str, owner: str | None) -> Session:
         """A session that exists, open or finished; with an owner of None whoever made it.
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
         """
-        session = self._residents.get(session_id)
+        session = self.resident(session_id, owner)
         if session is not None:
-            return owned(session, owner)
+            return session
         async with self._locks.of(session_id):
             return await self._found(session_id, owner)
 
@@ -182,9 +187,9 @@ class Sessions:
             if session is None:
                 raise ServiceUnavailable("a new session id was taken")
             return session
-        session = self._residents.get(session_id)
+        session = self.resident(session_id, owner)
         if session is not None:
-            return owned(session, owner)
+            return session
         async with self._locks.of(session_id):
             session = await self._create(self._facts(NewSession(session_id), owner, is_one_off=False))
             return session if session is not None else await self._found(session_id, owner)
