@@ -63,7 +63,7 @@ class KnownMessages:
         """What a JSON value goes by; None for what has no name."""
         try:
             text = orjson.dumps(value)
-        except orjson.JSONEncodeError:  # an integer of more than 64 bits
+        except orjson.JSONEncodeError:  # an integer of more than 64 bits: it will be refused
             return None
         return text if len(text) <= _MAX_NAME_BYTES else blake2b(text, digest_size=_DIGEST_BYTES).digest()
 
