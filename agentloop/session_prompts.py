@@ -64,7 +64,13 @@ async def make_question(chat: ChatCall, graph: MessageGraph, parts: SessionParts
         prompt = _given_prompt(chat.prompt_ids, graph, parts)
     else:
         prompt = await make_prompt(
-            chat.messages, chat.tools, graph, parts.renderer, is_strict=chat.is_strict, keys=chat.keys
+            chat.messages,
+            chat.tools,
+            graph,
+            parts.renderer,
+            is_strict=chat.is_strict,
+            keys=chat.keys,
+            tools_key=chat.tools_key,
         )
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
@@ -87,12 +93,13 @@ async def make_prompt(
     *,
     is_strict: bool = False,
     keys: Sequence[bytes] = (),
+    tools_key: bytes | None = None,
 ) -> Prompt:
-    """The prompt of messages, as it extends `graph`; `keys` as `ChatCall.keys`. Raises InvalidRequest and
+    """The prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises InvalidRequest and
     TemplateError."""
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
-    match = graph.match(messages, tools, is_strict=is_strict, keys=keys)
+    match = graph.match(messages, tools, is_strict=is_strict, keys=keys, tools_key=tools_key)
     if match.parent is None:
         ids = await _rendered(messages, lambda: renderer.render(messages, tools))
         return _root(ids, messages, match.tools_key, match.split)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentloop.capture.canonical import tools_key
+from agentloop.capture.canonical import tools_key as key_of_tools
 from agentloop.capture.context_ids import ContextIds, PathKey
 from agentloop.capture.difference import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
 from agentloop.capture.echo import told_apart
@@ -97,15 +97,17 @@ class MessageGraph:
         *,
         is_strict: bool = False,
         keys: Sequence[bytes] = (),
+        tools_key: bytes | None = None,
     ) -> Match:
         """Where a request goes on: the deepest turn whose whole history it echoes, under the same tools.
 
-        `keys` are the messages' loose keys, where they are known already. Changes nothing that a later match
-        depends on. Raises InvalidRequest for no messages, or for arguments that are nested too deeply.
+        `keys` are the messages' loose keys, `tools_key` that of the tools, where they are known already. Changes
+        nothing that a later match depends on. Raises InvalidRequest for no messages, or for arguments that are
+        nested too deeply.
         """
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
-        known_tools = tools_key(tools)
+        known_tools = key_of_tools(tools) if tools_key is None else tools_key
         self._tool_sets.note(known_tools, tools)
         if not self._nodes:
             return Match(None, tuple(messages), None, known_tools)

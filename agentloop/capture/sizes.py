@@ -37,15 +37,16 @@ def message_bytes(message: Message) -> int:
 
 def _call_bytes(call: ToolCall) -> int:
     own = sum(map(_own, (call.id, call.name, call.error, call.text)))
-    return _CALL + own + _json_bytes(call.arguments) + 2 * _SMALL_INT
+    return _CALL + own + json_bytes(call.arguments) + 2 * _SMALL_INT
 
 
-def _json_bytes(value: JSON) -> int:
+def json_bytes(value: JSON) -> int:
+    """The memory of a JSON value."""
     total = getsizeof(value)
     if isinstance(value, Mapping):
-        total += sum(getsizeof(key) + _json_bytes(item) for key, item in value.items())
+        total += sum(getsizeof(key) + json_bytes(item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        total += sum(map(_json_bytes, value))
+        total += sum(map(json_bytes, value))
     return total
 
 

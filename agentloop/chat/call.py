@@ -43,6 +43,7 @@ class ChatCall:
     messages: tuple[Message, ...]
     sampling: SamplingParams
     keys: tuple[bytes, ...] = ()  # the loose canonical keys of `messages`, from a dialect that has them already
+    tools_key: bytes | None = None  # that of `tools`, likewise
     tools: tuple[Mapping[str, JSON], ...] = ()  # definitions in the OpenAI function format
     tool_choice: ToolChoice = ToolChoice.AUTO
     forced_tool: str | None = None  # with REQUIRED: this one and no other

@@ -1,31 +1,37 @@
-"""KnownMessages: messages of chat bodies that were read before, so that a history is not read anew in every turn.
+"""What chat bodies repeat: messages and tool definitions that were read before are not read anew in every turn.
 
-Clients send the whole conversation with every call. A message is checked, converted and given its canonical key
-when it first comes; the next body that has the same JSON gets that again, for a look-up.
+Clients send the whole conversation and all tools with every call. What comes for the first time is checked,
+converted and given its canonical key; the next body that has the same JSON gets that again, for a look-up.
 
-Ownership: the memory of one process, for all its sessions. Invariants: a message is known by all of its JSON, so
-what is found is what reading it again would make; it is bounded in bytes. Methods may be called from any thread.
+Ownership: one `Known` for all sessions of a process. Invariants: a thing is known by all of its JSON, so what is
+found is what reading it again would make; it takes bounded memory. Methods may be called from any thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from sys import getsizeof
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import orjson
 
 from agentloop.capture.canonical import message_key
-from agentloop.capture.sizes import message_bytes
-from agentloop.types import Message
+from agentloop.capture.sizes import json_bytes, message_bytes
+from agentloop.types import JSON, Message
 
-MAX_KNOWN_BYTES = 128 << 20
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 128 << 20
+MAX_TOOLS_BYTES = 32 << 20
 
 _MAX_NAME_BYTES = 512  # of JSON that is its own name; longer ones go by a digest
 _DIGEST_BYTES = 16
-_ENTRY_BYTES = 260  # of a known message beside the message itself: this object, its key, and its place in a dict
+_ENTRY_BYTES = 316  # of a known message beside the message itself: its object, its key, and its place in a dict
+
+_TOOL_BYTES = 2000  # of a checked body beside the definition, whose values it shares
 
 
 class KnownMessage:
@@ -38,6 +44,10 @@ class KnownMessage:
         self.key = message_key(message)
         self._named = message
 
+    @property
+    def num_bytes(self) -> int:
+        return _ENTRY_BYTES + message_bytes(self.message)
+
     def with_name(self, name: str | None) -> Message:
         """The message, a tool's answer, with the tool's name: the last one it was asked with is kept."""
         if self._named.name != name:
@@ -46,50 +56,67 @@ class KnownMessage:
         return self._named
 
 
-class KnownMessages:
-    """Messages by their JSON. What was not asked for since about half of the room was filled anew is forgotten."""
+@dataclass(frozen=True, slots=True)
+class KnownTools:
+    """Tools as they were read: the checked bodies, the definitions made of them, and the canonical key of those."""
 
-    def __init__(self, max_bytes: int = MAX_KNOWN_BYTES) -> None:
+    bodies: list[Any]
+    definitions: tuple[dict[str, JSON], ...]
+    key: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return _ENTRY_BYTES + json_bytes(self.definitions) + len(self.bodies) * _TOOL_BYTES
+
+
+class ByJson(Generic[T]):
+    """Things by their JSON. What was not asked for while half of the room was filled anew is forgotten."""
+
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._young: dict[bytes, KnownMessage] = {}
-        self._old: dict[bytes, KnownMessage] = {}
+        self._young: dict[bytes, tuple[T, int]] = {}  # with the size of each
+        self._old: dict[bytes, tuple[T, int]] = {}
         self._num_young_bytes = 0
         self._changing = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def name_of(self, value: Any) -> bytes | None:
-        """What a JSON value goes by; None for what has no name."""
-        try:
-            text = orjson.dumps(value)
-        except orjson.JSONEncodeError:  # an integer of more than 64 bits: it will be refused
-            return None
-        return text if len(text) <= _MAX_NAME_BYTES else blake2b(text, digest_size=_DIGEST_BYTES).digest()
-
-    def get(self, name: bytes | None) -> KnownMessage | None:
-        """The message of this name, if it is known."""
+    def get(self, name: bytes | None) -> T | None:
+        """What goes by this name, if it is known."""
         if name is None:
             return None
         found = self._young.get(name)
-        if found is None and (found := self._old.pop(name, None)) is not None:
-            self._keep(name, found)
-        return found
+        if found is None and (found := self._old.get(name)) is not None:
+            self.add(name, *found)
+        return None if found is None else found[0]
 
-    def add(self, name: bytes | None, message: Message) -> KnownMessage:
-        """Remember a message that was read; one without a name is merely returned."""
-        known = KnownMessage(message)
-        if name is not None:
-            self._keep(name, known)
-        return known
-
-    def _keep(self, name: bytes, known: KnownMessage) -> None:
-        num_bytes = _ENTRY_BYTES + getsizeof(name) + message_bytes(known.message)
+    def add(self, name: bytes | None, thing: T, num_bytes: int) -> None:
+        """Remember what was read; what has no name is not remembered."""
+        if name is None:
+            return
         with self._changing:
-            self._young[name] = known
-            self._num_young_bytes += num_bytes
+            self._young[name] = thing, num_bytes
+            self._num_young_bytes += num_bytes + getsizeof(name)
             if self._num_young_bytes > self._max_bytes // 2:
                 self._young, self._old, self._num_young_bytes = {}, self._young, 0
+
+
+def name_of(value: Any) -> bytes | None:
+    """What a JSON value is known by; None for one that is refused anyway: an integer of more than 64 bits."""
+    try:
+        text = orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return None
+    return text if len(text) <= _MAX_NAME_BYTES else blake2b(text, digest_size=_DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a process knows of chat bodies."""
+
+    messages: ByJson[KnownMessage] = field(default_factory=lambda: ByJson(MAX_MESSAGE_BYTES))
+    tools: ByJson[KnownTools] = field(default_factory=lambda: ByJson(MAX_TOOLS_BYTES))
 
 
 def conversation(known: Sequence[KnownMessage]) -> tuple[Message, ...]:

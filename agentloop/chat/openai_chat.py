@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from agentloop.capture.canonical import tools_key
 from agentloop.capture.node import Node
 from agentloop.chat import message_bodies as bodies
 from agentloop.chat.answers import Answer, answer_of, fingerprint, session_extra, usage_of, versions_of
@@ -27,7 +28,7 @@ from agentloop.chat.common import (
     schema_constraint,
 )
 from agentloop.chat.dialect import answer_constraint, sampling_params
-from agentloop.chat.known import KnownMessage, KnownMessages, conversation
+from agentloop.chat.known import Known, KnownMessage, KnownTools, conversation, name_of
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
@@ -40,31 +41,57 @@ _MAX_SEED = 1 << 62  # of choice 0: that of every other choice is larger
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def read_chat(data: bytes, known: KnownMessages) -> ChatBody:
-    """The body that `data` holds, its messages read; those not known yet are learnt. Raises as `read_body`."""
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked body, its messages and tools read."""
+
+    body: ChatBody
+    messages: Sequence[KnownMessage]
+    tools: KnownTools
+
+
+def read_chat(data: bytes, known: Known) -> ChatRequest:
+    """The request that `data` holds; what of it is not known yet is learnt. Raises as `read_body`."""
     value = read_json(data)
-    messages = value.get("messages") if isinstance(value, dict) else None
-    if not isinstance(messages, list):
-        return checked(value, ChatBody)
-    names = [known.name_of(message) for message in messages]
-    value["messages"] = [known.get(name) or message for name, message in zip(names, messages, strict=True)]
+    messages, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
+    names: list[bytes | None] = []
+    if isinstance(messages, list):
+        names = [name_of(message) for message in messages]
+        value["messages"] = [known.messages.get(name) or one for name, one in zip(names, messages, strict=True)]
+    tools_name = name_of(tools) if isinstance(tools, list) else None
+    found = known.tools.get(tools_name)
+    if found is not None:
+        value["tools"] = found.bodies
     body = checked(value, ChatBody)
-    for index, message in enumerate(body.messages):
+    if found is None:
+        found = _known_tools(body.tools)
+        known.tools.add(tools_name, found, found.num_bytes)
+    return ChatRequest(body, _learnt(body.messages, names, known), found)
+
+
+def _learnt(
+    messages: Sequence[bodies.AnyMessage], names: Sequence[bytes | None], known: Known
+) -> list[KnownMessage]:
+    learnt = []
+    for name, message in zip(names, messages, strict=True):
         if not isinstance(message, KnownMessage):
-            body.messages[index] = known.add(names[index], _message(message))
-    return body
+            message = _known(message)
+            known.messages.add(name, message, message.num_bytes)
+        learnt.append(message)
+    return learnt
 
 
-def to_call(body: ChatBody, parser: Parser, vocab_size: int, timeout_s: float) -> ChatCall:
-    """The call that a body asks for. Raises InvalidRequest for what does not fit together."""
-    tools, choice, forced = _tools(body)
+def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: float) -> ChatCall:
+    """The call that is asked for. Raises InvalidRequest for what does not fit together."""
+    body = request.body
+    tools, choice, forced = _tools(body, request.tools.definitions)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     is_parallel = body.parallel_tool_calls is not False
     constraint = answer_constraint(_wanted(body), parser, tools, choice, is_parallel=is_parallel)
-    known = _known(body.messages)
     return ChatCall(
-        messages=conversation(known),
-        keys=tuple(one.key for one in known),
+        messages=conversation(request.messages),
+        keys=tuple(message.key for message in request.messages),
+        tools_key=request.tools.key if tools is request.tools.definitions else None,
         sampling=sampling_of(body, max_tokens, vocab_size, body.top_logprobs or 0, constraint),
         tools=tools,
         tool_choice=choice,
@@ -83,7 +110,7 @@ def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
     """Messages and tool definitions as the renderer takes them."""
-    return conversation(_known(messages)), _definitions(tools)
+    return conversation([_known(one) for one in messages]), _definitions(tools)
 
 
 def sampling_of(
@@ -128,9 +155,10 @@ def _wanted(body: ChatBody) -> Constraint | None:
     return Constraint(ConstraintKind.JSON_OBJECT)
 
 
-def _tools(body: ChatBody) -> tuple[tuple[dict[str, JSON], ...], ToolChoice, str | None]:
+def _tools(
+    body: ChatBody, tools: tuple[dict[str, JSON], ...]
+) -> tuple[tuple[dict[str, JSON], ...], ToolChoice, str | None]:
     """The tools that the policy sees, whether it must call one, and which."""
-    tools = _definitions(body.tools)
     wanted, forced = body.tool_choice, None
     choice = ToolChoice.AUTO
     if isinstance(wanted, bodies.AllowedToolsChoice):
@@ -158,8 +186,13 @@ def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSO
     return tuple(function_definition(one.name, one.description, one.parameters) for one in functions)
 
 
-def _known(messages: Sequence[bodies.AnyMessage]) -> list[KnownMessage]:
-    return [one if isinstance(one, KnownMessage) else KnownMessage(_message(one)) for one in messages]
+def _known_tools(tools: list[bodies.ToolBody] | None) -> KnownTools:
+    definitions = _definitions(tools)
+    return KnownTools(tools or [], definitions, tools_key(definitions))
+
+
+def _known(message: bodies.AnyMessage) -> KnownMessage:
+    return message if isinstance(message, KnownMessage) else KnownMessage(_message(message))
 
 
 def _message(body: bodies.NewMessage) -> Message:

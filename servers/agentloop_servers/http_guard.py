@@ -36,6 +36,7 @@ from agentloop.loopback import is_loopback
 from agentloop.wire import invalid_request, parse_body
 from agentloop_servers.turnstile import Turnstile
 
+T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 
 Envelope: TypeAlias = Callable[[AgentLoopError], Any]
@@ -185,19 +186,22 @@ def json_body(
     """A route dependency that reads the body as a `kind`, strictly. The guard bounds its size and time."""
 
     async def read(request: Request) -> B:
-        content_type = request.headers.get("content-type", "").lower()
-        media_type, _, parameters = content_type.partition(";")
-        charset = parameters.strip().removeprefix("charset=").strip('"')
-        if media_type.strip() != "application/json" or charset not in ("", "utf-8"):
-            raise UnsupportedMediaType("send application/json in UTF-8", param="content-type")
-        if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
-        body = await request.body()
-        if len(body) > LONG_BODY_BYTES:
-            return await asyncio.to_thread(parse, body, kind)
-        return parse(body, kind)
+        return await read_json_body(request, lambda body: parse(body, kind))
 
     return read
+
+
+async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of a JSON body; a long one is parsed in a thread. Raises UnsupportedMediaType."""
+    content_type = request.headers.get("content-type", "").lower()
+    media_type, _, parameters = content_type.partition(";")
+    charset = parameters.strip().removeprefix("charset=").strip('"')
+    if media_type.strip() != "application/json" or charset not in ("", "utf-8"):
+        raise UnsupportedMediaType("send application/json in UTF-8", param="content-type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
+    body = await request.body()
+    return await asyncio.to_thread(parse, body) if len(body) > LONG_BODY_BYTES else parse(body)
 
 
 def body_schema(kind: type[BaseModel]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from agentloop.capture.node import Node, Reply, Split, SplitReason
 from agentloop.chat.bodies import ChatBody, CompletionBody, read_body
 from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.known import Known
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_answers import ChatAnswer, CompletionAnswer
-from agentloop.chat.openai_chat import chat_chunks, render_chat, to_call
+from agentloop.chat.openai_chat import ChatRequest, chat_chunks, read_chat, render_chat, to_call
 from agentloop.chat.openai_completions import completion_chunks, prompt_ids_of, render_completion
 from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.constraint import ConstraintKind
@@ -50,13 +51,17 @@ def texts(renderer: Renderer) -> TokenTexts:
     return TokenTexts(renderer)
 
 
-def body(**fields: Any) -> ChatBody:
+def request(**fields: Any) -> ChatRequest:
     messages = [{"role": "user", "content": "hi"}]
-    return read_body(json.dumps({"model": "default", "messages": messages, **fields}).encode(), ChatBody)
+    return read_chat(json.dumps({"model": "default", "messages": messages, **fields}).encode(), Known())
+
+
+def body(**fields: Any) -> ChatBody:
+    return request(**fields).body
 
 
 def asked(**fields: Any) -> ChatCall:
-    return to_call(body(**fields), HERMES, VOCAB_SIZE, 600.0)
+    return to_call(request(**fields), HERMES, VOCAB_SIZE, 600.0)
 
 
 def result(*messages: Message, finish: FinishReason = FinishReason.STOP, split: Split | None = None) -> ChatResult:

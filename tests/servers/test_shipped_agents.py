@@ -18,7 +18,7 @@ from agentloop.store import STORE_NAME, TrajectoryStore
 from agentloop.types import Trajectory
 from tests.servers.processes import processes_with
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.clients, pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 AGENT = ("--agent", "examples.08_openai_agent:run")

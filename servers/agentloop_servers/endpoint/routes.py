@@ -18,7 +18,7 @@ from starlette.responses import Response
 from agentloop.chat import openai_chat, openai_completions
 from agentloop.chat.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from agentloop.chat.call import ChatCall, ChatPiece, ChatResult
-from agentloop.chat.known import KnownMessages
+from agentloop.chat.known import Known
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_answers import (
     STREAMED,
@@ -36,7 +36,7 @@ from agentloop_servers.endpoint.carriers import SECURED, admit, names_session, s
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.exchange import Exchange, as_call, sse
 from agentloop_servers.endpoint.sse import DONE
-from agentloop_servers.http_guard import Keys, body_schema, json_body
+from agentloop_servers.http_guard import Keys, body_schema, json_body, read_json_body
 
 PREFIXES = ("", "/sessions/{session_id}")
 
@@ -89,13 +89,12 @@ class OpenAiRoutes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._texts = TokenTexts(endpoint.renderer)
-        known = KnownMessages()
-        self._read_chat = json_body(ChatBody, lambda data, _: openai_chat.read_chat(data, known))
+        self._read_chat = partial(openai_chat.read_chat, known=Known())
 
     async def chat(self, request: Request) -> Response:
         """One answer, or `n`, to a conversation; streamed as server-sent events if asked."""
-        body = await self._read_chat(request)
-        call = await self._chat_call(body)
+        asked = await read_json_body(request, self._read_chat)
+        call, body = await self._chat_call(asked), asked.body
         exchange = await Exchange.open(request, self._endpoint, body.named_session)
         if body.stream:
             return exchange.stream(call, partial(self._chat_events, body), error_event)
@@ -129,8 +128,8 @@ class OpenAiRoutes:
 
         In a named session also how the history is matched with what the session has.
         """
-        body = await self._read_chat(request)
-        call = await self._chat_call(body)
+        asked = await read_json_body(request, self._read_chat)
+        call, body = await self._chat_call(asked), asked.body
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
             session = await session_of(request, endpoint, body.named_session)
@@ -169,17 +168,17 @@ class OpenAiRoutes:
         text = await asyncio.to_thread(renderer.decode, body.tokens)
         return _json({"prompt": text})
 
-    async def _chat_call(self, body: ChatBody) -> ChatCall:
+    async def _chat_call(self, asked: openai_chat.ChatRequest) -> ChatCall:
         endpoint = self._endpoint
-        endpoint.check_model(body.model)
+        endpoint.check_model(asked.body.model)
         reading = partial(
             openai_chat.to_call,
-            body,
+            asked,
             endpoint.parser,
             endpoint.renderer.vocab_size,
             endpoint.limits.timeout_s,
         )
-        return await as_call(reading, len(body.messages))
+        return await as_call(reading, len(asked.messages))
 
     async def _chat_events(
         self, body: ChatBody, pieces: AsyncIterator[ChatPiece | ChatResult]

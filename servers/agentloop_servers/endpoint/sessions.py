@@ -94,9 +94,7 @@ class Sessions:
         )
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
-        self._num_open = 0
-        self._num_restored = 0
-        self._num_expired = 0
+        self._num_open = self._num_restored = self._num_expired = 0
 
     async def start(self) -> None:
         """Open the file, and begin to watch. Raises InvalidRequest if the file is no session store."""
@@ -174,8 +172,7 @@ class Sessions:
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
         """
-        session = self.resident(session_id, owner)
-        if session is not None:
+        if (session := self.resident(session_id, owner)) is not None:
             return session
         async with self._locks.of(session_id):
             return await self._found(session_id, owner)
@@ -187,8 +184,7 @@ class Sessions:
             if session is None:
                 raise ServiceUnavailable("a new session id was taken")
             return session
-        session = self.resident(session_id, owner)
-        if session is not None:
+        if (session := self.resident(session_id, owner)) is not None:
             return session
         async with self._locks.of(session_id):
             session = await self._create(self._facts(NewSession(session_id), owner, is_one_off=False))
