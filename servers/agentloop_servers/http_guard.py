@@ -73,7 +73,7 @@ class BodyTimeout(InvalidRequest):
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body is not declared as plain JSON."""
+    """The body is compressed."""
 
     code, http_status = "unsupported_media_type", 415
 
@@ -192,12 +192,12 @@ def json_body(
 
 
 async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
-    """What `parse` makes of a JSON body; a long one is parsed in a thread. Raises UnsupportedMediaType."""
+    """What `parse` makes of a JSON body; a long one is parsed in a thread. Raises InvalidRequest."""
     content_type = request.headers.get("content-type", "").lower()
     media_type, _, parameters = content_type.partition(";")
     charset = parameters.strip().removeprefix("charset=").strip('"')
     if media_type.strip() != "application/json" or charset not in ("", "utf-8"):
-        raise UnsupportedMediaType("send application/json in UTF-8", param="content-type")
+        raise InvalidRequest("send application/json in UTF-8", param="content-type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
     body = await request.body()

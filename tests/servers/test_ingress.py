@@ -437,18 +437,18 @@ async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "status", "code"),
     [
-        {"content-type": "text/plain"},
-        {"content-type": "application/json; charset=utf-16"},
-        {"content-type": "application/msgpack"},
-        {"content-type": "application/json", "content-encoding": "gzip"},
-        {"content-type": "application/json", "content-encoding": "zstd"},
+        ({"content-type": "text/plain"}, 400, "invalid_request"),
+        ({"content-type": "application/json; charset=utf-16"}, 400, "invalid_request"),
+        ({"content-type": "application/msgpack"}, 400, "invalid_request"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        ({"content-type": "application/json", "content-encoding": "zstd"}, 415, "unsupported_media_type"),
     ],
 )
-async def test_other_media_types_are_refused(shared: Door, headers: dict[str, str]) -> None:
-    status, body, _ = await shared.call("POST", "/generate", data=b"\x1f\x8b\x08", headers=headers)
-    assert (status, body["error"]["code"]) == (415, "unsupported_media_type")
+async def test_other_media_types_are_refused(shared: Door, headers: dict[str, str], status: int, code: str) -> None:
+    answer = await shared.call("POST", "/generate", data=b"\x1f\x8b\x08", headers=headers)
+    assert (answer[0], answer[1]["error"]["code"]) == (status, code)
 
 
 @pytest.mark.parametrize(

@@ -346,9 +346,8 @@ async def test_bad_bodies(service: ChatService, name: str) -> None:
     ],
 )
 async def test_40_the_wrong_media_type_is_named(service: ChatService, path: str, media: dict[str, str]) -> None:
-    """415 instead of 400: it is the status for exactly this."""
     headers = {"content-type": "", **media}
-    case = Case(with_(path), "content-type", 415, "unsupported_media_type", path)
+    case = Case(with_(path), "content-type", 400, "invalid_request", path)
     await check_refused(service, case, headers)
 
 

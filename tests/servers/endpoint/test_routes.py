@@ -157,7 +157,7 @@ async def test_answers_are_as_the_openapi_page_says(site: Site) -> None:
         ({**CHAT, "audio": {"voice": "x"}}, {}, 400, "unsupported_parameter"),
         (b"{", {}, 400, "invalid_request"),
         (b"", {}, 400, "invalid_request"),
-        (orjson.dumps(CHAT), {"content_type": "text/plain"}, 415, "unsupported_media_type"),
+        (orjson.dumps(CHAT), {"content_type": "text/plain"}, 400, "invalid_request"),
         (orjson.dumps(CHAT), {"content_encoding": "gzip"}, 415, "unsupported_media_type"),
         ({**CHAT, "user": "x" * 900_000}, {}, 413, "body_too_large"),
     ],
