@@ -8,11 +8,9 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,7 @@ from agentloop_servers.http_guard import Keys
 from agentloop_servers.ingress import create_app
 from agentloop_servers.process import settle_heap
 from agentloop_servers.replica import Replica
+from agentloop_servers.run_dir import new_run_dir, run_secret
 from agentloop_servers.serve_proxy import BehindServe
 from agentloop_tools import SHIPPED_TOOLS
 
@@ -320,8 +319,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             f"expert_parallel needs a mixture of experts, and {config.model} is dense",
             param="engine.expert_parallel",
         )
-    secret = secrets.token_hex(16)
-    common = (config, run_dir.resolve(), secret)  # replicas have working directories of their own
+    common = (config, run_dir.resolve(), run_secret(run_dir))  # replicas have working directories of their own
     coordinator = serve.deployment(
         CoordinatorDeployment,
         name="Coordinator",
@@ -377,10 +375,3 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:
     """The tools that tasks may use: the shipped ones and the configured ones."""
     return tuple(sorted(SHIPPED_TOOLS | config.workers.tools))
-
-
-def new_run_dir(parent: Path) -> Path:
-    """A new directory under `parent`, named by the time and a few random digits."""
-    path = parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    path.mkdir(parents=True)
-    return path

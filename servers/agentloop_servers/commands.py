@@ -26,7 +26,6 @@ from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.store import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, StalenessLimit
 from agentloop_servers.agent_run import AgentCollect, load_program
-from agentloop_servers.app import new_run_dir
 from agentloop_servers.config import ServiceConfig, located
 from agentloop_servers.doctor import examine
 from agentloop_servers.local import running_service
@@ -38,6 +37,7 @@ from agentloop_servers.rollout_run import (
     run_rollout,
 )
 from agentloop_servers.rollout_view import summary_table
+from agentloop_servers.run_dir import new_run_dir
 
 T = TypeVar("T")
 

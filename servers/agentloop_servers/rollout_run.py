@@ -30,10 +30,10 @@ from agentloop.store import STORE_NAME, TrajectoryStore
 from agentloop.summary import Summary, summarize
 from agentloop.tasks import load_tasks
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit
-from agentloop_servers.app import new_run_dir
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
 from agentloop_servers.rollout_view import ProgressView, Tally, open_progress
+from agentloop_servers.run_dir import new_run_dir
 
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
