@@ -425,6 +425,14 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         failed = [call.call_id for call in stored.calls if call.state is CallState.FAILED]
         assert failed == ["b", "d", "e"]
         assert [node.node_id for node in stored.nodes] == ["n", "m"]
+        for _ in range(5):  # numbers that no row has
+            with pytest.raises(SessionNotFound):
+                await store.end("unknown", same("x"), [])
+        store.begin("s", same("g"))
+        killed = as_killed(killed, "once more")
+    async with opened(killed) as store:
+        store.begin("s", same("h"))
+        assert [call.call_id for call in (await loaded(store)).calls] == list("abcdefgh")
 
 
 async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
