@@ -49,10 +49,10 @@ class Intents:
         self._held: dict[str, dict[str, tuple[int, Intent]]] = {}  # slots and what is in them
 
     def open(self) -> None:
-        """Make the file anew: what an earlier process left in it is gone. Raises ServiceUnavailable."""
+        """Make the file anew: what an earlier process left is gone. Raises ServiceUnavailable."""
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._fd, 0)
+            self._path.unlink(missing_ok=True)  # not truncated: a process that still has it mapped would be killed
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._grow()
         except OSError as error:
             self.close()

@@ -91,7 +91,7 @@ class SessionStore:
     async def start(self) -> int:
         """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
 
-        Raises InvalidRequest if the file is no session store.
+        Raises InvalidRequest if the file is no session store, and ServiceUnavailable when the disk fails.
         """
         loop = asyncio.get_running_loop()
         left, num_damaged = await loop.run_in_executor(self._executor, self._open)

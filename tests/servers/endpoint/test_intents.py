@@ -75,6 +75,17 @@ def test_opening_clears_what_another_process_left(path: Path, intents: Intents) 
     again.close()
 
 
+def test_a_process_that_lingers_does_not_write_into_the_next_ones_file(path: Path, intents: Intents) -> None:
+    intents.begin(1, "s", make_call("a"))
+    again = Intents(path)
+    again.open()
+    intents.begin(2, "s", make_call("b"))
+    assert read_intents(path) == ([], 0)
+    again.begin(3, "s", make_call("c"))
+    assert numbers(path) == [3]
+    again.close()
+
+
 def test_slots_are_used_again(path: Path, intents: Intents) -> None:
     random = Random(1)
     held: dict[int, tuple[str, CallRecord]] = {}
