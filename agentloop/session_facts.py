@@ -56,8 +56,8 @@ class Journal(Protocol):
     earlier ones, so an `end` with FAILED after one with COMMITTED takes the call's nodes away.
     """
 
-    async def begin(self, session_id: str, call: CallRecord) -> None:
-        """Keep that a call is open, before its first token is sampled."""
+    def begin(self, session_id: str, call: CallRecord) -> None:
+        """Keep that a call is open, before its first token is sampled. Of microseconds: it waits for no disk."""
 
     async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
         """Keep what became of a call: COMMITTED with its nodes, or FAILED. Durable on return."""

@@ -47,31 +47,28 @@ class JournalWriter:
         self._session_id = session_id
         self._timeout_s = timeout_s
 
-    async def begin(self, call: CallRecord) -> bool:
-        """See `Journal.begin`: if it raises, it has stored nothing. False: it was given up, and may yet do so."""
+    def begin(self, call: CallRecord) -> None:
+        """See `Journal.begin`: if it raises, it has stored nothing."""
         try:
-            await to_its_end(self._bounded(self._journal.begin(self._session_id, call)))
-        except TimeoutError:
-            return False
-        return True
+            self._journal.begin(self._session_id, call)
+        except AgentLoopError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
 
     async def end(self, call: CallRecord, nodes: Sequence[Node]) -> None:
         """See `Journal.end`. For callers that themselves run to their end: a call has tasks enough."""
         try:
             await self._bounded(self._journal.end(self._session_id, call, nodes))
         except TimeoutError as error:
-            raise self.late() from error
+            raise self._late() from error
 
     async def save(self, facts: SessionFacts) -> None:
         """See `Journal.save`."""
         try:
             await to_its_end(self._bounded(self._journal.save(facts)))
         except TimeoutError as error:
-            raise self.late() from error
-
-    def late(self) -> ServiceUnavailable:
-        """The error of a write that was given up."""
-        return ServiceUnavailable(f"the session's journal did not answer within {self._timeout_s:g} s")
+            raise self._late() from error
 
     async def _bounded(self, write: Coroutine[Any, Any, None]) -> None:
         """Raises TimeoutError only for our own deadline."""
@@ -84,5 +81,11 @@ class JournalWriter:
         except Exception as error:  # whatever the disk, or the thread that writes to it, has to say
             if isinstance(error, TimeoutError) and scope.expired():
                 raise
-            _log.error("journal_failed", session=self._session_id, error=repr(error))
-            raise ServiceUnavailable(f"the session's journal failed: {error}") from error
+            raise self._failed(error) from error
+
+    def _late(self) -> ServiceUnavailable:
+        return ServiceUnavailable(f"the session's journal did not answer within {self._timeout_s:g} s")
+
+    def _failed(self, error: Exception) -> ServiceUnavailable:
+        _log.error("journal_failed", session=self._session_id, error=repr(error))
+        return ServiceUnavailable(f"the session's journal failed: {error}")

@@ -106,14 +106,8 @@ class CallRunner:
         async with live.interruptible():
             question = await make_question(live.chat, self._memory.graph, self._parts)
         self._check_tokens(live, question.prompt)
+        self._journal.begin(record_of(live, CallState.OPEN))
         self._table.begin(live)
-        try:
-            is_written = await self._journal.begin(record_of(live, CallState.OPEN))
-        except Exception:  # not a cancellation: then it may have been written
-            live.is_begun = False
-            raise
-        if not is_written:
-            raise self._journal.late()
         async with live.interruptible():
             started = self._parts.clock.now()
             try:

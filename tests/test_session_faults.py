@@ -62,7 +62,7 @@ class FaultyEngine:
 
 
 class SlowJournal(MemoryJournal):
-    """Writes take time and fail at random, one after the other."""
+    """Writes fail at random; all but a call's beginning take time, one after the other."""
 
     def __init__(self, random, clock, odds):
         super().__init__()
@@ -72,9 +72,12 @@ class SlowJournal(MemoryJournal):
     async def _write(self, what, put):
         async with self.order:
             await self.clock.sleep(self.random.choice((0.0, 0.001, 0.05)))
-            if self.random.random() < self.odds:
-                self.failures = [(what, OSError("injected"))]
             await super()._write(what, put)
+
+    def _write_now(self, what, put):
+        if self.random.random() < self.odds:
+            self.failures = [(what, OSError("injected"))]
+        super()._write_now(what, put)
 
 
 @dataclass

@@ -47,10 +47,10 @@ class MemoryJournal:
         self.writes: list[str] = []  # "begin", "end committed", "end failed", "save", in order
         self.failures: list[tuple[str, Exception]] = []  # each is raised by the next write that begins so
         self.loses_answers = False  # what is raised from now on is raised after the write was done
-        self.gate: asyncio.Event | None = None  # every write waits for it
+        self.gate: asyncio.Event | None = None  # every write but a call's beginning waits for it
 
-    async def begin(self, session_id: str, call: CallRecord) -> None:
-        await self._write("begin", lambda: self._put(call))
+    def begin(self, session_id: str, call: CallRecord) -> None:
+        self._write_now("begin", lambda: self._put(call))
 
     async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
         def put() -> None:
@@ -88,10 +88,13 @@ class MemoryJournal:
     async def _write(self, what: str, put: Callable[[], None]) -> None:
         if self.gate is not None:
             await self.gate.wait()
+        await asyncio.sleep(0)
+        self._write_now(what, put)
+
+    def _write_now(self, what: str, put: Callable[[], None]) -> None:
         self.writes.append(what)
         failure = next((one for one in self.failures if what.startswith(one[0])), None)
         if failure is None:
-            await asyncio.sleep(0)
             put()
             return
         self.failures.remove(failure)

@@ -8,10 +8,11 @@ from agentloop.capture.node import CallRecord, Node
 from agentloop.session_facts import SessionFacts
 from agentloop_servers.endpoint.residents import Residents
 from agentloop_servers.endpoint.session_store import SessionStore
+from agentloop_servers.endpoint.session_values import not_found
 
 
 class CountingJournal:
-    """A `Journal`. Whoever writes is in memory, used now, and of a new size."""
+    """A `Journal`. Whoever writes is in memory, used now, and of a new size; who was thrown away begins nothing."""
 
     def __init__(self, store: SessionStore, residents: Residents, on_finished: Callable[[], None]) -> None:
         """`on_finished` is called once for each session that ends."""
@@ -19,9 +20,10 @@ class CountingJournal:
         self._residents = residents
         self._on_finished = on_finished
 
-    async def begin(self, session_id: str, call: CallRecord) -> None:
-        self._residents.get(session_id)
-        await self._store.begin(session_id, call)
+    def begin(self, session_id: str, call: CallRecord) -> None:
+        if self._residents.get(session_id) is None:
+            raise not_found(session_id)
+        self._store.begin(session_id, call)
 
     async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
         await self._store.end(session_id, call, nodes)

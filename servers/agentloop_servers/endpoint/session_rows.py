@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,6 +17,9 @@ from agentloop import codec
 from agentloop.capture.node import CallRecord, CallState, Node
 from agentloop.errors import SessionFinished, SessionNotFound
 from agentloop.session_facts import SessionFacts
+from agentloop_servers.endpoint.intents import Intent
+
+_PROCESS_ENDED = "the endpoint's process ended meanwhile"
 
 SCHEMA_VERSION = 1
 SCHEMA = """
@@ -23,15 +27,10 @@ CREATE TABLE IF NOT EXISTS sessions (
     session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, state TEXT NOT NULL, is_recorded INTEGER NOT NULL,
     ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
-    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL, call_id TEXT NOT NULL, is_open INTEGER NOT NULL,
+    seq INTEGER PRIMARY KEY, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
     value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (session_id, call_id));
-CREATE TABLE IF NOT EXISTS nodes (
-    seq INTEGER PRIMARY KEY, session_id TEXT NOT NULL, call_id TEXT NOT NULL, value BLOB NOT NULL,
-    crc INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
-CREATE INDEX IF NOT EXISTS calls_open ON calls (seq) WHERE is_open = 1;
-CREATE INDEX IF NOT EXISTS nodes_by_call ON nodes (session_id, call_id);
 """
 
 
@@ -45,6 +44,14 @@ class RowState(StrEnum):
 
 
 LIVE = frozenset({RowState.OPEN, RowState.FINISHED})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCall:
+    """A call that has ended, with its turns: one row."""
+
+    record: CallRecord
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +89,31 @@ def require(db: sqlite3.Connection, session_id: str, allowed: frozenset[RowState
     return state
 
 
-def put_call(db: sqlite3.Connection, session_id: str, call: CallRecord) -> None:
-    """Write a call down, in its old place if it has one."""
+def put_call(db: sqlite3.Connection, session_id: str, call: StoredCall, number: int, began: int) -> None:
+    """Write a call down that ended as `number`, in its old place if it has one."""
+    row = (number, began, session_id, call.record.call_id, *packed(call))
     db.execute(
-        "INSERT INTO calls (session_id, call_id, is_open, value, crc) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
-        " SET is_open = excluded.is_open, value = excluded.value, crc = excluded.crc",
-        (session_id, call.call_id, call.state is CallState.OPEN, *packed(call)),
+        "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id) DO UPDATE"
+        " SET value = excluded.value, crc = excluded.crc",
+        row,
     )
 
 
-def fail_open_calls(db: sqlite3.Connection) -> int:
+def last_number(db: sqlite3.Connection) -> int:
+    """The greatest number there is: a call ends after it began."""
+    return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0])
+
+
+def fail_open_calls(db: sqlite3.Connection, intents: Sequence[Intent], numbers: Iterator[int]) -> int:
     """The process that ran them has ended. Returns how many sessions are open."""
-    rows = db.execute("SELECT seq, call_id, CAST(value AS BLOB), crc FROM calls WHERE is_open = 1").fetchall()
-    for seq, call_id, data, crc in rows:
-        call = codec.decode(data, CallRecord) if zlib.crc32(data) == crc else None
-        if call is None:
-            call = CallRecord(call_id, b"", 0, CallState.OPEN)
-        failed = dataclasses.replace(call, state=CallState.FAILED, error="the endpoint's process ended meanwhile")
-        db.execute("UPDATE calls SET is_open = 0, value = ?, crc = ? WHERE seq = ?", (*packed(failed), seq))
+    for intent in intents:
+        record = dataclasses.replace(intent.call, state=CallState.FAILED, error=_PROCESS_ENDED)
+        ids = intent.session_id, record.call_id
+        db.execute(
+            "INSERT OR IGNORE INTO calls SELECT ?, ?, ?, ?, ?, ? FROM sessions"
+            " WHERE session_id = ? AND state IN ('open', 'finished')",
+            (next(numbers), intent.number, *ids, *packed(StoredCall(record)), intent.session_id),
+        )
     return int(db.execute("SELECT COUNT(*) FROM sessions WHERE state = 'open'").fetchone()[0])
 
 
@@ -113,23 +127,19 @@ def damaged(call: CallRecord) -> CallRecord:
     return dataclasses.replace(call, state=CallState.FAILED, error="what the disk had of it is damaged")
 
 
-def sound(
-    calls: list[CallRecord], found: list[tuple[str, Node | None]]
-) -> tuple[tuple[CallRecord, ...], tuple[Node, ...]]:
-    """Without what is damaged and what descends from it. The calls of those turns have failed."""
-    nodes: dict[str, Node] = {}
-    lost: set[str] = set()
-    for call_id, node in found:
-        if node is None or (node.parent_id is not None and node.parent_id not in nodes):
-            lost.add(call_id)
+def sound(found: Sequence[tuple[str, StoredCall | None]]) -> list[StoredCall]:
+    """Calls by id, in the order they ended, without the turns that descend from damaged ones: those have failed.
+
+    A call's turns stand and fall together, so what comes of a damaged one is known by its absence.
+    """
+    known: set[str | None] = {None}  # nodes that a turn may follow; None: a root follows nothing
+    calls = []
+    for call_id, call in found:
+        if call is None:
+            calls.append(StoredCall(lost_call(call_id)))
+        elif any(node.parent_id not in known for node in call.nodes):
+            calls.append(StoredCall(damaged(call.record)))
         else:
-            nodes[node.node_id] = node
-    # A call's turns stand and fall together: its siblings may be the ones that are whole.
-    kept: dict[str, Node] = {}
-    for node in nodes.values():
-        if node.call_id in lost or (node.parent_id is not None and node.parent_id not in kept):
-            lost.add(node.call_id)
-        else:
-            kept[node.node_id] = node
-    whole = tuple(node for node in kept.values() if node.call_id not in lost)
-    return tuple(damaged(call) if call.call_id in lost else call for call in calls), whole
+            known.update(node.node_id for node in call.nodes)
+            calls.append(call)
+    return calls

@@ -1,21 +1,26 @@
 """The sessions of one endpoint process on disk: facts, calls and turns, in one SQLite file that it alone writes.
 
-Ownership: the file, and the one thread that touches it. All work that waits at a time is one transaction, and
-nobody's call returns before its transaction is committed. In WAL mode with synchronous=NORMAL a commit survives a
-killed process, not a power cut: a session that is being talked to dies with its machine anyway, and a finished one
-is in the run's TrajectoryStore, which waits for the disk.
+Ownership: the file, the one thread that touches it, and the file of intents beside it, which has the calls while
+they run. All work that waits at a time is one transaction, and nobody's call returns before its transaction is
+committed. In WAL mode with synchronous=NORMAL a commit survives a killed process, not a power cut: a session that
+is being talked to dies with its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for
+the disk.
 
-Invariants: a row carries a CRC, and one that fails it is counted, left out, and leaves its session incomplete; what
-is deleted or expired stays as a tombstone, and no write of a late call brings it back.
+Invariants: a call that began is among the intents, in `calls`, or in both: what `calls` says counts. One count
+numbers beginnings and ends, on and on over restarts: calls come back in the order they began, turns in the order
+they were committed. A row carries a CRC, and one that fails it is counted, left out, and leaves its session
+incomplete; what is deleted or expired stays as a tombstone, and no write of a late call brings it back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,14 +30,16 @@ from agentloop import codec
 from agentloop.capture.node import CallRecord, Node
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable
 from agentloop.session_facts import SessionFacts, SessionState
+from agentloop_servers.endpoint.intents import Intent, Intents, read_intents
 from agentloop_servers.endpoint.session_rows import (
     LIVE,
     SCHEMA,
     SCHEMA_VERSION,
     RowState,
+    StoredCall,
     StoredSession,
     fail_open_calls,
-    lost_call,
+    last_number,
     packed,
     put_call,
     require,
@@ -52,11 +59,20 @@ _EXPIRY_SLACK = 1 / 16  # of the time to live: a session's expiry is written whe
 _log = structlog.stdlib.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Work that waits for its transaction."""
+
+    work: Work[Any]
+    done: asyncio.Future[Any]
+    on_committed: Callable[[], None] | None
+
+
 class SessionStore:
     """The journal of sessions. `await start()`, and in the end `await close()`.
 
-    Every method returns once its work is committed, and raises ServiceUnavailable when the disk fails: nothing was
-    stored then. `wall_s` is the time in seconds since 1970.
+    Every coroutine returns once its work is committed, and raises ServiceUnavailable when the disk fails: nothing
+    was stored then. `wall_s` is the time in seconds since 1970.
     """
 
     def __init__(self, path: str | Path, wall_s: Callable[[], float], executor: Executor | None = None) -> None:
@@ -65,54 +81,58 @@ class SessionStore:
         self._wall_s = wall_s
         self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="sessions")
         self._db: sqlite3.Connection | None = None
-        self._waiting: list[tuple[Work[Any], asyncio.Future[Any]]] = []
-        self._flusher: asyncio.Task[None] | None = None
+        self._intents_path = self._path.with_suffix(".intents")
+        self._intents = Intents(self._intents_path)
+        self._numbers = itertools.count(1)
+        self._waiting: list[_Piece] = []  # their callers wait
+        self._is_writing = False
         self.num_corrupt_rows = 0  # met so far
 
     async def start(self) -> int:
-        """Open the file; calls that a dead process left open have failed. Returns how many sessions are open.
+        """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
 
-        Raises InvalidRequest if the file is no session store.
+        Raises InvalidRequest if the file is no session store, and ServiceUnavailable when the disk fails.
         """
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._open)
-        return await self._commit(fail_open_calls)
+        loop = asyncio.get_running_loop()
+        left, num_damaged = await loop.run_in_executor(self._executor, self._open)
+        self.num_corrupt_rows += num_damaged
+        last = max(await self._commit(last_number), *(intent.number for intent in left), 0)
+        self._numbers = itertools.count(last + 1)
+        num_open = await self._commit(lambda db: fail_open_calls(db, left, self._numbers))
+        await loop.run_in_executor(self._executor, self._intents.open)
+        return num_open
 
     async def close(self) -> None:
-        """Finish what waits, then let go of the file. Idempotent."""
-        while self._flusher is not None:
-            await self._flusher
+        """Finish what waits, then let go of the files. Idempotent."""
+        while self._is_writing:
+            await self._commit(lambda db: None)
         if self._db is not None:
             db, self._db = self._db, None
+            self._intents.close()
             await asyncio.get_running_loop().run_in_executor(self._executor, db.close)
             self._executor.shutdown()
 
     # --- the journal of a session ---
 
-    async def begin(self, session_id: str, call: CallRecord) -> None:
-        """A call is accepted. Raises SessionFinished or SessionNotFound."""
-
-        def work(db: sqlite3.Connection) -> None:
-            require(db, session_id, frozenset({RowState.OPEN}))
-            put_call(db, session_id, call)
-            self._extend(db, session_id)
-
-        await self._commit(work)
+    def begin(self, session_id: str, call: CallRecord) -> None:
+        """A call is accepted: kept on return. Raises ServiceUnavailable, and nothing is kept then."""
+        self._intents.begin(next(self._numbers), session_id, call)
 
     async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
         """A call is committed, with its turns, or has failed; this replaces what was said of it before.
 
         Raises SessionNotFound for a tombstone.
         """
+        intent, number = self._intents.of_call(session_id, call.call_id), next(self._numbers)
+        began = number if intent is None else intent.number
+        stored = StoredCall(call, tuple(nodes))
 
         def work(db: sqlite3.Connection) -> None:
             require(db, session_id, LIVE)
-            put_call(db, session_id, call)
-            db.execute("DELETE FROM nodes WHERE session_id = ? AND call_id = ?", (session_id, call.call_id))
-            rows = [(session_id, node.call_id, *packed(node)) for node in nodes]
-            db.executemany("INSERT INTO nodes (session_id, call_id, value, crc) VALUES (?, ?, ?, ?)", rows)
+            put_call(db, session_id, stored, number, began)
             self._extend(db, session_id)
 
-        await self._commit(work)
+        await self._commit(work, lambda: self._intents.end(session_id, call.call_id))
 
     async def save(self, facts: SessionFacts) -> bool:
         """Replace a session's facts; whether this has finished it. Raises SessionNotFound for a tombstone, and
@@ -145,7 +165,8 @@ class SessionStore:
 
     async def load(self, session_id: str) -> StoredSession | None:
         """A session with everything it has, or its tombstone; None for an id that was never used."""
-        return await self._commit(lambda db: self._load(db, session_id))
+        open_calls = self._intents.of_session(session_id)
+        return await self._commit(lambda db: self._load(db, session_id, open_calls))
 
     async def mark_recorded(self, session_id: str) -> None:
         """A finished session's record is in the run's store, or never will be."""
@@ -166,8 +187,7 @@ class SessionStore:
 
         def work(db: sqlite3.Connection) -> bool:
             was_open = state_of(db, session_id) is RowState.OPEN
-            for table in ("nodes", "calls"):
-                db.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
+            db.execute("DELETE FROM calls WHERE session_id = ?", (session_id,))
             if state is None:
                 db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
             else:
@@ -175,7 +195,7 @@ class SessionStore:
                 db.execute(statement, (state, session_id))
             return was_open
 
-        return await self._commit(work)
+        return await self._commit(work, lambda: self._intents.end_all(session_id))
 
     async def expired(self, limit: int) -> list[str]:
         """Up to `limit` live sessions whose time is over, the oldest first."""
@@ -196,33 +216,44 @@ class SessionStore:
 
     # --- the event loop's side ---
 
-    async def _commit(self, work: Work[T]) -> T:
+    async def _commit(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
+        """`on_committed` is called even if the caller has left."""
+        if self._db is None:
+            raise ServiceUnavailable("the session store is closed")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append((work, done))
-        if self._flusher is None:
-            self._flusher = asyncio.create_task(self._flush(), name="sessions-flush")
+        self._waiting.append(_Piece(work, done, on_committed))
+        self._write_waiting()
         return await done
 
-    async def _flush(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-                works = [work for work, _ in batch]
-                outcomes = await loop.run_in_executor(self._executor, self._run, works)
-                for (_, done), outcome in zip(batch, outcomes, strict=True):
-                    if done.done():
-                        continue  # its caller has left
-                    if isinstance(outcome, Exception):
-                        done.set_exception(outcome)
-                    else:
-                        done.set_result(outcome)
-        finally:
-            self._flusher = None
+    def _write_waiting(self) -> None:
+        """Give the thread a batch, unless it has one: when that is done, the next one goes."""
+        if self._is_writing or not self._waiting:
+            return
+        self._is_writing = True
+        batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+        self._executor.submit(self._run_batch, asyncio.get_running_loop(), batch)
+
+    def _deliver(self, batch: Sequence[_Piece], outcomes: Sequence[Any]) -> None:
+        self._is_writing = False
+        self._write_waiting()
+        for piece, outcome in zip(batch, outcomes, strict=True):
+            is_committed = not isinstance(outcome, Exception)
+            if is_committed and piece.on_committed is not None:
+                piece.on_committed()
+            if piece.done.done():
+                continue  # its caller has left
+            if is_committed:
+                piece.done.set_result(outcome)
+            else:
+                piece.done.set_exception(outcome)
 
     # --- the thread's side ---
 
-    def _open(self) -> None:
+    def _open(self) -> tuple[list[Intent], int]:
+        try:
+            left = read_intents(self._intents_path)
+        except OSError as error:
+            raise InvalidRequest(f"{self._intents_path.name} cannot be read: {error}") from error
         try:
             db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -241,6 +272,11 @@ class SessionStore:
             db.close()
             raise
         self._db = db
+        return left
+
+    def _run_batch(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Piece]) -> None:
+        outcomes = self._run([piece.work for piece in batch])
+        loop.call_soon_threadsafe(self._deliver, batch, outcomes)
 
     def _run(self, works: Sequence[Work[Any]]) -> list[Any]:
         """Do everything in one transaction; the outcomes, errors among them. Where one piece of work spoils the
@@ -270,7 +306,7 @@ class SessionStore:
             {"now": self._wall_s(), "slack": 1 + _EXPIRY_SLACK, "session": session_id},
         )
 
-    def _load(self, db: sqlite3.Connection, session_id: str) -> StoredSession | None:
+    def _load(self, db: sqlite3.Connection, session_id: str, open_calls: Sequence[Intent]) -> StoredSession | None:
         columns = "state, owner, is_recorded, expires_at, CAST(value AS BLOB), crc"
         row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         if row is None:
@@ -279,21 +315,17 @@ class SessionStore:
         if state not in LIVE:
             return StoredSession(state, owner, is_recorded, expires_at)
         facts = self._unpacked(row[4], row[5], SessionFacts)
-        calls, nodes = self._load_calls(db, session_id), self._load_nodes(db, session_id)
-        return StoredSession(state, owner, is_recorded, expires_at, facts, *sound(calls, nodes))
-
-    def _load_calls(self, db: sqlite3.Connection, session_id: str) -> list[CallRecord]:
-        rows = db.execute(
-            "SELECT call_id, CAST(value AS BLOB), crc FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
+        statement = "SELECT call_id, began, CAST(value AS BLOB), crc FROM calls WHERE session_id = ? ORDER BY seq"
+        rows = db.execute(statement, (session_id,)).fetchall()
+        calls = sound([(call_id, self._unpacked(data, crc, StoredCall)) for call_id, _, data, crc in rows])
+        records = {intent.call.call_id: (intent.number, intent.call) for intent in open_calls}
+        for (call_id, began, _, _), call in zip(rows, calls, strict=True):
+            records[call_id] = began, call.record  # some may have ended since `open_calls` was taken
+        in_order = sorted(records.values(), key=lambda numbered: numbered[0])
+        nodes = tuple(itertools.chain.from_iterable(call.nodes for call in calls))
+        return StoredSession(
+            state, owner, is_recorded, expires_at, facts, tuple(record for _, record in in_order), nodes
         )
-        # A damaged one is a failed call that no retry can heal: whatever it was, the session is not complete.
-        return [self._unpacked(data, crc, CallRecord) or lost_call(call_id) for call_id, data, crc in rows]
-
-    def _load_nodes(self, db: sqlite3.Connection, session_id: str) -> list[tuple[str, Node | None]]:
-        rows = db.execute(
-            "SELECT call_id, CAST(value AS BLOB), crc FROM nodes WHERE session_id = ? ORDER BY seq", (session_id,)
-        )
-        return [(call_id, self._unpacked(data, crc, Node)) for call_id, data, crc in rows]
 
     def _unpacked(self, data: bytes, crc: int, kind: type[T]) -> T | None:
         if zlib.crc32(data) == crc:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -11,13 +14,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from agentloop import codec
-from agentloop.capture.node import CallState
+from agentloop.capture.node import CallRecord, CallState
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
 from agentloop.session_facts import SessionState
+from agentloop_servers.endpoint.counting_journal import CountingJournal
+from agentloop_servers.endpoint.intents import NUM_CHUNK_SLOTS, read_intents
+from agentloop_servers.endpoint.residents import Residents
 from agentloop_servers.endpoint.session_store import MAX_BATCH, RowState, SessionStore, StoredSession
 from tests.support.turns import make_call, make_facts, make_node
 
@@ -57,7 +64,7 @@ async def loaded(store: SessionStore, session_id: str = "s") -> StoredSession:
 async def make_turns(store: SessionStore, num_turns: int, session_id: str = "s") -> None:
     for index in range(num_turns):
         parent = f"n{index - 1}" if index else None
-        await store.begin(session_id, make_call(f"c{index}"))
+        store.begin(session_id, make_call(f"c{index}"))
         await store.end(
             session_id,
             make_call(f"c{index}", CallState.COMMITTED),
@@ -75,8 +82,8 @@ async def test_a_session_comes_back_as_it_was(path: Path) -> None:
     async with opened(path) as store:
         assert await store.create(make_facts(owner="o"))
         await make_turns(store, 3)
-        await store.begin("s", make_call("open"))
-        await store.begin("s", make_call("lost"))
+        store.begin("s", make_call("open"))
+        store.begin("s", make_call("lost"))
         await store.end("s", make_call("lost", CallState.FAILED, error="engine_lost"), [])
         stored = await loaded(store)
         assert (stored.state, stored.owner, stored.is_recorded) == (RowState.OPEN, "o", False)
@@ -93,7 +100,7 @@ async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> Non
     async with opened(path) as store:
         await store.create(make_facts())
         await make_turns(store, 1)
-        await store.begin("s", make_call("c1"))
+        store.begin("s", make_call("c1"))
         nodes = [make_node("n1", "c1", "n0"), make_node("n2", "c1", "n0")]
         await store.end("s", make_call("c1", CallState.COMMITTED), nodes)
         await store.end("s", make_call("c1", CallState.COMMITTED), nodes)
@@ -109,7 +116,7 @@ async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
         for session_id in ("a", "b", "c"):
             await store.create(make_facts(session_id))
         await make_turns(store, 1, "a")
-        await store.begin("a", make_call("open"))
+        store.begin("a", make_call("open"))
         await store.save(replace(make_facts("b"), state=SessionState.FINISHED))
         await store.bury("c", RowState.DELETED)
     store = SessionStore(path, Wall())
@@ -132,8 +139,6 @@ async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Pa
         assert not await store.save(replace(finished, reward=3.0))
         with pytest.raises(SessionFinished):
             await store.save(facts)
-        with pytest.raises(SessionFinished):
-            await store.begin("s", make_call("late"))
         assert (await loaded(store)).facts == replace(finished, reward=3.0)
         assert await store.owed("", 10) == ["s"]
         assert await store.owed("s", 10) == []
@@ -149,11 +154,10 @@ async def test_nothing_brings_a_tombstone_back(path: Path, state: RowState) -> N
         facts = make_facts(owner="o")
         await store.create(facts)
         await make_turns(store, 2)
-        await store.begin("s", make_call("late"))
+        store.begin("s", make_call("late"))
         assert await store.bury("s", state)
         assert not await store.bury("s", state)
         for write in (
-            store.begin("s", make_call("more")),
             store.end("s", make_call("late", CallState.COMMITTED), [make_node("n", "late")]),
             store.save(facts),
         ):
@@ -163,9 +167,9 @@ async def test_nothing_brings_a_tombstone_back(path: Path, state: RowState) -> N
         stored = await loaded(store)
         assert (stored.state, stored.owner, stored.facts, stored.calls) == (state, "o", None, ())
     with sqlite3.connect(path) as db:
-        counts = [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in ("calls", "nodes")]
+        assert db.execute("SELECT COUNT(*) FROM calls").fetchone() == (0,)
     db.close()
-    assert counts == [0, 0]
+    assert read_intents(path.with_suffix(".intents")) == ([], 0)
 
 
 async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
@@ -174,7 +178,7 @@ async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
         assert await store.bury("s", None)
         assert await store.load("s") is None
         with pytest.raises(SessionNotFound):
-            await store.begin("s", make_call("late"))
+            await store.end("s", make_call("late", CallState.FAILED), [])
 
 
 async def test_use_extends_a_life(path: Path) -> None:
@@ -183,7 +187,7 @@ async def test_use_extends_a_life(path: Path) -> None:
         for session_id in ("idle", "used", "long"):
             await store.create(make_facts(session_id, ttl_s=1e6 if session_id == "long" else 100.0))
         wall.now_s += 90
-        await store.begin("used", make_call("c"))
+        await store.end("used", make_call("c", CallState.COMMITTED), [])
         assert await store.expired(10) == []
         wall.now_s += 20
         assert await store.expired(10) == ["idle"]
@@ -203,19 +207,22 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
         await make_turns(store, 1)
         (num_pages,) = await store._commit(lambda db: db.execute("PRAGMA page_count").fetchone())
         await store._commit(lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
-        big = make_call("big", error="x" * 400_000)
+        big = make_call("big", CallState.FAILED, error="x" * 400_000)
+        store.begin("s", make_call("big"))
         outcomes = await asyncio.gather(
-            store.begin("s", make_call("small")),
-            store.begin("s", big),
-            store.begin("other", make_call("none")),
+            store.end("s", make_call("small", CallState.FAILED), []),
+            store.end("s", big, []),
+            store.end("other", make_call("none", CallState.FAILED), []),
             return_exceptions=True,
         )
         assert outcomes[0] is None
         assert isinstance(outcomes[1], ServiceUnavailable)
         assert isinstance(outcomes[2], SessionNotFound)
+        states = {call.call_id: call.state for call in (await loaded(store)).calls}
+        assert states == {"c0": CallState.COMMITTED, "big": CallState.OPEN, "small": CallState.FAILED}
         await store._commit(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
-        await store.begin("s", big)
-        assert [call.call_id for call in (await loaded(store)).calls] == ["c0", "small", "big"]
+        await store.end("s", big, [])
+        assert (await loaded(store)).calls[1] == big
 
 
 async def test_a_bad_value_fails_its_own_write(path: Path) -> None:
@@ -223,10 +230,7 @@ async def test_a_bad_value_fails_its_own_write(path: Path) -> None:
         await store.create(make_facts())
         bad = replace(make_call("bad"), error=object())  # type: ignore[arg-type]
         outcomes = await asyncio.gather(
-            store.begin("s", make_call("a")),
-            store.begin("s", bad),
-            store.begin("s", make_call("b")),
-            return_exceptions=True,
+            *(store.end("s", call, []) for call in (make_call("a"), bad, make_call("b"))), return_exceptions=True
         )
         assert [type(outcome) for outcome in outcomes] == [type(None), TypeError, type(None)]
         assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b"]
@@ -236,9 +240,9 @@ async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_facts())
         await make_turns(store, 4)
-        await store.begin("s", make_call("side"))
+        store.begin("s", make_call("side"))
         await store.end("s", make_call("side", CallState.COMMITTED), [make_node("m", "side", "n0")])
-    change(path, "UPDATE nodes SET value = x'00' WHERE call_id = 'c2'")
+    change(path, "UPDATE calls SET value = x'00' WHERE call_id = 'c2'")
     async with opened(path) as store:
         stored = await loaded(store)
         assert [node.node_id for node in stored.nodes] == ["n0", "n1", "m"]
@@ -247,14 +251,14 @@ async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
         assert store.num_corrupt_rows > 0
 
 
-async def test_siblings_of_a_damaged_turn_go_too(path: Path) -> None:
+async def test_turns_of_a_call_stand_and_fall_together(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_facts())
-        await store.begin("s", make_call("c"))
+        store.begin("s", make_call("c"))
         await store.end("s", make_call("c", CallState.COMMITTED), [make_node("a", "c"), make_node("b", "c")])
-        await store.begin("s", make_call("d"))
+        store.begin("s", make_call("d"))
         await store.end("s", make_call("d", CallState.COMMITTED), [make_node("e", "d", "a")])
-    change(path, "UPDATE nodes SET crc = crc + 1 WHERE seq = 2")
+    change(path, "UPDATE calls SET crc = crc + 1 WHERE call_id = 'c'")
     async with opened(path) as store:
         stored = await loaded(store)
         assert stored.nodes == ()
@@ -265,12 +269,14 @@ async def test_damaged_calls_and_facts(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_facts())
         await make_turns(store, 2)
-        await store.begin("s", make_call("open"))
-    change(path, "UPDATE calls SET value = 'text' WHERE call_id IN ('c1', 'open')")
+        store.begin("s", make_call("lost"))
+        await store.end("s", make_call("lost", CallState.FAILED), [])
+    change(path, "UPDATE calls SET value = 'text' WHERE call_id IN ('c1', 'lost')")
     async with opened(path) as store:
         stored = await loaded(store)
-        assert [call.call_id for call in stored.calls] == ["c0", "c1", "open"]
+        assert [call.call_id for call in stored.calls] == ["c0", "c1", "lost"]
         assert [call.state for call in stored.calls] == [CallState.COMMITTED, CallState.FAILED, CallState.FAILED]
+        assert [call.digest for call in stored.calls[1:]] == [b"", b""]  # no retry heals them
         assert stored.facts is not None
     change(path, "UPDATE sessions SET value = x'01'")
     async with opened(path) as store:
@@ -304,9 +310,194 @@ async def test_writes_that_wait_share_transactions(path: Path) -> None:
             return run(works)
 
         store._run = counted  # type: ignore[method-assign] # counts, changes nothing
-        await asyncio.gather(*(store.begin("s", make_call(f"c{index}")) for index in range(600)))
+        await asyncio.gather(*(store.end("s", make_call(f"c{index}"), []) for index in range(600)))
         assert num_batches <= 600 // MAX_BATCH + 2
         assert len((await loaded(store)).calls) == 600
+
+
+# --- calls that are open ---
+
+
+def as_killed(path: Path, name: str) -> Path:
+    """What the process that has the store open would leave if it were killed now."""
+    folder = path.parent / name
+    folder.mkdir()
+    for file in path.parent.glob(f"{path.stem}.*"):
+        if not file.name.endswith("-shm"):
+            shutil.copy(file, folder)
+    return folder / path.name
+
+
+def intents_of(path: Path) -> Path:
+    return path.with_suffix(".intents")
+
+
+async def states_after(path: Path) -> list[tuple[str, CallState]]:
+    """The calls of session "s" as the next process finds them, which takes care of all intents."""
+    async with opened(path) as store:
+        states = [(call.call_id, call.state) for call in (await loaded(store)).calls]
+        assert read_intents(intents_of(path)) == ([], 0)
+        return states
+
+
+async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        before = as_killed(path, "before")
+        store.begin("s", make_call("c"))
+        begun = as_killed(path, "begun")
+        await store.end("s", make_call("c", CallState.COMMITTED), [make_node("n", "c")])
+        ended = as_killed(path, "ended")
+        # Killed after the commit, with the mark still there.
+        unmarked = as_killed(path, "unmarked")
+        shutil.copy(intents_of(begun), intents_of(unmarked))
+    assert await states_after(before) == []
+    assert await states_after(begun) == [("c", CallState.FAILED)]
+    assert await states_after(ended) == [("c", CallState.COMMITTED)]
+    assert await states_after(unmarked) == [("c", CallState.COMMITTED)]
+    async with opened(unmarked) as store:
+        assert [node.node_id for node in (await loaded(store)).nodes] == ["n"]
+    async with opened(begun) as store:
+        (call,) = (await loaded(store)).calls
+        assert replace(call, error="") == make_call("c", CallState.FAILED)
+        assert call.error
+
+
+async def test_intents_of_sessions_that_are_no_more_are_dropped(path: Path) -> None:
+    async with opened(path) as store:
+        for session_id in ("s", "finished", "deleted", "one-off"):
+            await store.create(make_facts(session_id))
+        for session_id in ("s", "finished", "deleted", "one-off", "unknown"):
+            store.begin(session_id, make_call("c"))
+        await store.save(replace(make_facts("finished"), state=SessionState.FINISHED))
+        killed = as_killed(path, "killed")
+        await store.bury("deleted", RowState.DELETED)
+        await store.bury("one-off", None)
+        later = as_killed(path, "later")
+    assert [intent.session_id for intent in read_intents(intents_of(later))[0]] == ["s", "finished", "unknown"]
+    shutil.copy(intents_of(killed), intents_of(later))
+    assert await states_after(later) == [("c", CallState.FAILED)]
+    async with opened(later) as store:
+        assert [call.state for call in (await loaded(store, "finished")).calls] == [CallState.FAILED]
+        rows = await store._commit(lambda db: db.execute("SELECT session_id FROM calls").fetchall())
+        assert sorted(rows) == [("finished",), ("s",)]
+        assert await store.load("unknown") is None
+
+
+async def test_damaged_intents_are_counted_and_cleared(path: Path) -> None:
+    async with opened(path) as store:
+        await store.create(make_facts())
+        for call_id in ("a", "b"):
+            store.begin("s", make_call(call_id))
+        killed = as_killed(path, "killed")
+    with intents_of(killed).open("r+b") as file:
+        file.seek(10)
+        file.write(b"damage")
+    async with opened(killed) as store:
+        assert store.num_corrupt_rows == 1
+        assert [call.call_id for call in (await loaded(store)).calls] == ["b"]
+    async with opened(killed) as store:
+        assert store.num_corrupt_rows == 0
+
+
+async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commits(path: Path) -> None:
+    def same(call_id: str, state: CallState = CallState.OPEN) -> CallRecord:
+        return replace(make_call(call_id, state), digest=b"the same body")
+
+    async with opened(path) as store:
+        await store.create(make_facts())
+        store.begin("s", same("a"))
+        store.begin("s", same("b"))
+        store.begin("s", same("c"))
+        await store.end("s", same("c", CallState.COMMITTED), [make_node("n", "c")])
+        await store.end("s", same("a", CallState.COMMITTED), [make_node("m", "a")])
+        assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b", "c"]
+        killed = as_killed(path, "killed")
+    async with opened(killed) as store:
+        store.begin("s", same("d"))
+        store.begin("s", same("e"))
+        await store.end("s", same("e", CallState.FAILED), [])
+        killed = as_killed(killed, "again")
+    async with opened(killed) as store:
+        store.begin("s", same("f"))
+        stored = await loaded(store)
+        assert [call.call_id for call in stored.calls] == ["a", "b", "c", "d", "e", "f"]
+        failed = [call.call_id for call in stored.calls if call.state is CallState.FAILED]
+        assert failed == ["b", "d", "e"]
+        assert [node.node_id for node in stored.nodes] == ["n", "m"]
+        for _ in range(5):  # numbers that no row has
+            with pytest.raises(SessionNotFound):
+                await store.end("unknown", same("x"), [])
+        store.begin("s", same("g"))
+        killed = as_killed(killed, "once more")
+    async with opened(killed) as store:
+        store.begin("s", same("h"))
+        assert [call.call_id for call in (await loaded(store)).calls] == list("abcdefgh")
+
+
+async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with opened(path) as store:
+        await store.create(make_facts())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            for index in range(NUM_CHUNK_SLOTS):
+                store.begin("s", make_call(f"c{index}"))
+            for _ in range(3):
+                with pytest.raises(ServiceUnavailable, match="No space left"):
+                    store.begin("s", make_call("late"))
+            assert len((await loaded(store)).calls) == NUM_CHUNK_SLOTS
+            await store.end("s", make_call("c0", CallState.FAILED), [])
+            store.begin("s", make_call("late"))
+        store.begin("s", make_call("later"))
+        calls = (await loaded(store)).calls
+        assert [call.call_id for call in calls] == [*(f"c{i}" for i in range(NUM_CHUNK_SLOTS)), "late", "later"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        store = SessionStore(path, Wall())
+        with pytest.raises(ServiceUnavailable, match="No space left"):
+            await store.start()
+        await store.close()
+    assert len(await states_after(path)) == NUM_CHUNK_SLOTS + 2
+
+
+async def test_a_thousand_calls_at_once(path: Path) -> None:
+    random = Random(1)
+    ids = [f"c{index}" for index in range(1000)]
+    async with opened(path) as store:
+        await store.create(make_facts())
+        for call_id in ids:
+            store.begin("s", make_call(call_id))
+        assert [call.call_id for call in (await loaded(store)).calls] == ids
+
+        async def end(call_id: str) -> None:
+            await asyncio.sleep(random.choice((0.0, 0.001)))
+            await store.end("s", make_call(call_id, CallState.COMMITTED), [make_node(f"of {call_id}", call_id)])
+            assert call_id not in {intent.call.call_id for intent in read_intents(intents_of(path))[0]}
+
+        leaving = [asyncio.create_task(end(call_id)) for call_id in ids[::10]]
+        rest = [asyncio.create_task(end(call_id)) for index, call_id in enumerate(ids) if index % 10]
+        await asyncio.sleep(0.0005)
+        for task in leaving:
+            task.cancel()  # what is on its way to the disk gets there
+        await asyncio.gather(*rest, *leaving, return_exceptions=True)
+        assert not any(task.cancelled() or task.exception() for task in rest)
+        stored = await loaded(store)
+        assert [call.call_id for call in stored.calls] == ids
+        still_open = {call.call_id for call in stored.calls if call.state is CallState.OPEN}
+        assert still_open < set(ids[::10])
+        assert {intent.call.call_id for intent in read_intents(intents_of(path))[0]} == still_open
+        assert len(stored.nodes) == 1000 - len(still_open)
+
+
+async def test_a_session_that_was_thrown_away_begins_nothing(path: Path) -> None:
+    async with opened(path) as store:
+        journal = CountingJournal(store, Residents(lambda: 0.0, 1000, 60.0), lambda: None)
+        with pytest.raises(SessionNotFound):
+            journal.begin("s", make_call("c"))
+        assert read_intents(intents_of(path)) == ([], 0)
 
 
 _WRITER = """
@@ -321,7 +512,7 @@ async def main():
     await store.create(make_facts(ttl_s=1e6))
     for index in range(100_000):
         parent = f"n{index - 1}" if index else None
-        await store.begin("s", make_call(f"c{index}"))
+        store.begin("s", make_call(f"c{index}"))
         call = make_call(f"c{index}", CallState.COMMITTED)
         await store.end("s", call, [make_node(f"n{index}", f"c{index}", parent)])
         print(index, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from dataclasses import replace
 
@@ -212,7 +213,7 @@ async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> 
         await sessions.finish("owed", "")
     await sessions.create(NewSession("deleted"), "")
     await sessions.delete("deleted", "")
-    # A process that dies leaves its file, and a call that is open in it.
+    # A process that dies leaves its files, and a call that is open in them.
     cut = await sessions.find("cut", "")
     site.talker.gate.clear()
     dying = asyncio.create_task(say(cut, Message("user", "too late")))
@@ -223,6 +224,7 @@ async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> 
         assert store_db is not None
         store_db.backup(copy)
     copy.close()
+    shutil.copy(site.path / "sessions.intents", site.path / "after")
     site.talker.gate.set()
     await dying
     await site.stop()
@@ -250,8 +252,9 @@ async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> 
 async def test_damaged_rows_leave_a_session_incomplete(site: Site, sessions: Sessions) -> None:
     await talk(await sessions.create(NewSession("turns"), ""), 3)
     await talk(await sessions.create(NewSession("facts"), ""), 1)
+    second = "SELECT seq FROM calls WHERE session_id = 'turns' ORDER BY seq LIMIT 1 OFFSET 1"
     await sessions._store._commit(
-        lambda db: db.execute("UPDATE nodes SET crc = crc + 1 WHERE session_id = 'turns' AND seq = 2").rowcount
+        lambda db: db.execute(f"UPDATE calls SET crc = crc + 1 WHERE seq = ({second})").rowcount
     )
     await sessions._store._commit(
         lambda db: db.execute("UPDATE sessions SET crc = crc + 1 WHERE session_id = 'facts'").rowcount
