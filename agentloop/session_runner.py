@@ -105,10 +105,11 @@ class CallRunner:
     async def _drive(self, live: LiveCall, turn_index: int) -> None:
         async with live.interruptible():
             question = await make_question(live.chat, self._memory.graph, self._parts)
-        self._check_tokens(live, question.prompt)
-        self._journal.begin(record_of(live, CallState.OPEN))
-        self._table.begin(live)
-        async with live.interruptible():
+            self._check_tokens(live, question.prompt)
+            if live.lost is not None:
+                raise live.lost  # given up in the moment its prompt was made: it leaves no trace
+            self._journal.begin(record_of(live, CallState.OPEN))
+            self._table.begin(live)
             started = self._parts.clock.now()
             try:
                 replies = await self._sample(live, question, turn_index)
