@@ -19,7 +19,7 @@ from agentloop.chat.call import CallDelta, CallKey, ChatCall, ChatPiece, ChatRes
 from agentloop.chat.common import arguments_text, finish_of
 from agentloop.errors import AgentLoopError, DeadlineExceeded
 
-_RECORD_BYTES = 600  # a settled record with its entries in two dicts
+_RECORD_BYTES = 360  # a settled record with its entries in two dicts
 
 
 class LiveCall:

@@ -84,6 +84,7 @@ class KnownMessages:
         return known
 
     def _keep(self, name: bytes, known: KnownMessage) -> None:
+        name = bytes(memoryview(name))  # what orjson returns has 4 KiB allocated, however short it is
         num_bytes = _ENTRY_BYTES + getsizeof(name) + message_bytes(known.message)
         with self._changing:
             self._young[name] = known
