@@ -19,7 +19,8 @@ from agentloop.chat.call import CallDelta, CallKey, ChatCall, ChatPiece, ChatRes
 from agentloop.chat.common import arguments_text, finish_of
 from agentloop.errors import AgentLoopError, DeadlineExceeded
 
-_RECORD_BYTES = 600  # a settled record with its entries in two dicts
+_RECORD_BYTES = 360  # a settled record with its entries in two dicts
+_PROMPT_TOKEN_BYTES = 40  # while a call is open: its place in a tuple, and an int
 
 
 class LiveCall:
@@ -36,6 +37,7 @@ class LiveCall:
         self.deadline_at = loop.time() + chat.timeout_s
         self.is_begun = False  # in the journal
         self.is_settling = False  # sampled: it will be committed, whoever waits
+        self.num_prompt_tokens = 0
         self.num_new_tokens = 0  # of its prompt, stored once it is committed
         self.generate_s = 0.0
         self.result: ChatResult | None = None
@@ -163,7 +165,8 @@ class CallTable:
     @property
     def num_bytes(self) -> int:
         """An estimate of the memory it takes up."""
-        return _RECORD_BYTES * (len(self._records) + len(self.live))
+        num_prompt_tokens = sum(live.num_prompt_tokens for live in self.live.values())
+        return _RECORD_BYTES * (len(self._records) + len(self.live)) + _PROMPT_TOKEN_BYTES * num_prompt_tokens
 
     @property
     def records(self) -> tuple[CallRecord, ...]:

@@ -26,7 +26,6 @@ class SessionMemory:
         self.num_nodes = 0
         self.num_tokens = 0  # stored ones, observed and sampled
         self.first_version: int | None = None  # the weight version that the session's first token was sampled under
-        self._nodes_of_call: dict[str, list[Node]] = {}
         self._last_node: Node | None = None
         self._num_tool_calls = 0
         for node in nodes:
@@ -40,7 +39,6 @@ class SessionMemory:
     def take(self, node: Node) -> None:
         """Have a node that the journal has. Raises InvariantBroken for one that does not fit."""
         self.graph.add(node)
-        self._nodes_of_call.setdefault(node.call_id, []).append(node)
         self._last_node = node
         self.num_nodes += 1
         self.num_tokens += len(node.observed_ids) + len(node.reply.token_ids)
@@ -49,8 +47,8 @@ class SessionMemory:
             self.first_version = node.reply.weight_versions[0].version
 
     def answer_again(self, record: CallRecord, session_id: str) -> ChatResult:
-        """The answer that a committed call had."""
-        nodes = tuple(self._nodes_of_call.get(record.call_id, ()))
+        """The answer that a committed call had. Looks at every turn: retries are few, and an index would not be."""
+        nodes = tuple(node for node in self.graph.nodes if node.call_id == record.call_id)
         if not nodes:
             raise InvariantBroken(f"call {record.call_id} is committed, but has no turn")
         first = nodes[0]

@@ -1,4 +1,7 @@
-"""The ids of whole paths: those of recent leaves as arrays, and an index over all paths by length and hash.
+"""The ids of whole paths, put together from their turns, and an index over all paths by length and hash.
+
+No path is kept as one array: those of all the sessions in memory, each copied anew in every turn, would take more
+than the turns' own ids, while putting one together takes a fraction of what its prompt costs anyway.
 
 A path's hash is its ids, read as one number, modulo a prime: the same however the path is cut into turns, and
 grown in the time of what is new. The hash only finds; what is found for a prompt is compared id by id.
@@ -7,7 +10,6 @@ grown in the time of what is new. The hash only finds; what is found for a promp
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,8 +23,7 @@ PathKey: TypeAlias = tuple[int, int]
 
 _EMPTY: PathKey = (0, 0)
 _PRIME = 2**128 - 159
-_MAX_RECENT = 4  # leaves that agents working side by side go on from; any other path is put together anew
-_ENTRY_BYTES = 480  # two keys of numbers and their places in the dicts
+_ENTRY_BYTES = 410  # two keys of numbers and their places in the dicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,11 @@ class ContextIds:
         self._paths: dict[PathKey, str] = {}  # the last node with these ids
         self._prompts: dict[PathKey, str] = {}
         self._lengths: list[int] = []  # of paths and prompts, ascending, each once
-        self._recent: OrderedDict[str, IntArray] = OrderedDict()
-        self._num_recent_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """What the index and the arrays of recent leaves take up; the nodes themselves are not in it."""
-        return len(self._nodes) * _ENTRY_BYTES + self._num_recent_bytes
+        """What the index takes up; the nodes themselves are not in it."""
+        return len(self._nodes) * _ENTRY_BYTES
 
     def add(self, node: Node) -> PathKey:
         """Take a node in; its parent is there. Takes time for its own ids only."""
@@ -65,24 +64,18 @@ class ContextIds:
         return path
 
     def ids(self, node_id: str) -> IntArray:
-        """The whole path up to the node's reply. Not to be written to."""
-        if (known := self._recent.get(node_id)) is not None:
-            self._recent.move_to_end(node_id)
-            return known
+        """The whole path up to the node's reply, a copy. Takes time for all the turns on it. Raises KeyError."""
         parts: list[IntArray] = []
         at: str | None = node_id
-        while at is not None and at not in self._recent:
+        while at is not None:
             node = self._nodes[at]
             parts += (node.reply.token_ids, node.observed_ids)
             at = node.parent_id
-        if at is not None:
-            parts.append(self._forget(at))  # a line of turns needs one array, not one a turn
-        ids: IntArray = np.concatenate(parts[::-1])
-        self._recent[node_id] = ids
-        self._num_recent_bytes += ids.nbytes
-        if len(self._recent) > _MAX_RECENT:
-            self._forget(next(iter(self._recent)))
-        return ids
+        return np.concatenate(parts[::-1])
+
+    def path_key(self, node_id: str) -> PathKey:
+        """The key of the whole path up to the node's reply. Raises KeyError."""
+        return self._keys[node_id]
 
     def find(self, prompt: IntArray) -> FoundPath:
         """The longest path, and the longest prompt of a turn, that `prompt` begins with; the last of equal ones.
@@ -105,11 +98,6 @@ class ContextIds:
     def _prompt_ids(self, node_id: str) -> IntArray:
         ids = self.ids(node_id)
         return ids[: len(ids) - len(self._nodes[node_id].reply.token_ids)]
-
-    def _forget(self, node_id: str) -> IntArray:
-        ids = self._recent.pop(node_id)
-        self._num_recent_bytes -= ids.nbytes
-        return ids
 
 
 def _extended(key: PathKey, ids: IntArray) -> PathKey:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentloop.capture.canonical import tools_key as key_of_tools
-from agentloop.capture.context_ids import ContextIds, PathKey
+from agentloop.capture.context_ids import ContextIds
 from agentloop.capture.difference import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
 from agentloop.capture.echo import told_apart
 from agentloop.capture.history import HistoryIndex, Walk, opening_of
@@ -25,7 +25,7 @@ from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.types import JSON, IntArray, Message
 
 _MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say that only the tools changed
-_NODE_BYTES = 320  # of a node's entries in the dicts here
+_NODE_BYTES = 110  # of a node's entries in the dicts here
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class MessageGraph:
         self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
         self._last_child: dict[str, str] = {}
         self._ids = ContextIds()
-        self._path_keys: dict[str, PathKey] = {}
         self._loose = HistoryIndex(is_strict=False)
         self._strict: HistoryIndex | None = None  # made when a strict call first needs it
         self._tool_sets = ToolSets()
@@ -79,7 +78,7 @@ class MessageGraph:
         if node.parent_id is not None and node.parent_id not in self._nodes:
             raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which the session does not have")
         _check_reply(node)
-        path_key = self._path_keys[node.node_id] = self._ids.add(node)
+        path_key = self._ids.add(node)
         self._nodes[node.node_id] = node
         before = 0 if node.parent_id is None else self._num_messages[node.parent_id]
         self._num_messages[node.node_id] = before + len(node.observed) + 1
@@ -142,7 +141,7 @@ class MessageGraph:
         prompt = np.array(prompt_ids, dtype=np.int32)
         found = self._ids.find(prompt)
         if found.path_of is not None:
-            num_shared = self._path_keys[found.path_of][0]
+            num_shared = self._ids.path_key(found.path_of)[0]
             child = self._last_child.get(found.path_of)
             split = None
             if child is not None:
@@ -152,7 +151,7 @@ class MessageGraph:
             latest = next(reversed(self._nodes))
             detail = token_difference(self._ids.ids(latest), prompt, decode)
             return None, tuple(prompt_ids), Split(SplitReason.NEW_CONVERSATION, None, detail)
-        num_prompt = self._path_keys[found.prompt_of][0] - len(self._nodes[found.prompt_of].reply.token_ids)
+        num_prompt = self._ids.path_key(found.prompt_of)[0] - len(self._nodes[found.prompt_of].reply.token_ids)
         reason = SplitReason.BRANCH if num_prompt == len(prompt) else SplitReason.HISTORY_EDIT
         split = self._token_split(reason, found.prompt_of, found.prompt_of, prompt, decode)
         return None, tuple(prompt_ids), split
@@ -187,7 +186,7 @@ class MessageGraph:
         if self._strict is None:
             self._strict = HistoryIndex(is_strict=True)
             for node in self._nodes.values():
-                self._strict.add(node, self._path_keys[node.node_id])
+                self._strict.add(node, self._ids.path_key(node.node_id))
         return self._strict
 
     def _split_of_child(

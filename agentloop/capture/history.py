@@ -18,9 +18,9 @@ from agentloop.capture.context_ids import PathKey
 from agentloop.capture.node import Node
 from agentloop.types import Message
 
-_STEP_BYTES = 232  # a key, its tuple and number, and their share of a dict
-_TURN_BYTES = 420
-_NAMED_BYTES = 100
+_STEP_BYTES = 165  # a key, its tuple and number, and their share of a dict
+_TURN_BYTES = 300  # a dict of one path, and two entries
+_NAMED_BYTES = 45  # an entry; its key is a step's
 _NO_REPLY = Message("assistant")
 
 

@@ -95,6 +95,7 @@ class ByJson(Generic[T]):
         """Remember what was read; what has no name is not remembered."""
         if name is None:
             return
+        name = bytes(memoryview(name))  # what orjson returns has 4 KiB allocated, however short it is
         with self._changing:
             self._young[name] = thing, num_bytes
             self._num_young_bytes += num_bytes + getsizeof(name)

@@ -11,7 +11,7 @@ import asyncio
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -91,8 +91,10 @@ async def run_engine(pipe: Connection) -> None:
     await engine.close()
 
 
-async def run_endpoint(pipe: Connection, run_dir: Path, engine_url: str | None) -> None:
-    """The endpoint, over the engine at `engine_url`, or over one of its own."""
+async def run_endpoint(
+    pipe: Connection, run_dir: Path, engine_url: str | None, settings: Mapping[str, int] | None = None
+) -> None:
+    """The endpoint, over the engine at `engine_url`, or over one of its own; `settings` are the endpoint's."""
     configure_logging(run_dir / LOG_NAME)
     async with AsyncExitStack() as closing:
         clients = EngineClients(SECRET)
@@ -103,7 +105,8 @@ async def run_endpoint(pipe: Connection, run_dir: Path, engine_url: str | None) 
             closing.push_async_callback(engine.close)
             clients = _OneEngine(engine)
         closing.push_async_callback(clients.close)
-        config = simulated(model=str(POLICY), engine={"max_context_tokens": MAX_CONTEXT_TOKENS})
+        engine_settings = {"max_context_tokens": MAX_CONTEXT_TOKENS}
+        config = simulated(model=str(POLICY), engine=engine_settings, endpoint=dict(settings or {}))
         coordinator = _OneReplica(engine_url or "sim://")
         store_path = run_dir / sessions_name(0)
         peers = Peers(coordinator)

@@ -107,7 +107,7 @@ def test_details_of_ids_are_bounded():
     assert len(split.detail) <= 300
 
 
-def test_paths_that_were_not_used_lately_are_put_together_anew():
+def test_paths_side_by_side_are_put_together_from_their_turns():
     graph = MessageGraph()
     leaves = []
     for line in range(12):
@@ -116,10 +116,8 @@ def test_paths_that_were_not_used_lately_are_put_together_anew():
             leaf = raw(graph, prompt, [100 * line + turn])
             prompt = [*graph.context_ids(leaf.node_id), 5]
         leaves.append((leaf, tuple(prompt[:-1])))
-    num_bytes = graph.num_bytes
-    for leaf, ids in leaves * 2:
+    for leaf, ids in leaves:
         assert graph.context_ids(leaf.node_id) == ids
-    assert graph.num_bytes == num_bytes  # what is kept of paths is bounded
     middle = graph.node("n1")
     assert graph.context_ids(middle.node_id) == (0, 0, 5, 1)
 
@@ -167,7 +165,7 @@ def test_num_bytes_is_near_what_python_says(kind):
         measured = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert 0.7 < graph.num_bytes / measured < 1.5
+    assert 0.85 < graph.num_bytes / measured < 1.2
 
 
 def test_alternatives_count():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentloop.capture.canonical import message_key, tools_key
 from agentloop.chat.call import ChatCall
-from agentloop.chat.known import ByJson, Known
+from agentloop.chat.known import ByJson, Known, KnownMessage, name_of
 from agentloop.chat.openai_chat import ChatRequest, read_chat, to_call
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.parsers import get_parser
@@ -172,3 +174,22 @@ def test_bad_tools_are_refused_however_often_they_come(tools: Any) -> None:
         with pytest.raises(InvalidRequest):
             call_with(tools, known)
     assert len(known.tools) == 0
+
+
+def test_the_bound_is_near_what_python_says() -> None:
+    """Also for short messages: orjson's bytes have 4 KiB allocated, however few they say they are."""
+    max_bytes = 1 << 20
+    gc.collect()
+    tracemalloc.start()
+    try:
+        known: ByJson[KnownMessage] = ByJson(max_bytes)
+        for number in range(10_000):
+            content = f"answer {number}"
+            message = KnownMessage(Message("tool", content))
+            known.add(name_of({"role": "tool", "content": content}), message, message.num_bytes)
+        gc.collect()
+        measured = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(known) < 10_000
+    assert max_bytes / 3 < measured < 1.1 * max_bytes

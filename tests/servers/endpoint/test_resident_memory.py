@@ -1,0 +1,37 @@
+"""The quota of the sessions in memory, in bytes of a real process: what its resident memory grows by."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.endpoint_load import open_sessions, talk
+from tests.benchmarks.endpoint_processes import EndpointFigures, ask, process, run_endpoint, run_engine
+
+QUOTA_MIB = 4
+NUM_BATCHES = 20
+NUM_TOGETHER = 10
+NUM_TURNS = 20
+# What the process needs beside the sessions: the messages it knows (2.5 MiB of these), its connections and open
+# calls, SQLite's pages, the tokenizer's cache.
+BESIDE_MIB = 12
+
+
+@pytest.mark.slow
+def test_the_process_grows_by_about_its_quota(tmp_path: Path):
+    with process(run_engine) as (_, engine_url):
+        settings = {"max_resident_mib": QUOTA_MIB}
+        with process(run_endpoint, tmp_path, engine_url, settings) as (pipe, url):
+
+            async def load() -> EndpointFigures:
+                await talk(await open_sessions(url, NUM_TOGETHER, "warm-up"), NUM_TURNS)
+                ask(pipe, "mark")
+                for batch in range(NUM_BATCHES):
+                    await talk(await open_sessions(url, NUM_TOGETHER, f"agent-{batch}"), NUM_TURNS)
+                return ask(pipe, "read")
+
+            found = asyncio.run(load())
+    num_sessions = NUM_BATCHES * NUM_TOGETHER
+    assert found.num_sessions < num_sessions / 2  # the quota was used up, several times over
+    assert found.counted_bytes < (QUOTA_MIB + 1) << 20
+    assert found.rss_bytes < (2 * QUOTA_MIB + BESIDE_MIB) << 20
