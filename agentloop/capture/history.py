@@ -95,20 +95,16 @@ class HistoryIndex:
         """
         if tools not in self._starts:
             return None
-        places = [self._starts[tools]]
-        num_matched, matched = 0, places[:0]
-        num_known = 0
-        for num_known, key in enumerate(keys, 1):
-            following = self._following(places, key)
-            if not following:
-                num_known -= 1
-                break
-            places = following
-            is_extended = num_known < len(messages) and canonical_role(messages[num_known].role) != "assistant"
-            if is_extended and (at := [place for place in places if place in self._turns]):
-                num_matched, matched = num_known, at
-        turns = {key: turn for place in matched for key, turn in self._turns[place].items()}
-        return Walk(num_known, places[0], num_matched, tuple(turns.values()))
+        trail = self._trail(self._starts[tools], keys)
+        num_known = len(trail) - 1
+        for num_matched in range(min(num_known, len(messages) - 1), 0, -1):
+            if canonical_role(messages[num_matched].role) != "assistant":
+                turns: dict[PathKey, str] = {}
+                for place in trail[num_matched]:
+                    turns.update(self._turns.get(place, {}))
+                if turns:
+                    return Walk(num_known, trail[-1][0], num_matched, tuple(turns.values()))
+        return Walk(num_known, trail[-1][0])
 
     def latest_at(self, place: int) -> str:
         """The last node one of whose own messages ends at `place`, or at its root for a start."""
@@ -143,6 +139,22 @@ class HistoryIndex:
         known = self._echoes.get((before, key), ())
         if key != reply_key and place not in known:
             self._echoes[before, key] = (*known, place)
+
+    def _trail(self, start: int, keys: Sequence[bytes]) -> list[Sequence[int]]:
+        """The places before and after each message, as far as they are known."""
+        steps, has_echoes = self._steps, bool(self._echoes)
+        places: Sequence[int] = (start,)
+        trail = [places]
+        for key in keys:
+            if has_echoes:
+                places = self._following(places, key)
+            else:  # as nearly always: one place leads to one
+                place = steps.get((places[0], key))
+                places = () if place is None else (place,)
+            if not places:
+                break
+            trail.append(places)
+        return trail
 
     def _following(self, places: Sequence[int], key: bytes) -> list[int]:
         found = []

@@ -82,6 +82,15 @@ class ByJson(Generic[T]):
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
+    def find(self, values: Sequence[Any]) -> list[tuple[bytes | None, T | None]]:
+        """What each of some JSON values goes by, and what is known by that."""
+        found: list[tuple[bytes | None, T | None]] = []
+        for value in values:
+            name = name_of(value)
+            entry = None if name is None else self._young.get(name)
+            found.append((name, self.get(name) if entry is None else entry[0]))
+        return found
+
     def get(self, name: bytes | None) -> T | None:
         """What goes by this name, if it is known."""
         if name is None:

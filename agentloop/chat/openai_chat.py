@@ -53,32 +53,25 @@ class ChatRequest:
 def read_chat(data: bytes, known: Known) -> ChatRequest:
     """The request that `data` holds; what of it is not known yet is learnt. Raises as `read_body`."""
     value = read_json(data)
-    messages, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
-    names: list[bytes | None] = []
-    if isinstance(messages, list):
-        names = [name_of(message) for message in messages]
-        value["messages"] = [known.messages.get(name) or one for name, one in zip(names, messages, strict=True)]
+    given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
+    found = known.messages.find(given) if isinstance(given, list) else []
+    if isinstance(given, list):
+        value["messages"] = [one or message for (_, one), message in zip(found, given, strict=True)]
     tools_name = name_of(tools) if isinstance(tools, list) else None
-    found = known.tools.get(tools_name)
-    if found is not None:
-        value["tools"] = found.bodies
+    known_tools = known.tools.get(tools_name)
+    if known_tools is not None:
+        value["tools"] = known_tools.bodies
     body = checked(value, ChatBody)
-    if found is None:
-        found = _known_tools(body.tools)
-        known.tools.add(tools_name, found, found.num_bytes)
-    return ChatRequest(body, _learnt(body.messages, names, known), found)
-
-
-def _learnt(
-    messages: Sequence[bodies.AnyMessage], names: Sequence[bytes | None], known: Known
-) -> list[KnownMessage]:
-    learnt = []
-    for name, message in zip(names, messages, strict=True):
-        if not isinstance(message, KnownMessage):
-            message = _known(message)
-            known.messages.add(name, message, message.num_bytes)
-        learnt.append(message)
-    return learnt
+    if known_tools is None:
+        known_tools = _known_tools(body.tools)
+        known.tools.add(tools_name, known_tools, known_tools.num_bytes)
+    messages = []
+    for index, (name, one) in enumerate(found):
+        if one is None:
+            one = _known(body.messages[index])
+            known.messages.add(name, one, one.num_bytes)
+        messages.append(one)
+    return ChatRequest(body, messages, known_tools)
 
 
 def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: float) -> ChatCall:

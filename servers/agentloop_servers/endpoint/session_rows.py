@@ -79,14 +79,19 @@ def state_of(db: sqlite3.Connection, session_id: str) -> RowState | None:
     return None if row is None else RowState(row[0])
 
 
-def require(db: sqlite3.Connection, session_id: str, allowed: frozenset[RowState]) -> RowState:
-    """The session's state, if it is an allowed one. Raises SessionNotFound or SessionFinished."""
-    state = state_of(db, session_id)
+def require(db: sqlite3.Connection, session_id: str, allowed: frozenset[RowState]) -> tuple[RowState, float]:
+    """The session's state, if it is an allowed one, and the time until which it needs no later expiry.
+
+    Raises SessionNotFound or SessionFinished.
+    """
+    statement = "SELECT state, expires_at - ttl_s FROM sessions WHERE session_id = ?"
+    row = db.execute(statement, (session_id,)).fetchone()
+    state = None if row is None else RowState(row[0])
     if state is None or state not in LIVE:
         raise SessionNotFound(f"there is no session {session_id!r}", param="session_id")
     if state not in allowed:
         raise SessionFinished(f"session {session_id!r} is finished", param="session_id")
-    return state
+    return state, row[1]
 
 
 def put_call(db: sqlite3.Connection, session_id: str, call: StoredCall, number: int, began: int) -> None:

@@ -128,9 +128,10 @@ class SessionStore:
         stored = StoredCall(call, tuple(nodes))
 
         def work(db: sqlite3.Connection) -> None:
-            require(db, session_id, LIVE)
+            _, good_until = require(db, session_id, LIVE)
             put_call(db, session_id, stored, number, began)
-            self._extend(db, session_id)
+            if good_until < self._wall_s():
+                self._extend(db, session_id)
 
         await self._commit(work, lambda: self._intents.end(session_id, call.call_id))
 
@@ -140,7 +141,7 @@ class SessionStore:
 
         def work(db: sqlite3.Connection) -> bool:
             allowed = LIVE if facts.state is SessionState.FINISHED else frozenset({RowState.OPEN})
-            state = require(db, facts.session_id, allowed)
+            state, _ = require(db, facts.session_id, allowed)
             db.execute(
                 "UPDATE sessions SET state = ?, value = ?, crc = ? WHERE session_id = ?",
                 (RowState(facts.state.value), *packed(facts), facts.session_id),
