@@ -31,6 +31,7 @@ from tests.benchmarks.endpoint_load import Load, open_sessions, talk
 from tests.benchmarks.endpoint_processes import EndpointFigures, ask, process, run_endpoint, run_engine
 
 NUM_TURNS = 50
+NUM_ALONE = 20  # sessions, one after another, where there is one at a time: fifty turns alone are too few to time
 NUM_TURNS_OF_MANY = 20  # of each session if there are 1,000 and more: the history of 50 would only take longer
 MANY_SESSIONS = 1000
 WARM_UP_TURNS = 20
@@ -42,9 +43,14 @@ class Case:
     """One row."""
 
     is_remote: bool  # the engine
-    num_sessions: int
+    num_sessions: int  # at a time
     num_turns: int
     long_chars: int
+
+    @property
+    def num_rounds(self) -> int:
+        """How often so many sessions talk, one round after another."""
+        return NUM_ALONE if self.num_sessions == 1 else 1
 
     @property
     def name(self) -> str:
@@ -99,18 +105,21 @@ def measure(case: Case, folder: Path) -> Figures:
 
 async def _run(url: str, pipe: Connection, case: Case) -> tuple[Load, EndpointFigures]:
     async with asyncio.timeout(TIMEOUT_S):
-        await talk(await open_sessions(url, 1, "warm-up"), WARM_UP_TURNS)
+        await talk(await open_sessions(url, 1, "warm-up"), WARM_UP_TURNS, Load())
         ask(pipe, "mark")
-        agents = await open_sessions(url, case.num_sessions, "agent")
+        agents = await open_sessions(url, case.num_sessions * case.num_rounds, "agent")
         ask(pipe, "start")
         settle_heap()
-        load = await talk(agents, case.num_turns, case.long_chars)
+        load = Load()
+        for start in range(0, len(agents), case.num_sessions):
+            await talk(agents[start : start + case.num_sessions], case.num_turns, load, case.long_chars)
         return load, ask(pipe, "read")
 
 
 def _figures(case: Case, load: Load, found: EndpointFigures, engine_s: dict[str, float]) -> Figures:
     num_turns = len(load.turn_s)
-    assert num_turns == case.num_sessions * case.num_turns, "every agent takes all its turns"
+    num_sessions = case.num_sessions * case.num_rounds
+    assert num_turns == num_sessions * case.num_turns, "every agent takes all its turns"
     turns_ms = [seconds * 1000 for seconds in load.turn_s.values()]
     added_ms = [(seconds - engine_s[call_id]) * 1000 for call_id, seconds in load.turn_s.items()]
     return Figures(
@@ -123,7 +132,7 @@ def _figures(case: Case, load: Load, found: EndpointFigures, engine_s: dict[str,
         lag_p99_ms=_quantile(found.lags_ms, 0.99),
         lag_max_ms=max(found.lags_ms),
         long_s=load.long_s,
-        rss_kib_per_session=found.rss_bytes / case.num_sessions / 1024,
+        rss_kib_per_session=found.rss_bytes / num_sessions / 1024,
         counted_kib_per_session=found.counted_bytes / found.num_sessions / 1024,
     )
 
