@@ -20,6 +20,7 @@ import orjson
 
 from agentloop.capture.canonical import message_key
 from agentloop.capture.sizes import json_bytes, message_bytes
+from agentloop.chat.common import with_name
 from agentloop.types import JSON, Message
 
 T = TypeVar("T")
@@ -51,8 +52,7 @@ class KnownMessage:
     def with_name(self, name: str | None) -> Message:
         """The message, a tool's answer, with the tool's name: the last one it was asked with is kept."""
         if self._named.name != name:
-            known = self.message
-            self._named = Message(known.role, known.content, tool_call_id=known.tool_call_id, name=name)
+            self._named = with_name(self.message, name)
         return self._named
 
 
@@ -127,17 +127,3 @@ class Known:
 
     messages: ByJson[KnownMessage] = field(default_factory=lambda: ByJson(MAX_MESSAGE_BYTES))
     tools: ByJson[KnownTools] = field(default_factory=lambda: ByJson(MAX_TOOLS_BYTES))
-
-
-def conversation(known: Sequence[KnownMessage]) -> tuple[Message, ...]:
-    """The messages, each tool result with the name of the tool that it answers, where the history tells."""
-    names: dict[str, str] = {}
-    found = []
-    for one in known:
-        message = one.message
-        for call in message.tool_calls:
-            names[call.id] = call.name
-        if message.role == "tool" and message.name is None and message.tool_call_id is not None:
-            message = one.with_name(names.get(message.tool_call_id))
-        found.append(message)
-    return tuple(found)

@@ -26,9 +26,10 @@ from agentloop.chat.common import (
     joined_text,
     read_call,
     schema_constraint,
+    with_tool_names,
 )
 from agentloop.chat.dialect import answer_constraint, sampling_params
-from agentloop.chat.known import Known, KnownMessage, KnownTools, conversation, name_of
+from agentloop.chat.known import Known, KnownMessage, KnownTools, name_of
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
@@ -82,7 +83,7 @@ def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: fl
     is_parallel = body.parallel_tool_calls is not False
     constraint = answer_constraint(_wanted(body), parser, tools, choice, is_parallel=is_parallel)
     return ChatCall(
-        messages=conversation(request.messages),
+        messages=_conversation(request.messages),
         keys=tuple(message.key for message in request.messages),
         tools_key=request.tools.key if tools is request.tools.definitions else None,
         sampling=sampling_of(body, max_tokens, vocab_size, body.top_logprobs or 0, constraint),
@@ -103,7 +104,7 @@ def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
     """Messages and tool definitions as the renderer takes them."""
-    return conversation([_known(one) for one in messages]), _definitions(tools)
+    return _conversation([_known(one) for one in messages]), _definitions(tools)
 
 
 def sampling_of(
@@ -177,6 +178,10 @@ def _allowed(tools: tuple[dict[str, JSON], ...], names: list[str]) -> tuple[dict
 def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSON], ...]:
     functions = (tool.function for tool in tools or ())
     return tuple(function_definition(one.name, one.description, one.parameters) for one in functions)
+
+
+def _conversation(known: Sequence[KnownMessage]) -> tuple[Message, ...]:
+    return with_tool_names([one.message for one in known], lambda index, name: known[index].with_name(name))
 
 
 def _known_tools(tools: list[bodies.ToolBody] | None) -> KnownTools:

@@ -1,8 +1,8 @@
 """One model call over HTTP, the same for every dialect: its session, its identity, its deadline and its answer.
 
-A dialect's route checks its body, makes a `ChatCall`, opens an `Exchange`, and says how a result looks. The session
-keeps the call's deadline. A client
-that leaves cancels the call on both ways out, and the answer returns only when what was cancelled has ended.
+A dialect's route checks its body, makes a `ChatCall`, opens an `Exchange`, and says how a result looks. A client
+that leaves cancels the call on both ways out, and the answer returns only when what was cancelled has ended. The
+session keeps the call's deadline.
 """
 
 from __future__ import annotations
