@@ -40,6 +40,7 @@ GOOD = {
         '{"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}',
     ),
 }
+SLOW = "ambiguous|takes more than"  # which of the two is found first depends on the host
 BAD = {
     "no JSON": (Constraint(ConstraintKind.JSON_SCHEMA, "{"), "JSON|line 1"),
     "a schema's end within": (Constraint(ConstraintKind.JSON_SCHEMA, '{}}, "x": {"a": 1'), "Extra data"),
@@ -54,11 +55,11 @@ BAD = {
         "at most 64 properties",
     ),
     "many patterns": (schema({"anyOf": [{"pattern": f"a{index}"} for index in range(65)]}), "64 patterns"),
-    "slow pattern": (schema({"properties": {"a": {"type": "string", "pattern": "((a?){100}){100}"}}}), "ambiguous"),
+    "slow pattern": (schema({"properties": {"a": {"type": "string", "pattern": "((a?){100}){100}"}}}), SLOW),
     "no regex": (regex("(("), "not closed"),
     "lookahead": (regex("(?=a)b"), "Lookahead"),
-    "slow regex": (regex("((a{1,100}){1,100}){1,100}"), "ambiguous"),
-    "many stars": (regex("(a*)*" * 50), "ambiguous"),
+    "slow regex": (regex("((a{1,100}){1,100}){1,100}"), SLOW),
+    "many stars": (regex("(a*)*" * 50), SLOW),
     "no tag": (Constraint(ConstraintKind.STRUCTURAL_TAG, "[]"), "."),
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.endpoint_load import open_sessions, talk
+from tests.benchmarks.endpoint_load import Load, open_sessions, talk
 from tests.benchmarks.endpoint_processes import EndpointFigures, ask, process, run_endpoint, run_engine
 
 QUOTA_MIB = 4
@@ -24,10 +24,10 @@ def test_the_process_grows_by_about_its_quota(tmp_path: Path):
         with process(run_endpoint, tmp_path, engine_url, settings) as (pipe, url):
 
             async def load() -> EndpointFigures:
-                await talk(await open_sessions(url, NUM_TOGETHER, "warm-up"), NUM_TURNS)
+                await talk(await open_sessions(url, NUM_TOGETHER, "warm-up"), NUM_TURNS, Load())
                 ask(pipe, "mark")
                 for batch in range(NUM_BATCHES):
-                    await talk(await open_sessions(url, NUM_TOGETHER, f"agent-{batch}"), NUM_TURNS)
+                    await talk(await open_sessions(url, NUM_TOGETHER, f"agent-{batch}"), NUM_TURNS, Load())
                 return ask(pipe, "read")
 
             found = asyncio.run(load())
