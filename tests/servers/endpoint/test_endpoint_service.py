@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
 NUM = 2
-LONG_TOKENS = 3000  # twelve seconds and more, at 4 ms a token
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,9 @@ class Service:
     async def call_with_retries(self, place: dict[str, Any], **changed: Any) -> str:
         """Why the answer ended, by a client with the patience of an agent that outlives a restart."""
         async with openai.AsyncOpenAI(base_url=place["base_url"], api_key="any", max_retries=10) as agent:
-            reply = await agent.chat.completions.create(**body(**changed))
+            given = body(**changed)
+            extra = {"min_tokens": given.pop("min_tokens", 0)}  # no parameter of the client's
+            reply = await agent.chat.completions.create(**given, extra_body=extra)
         return reply.choices[0].finish_reason
 
     async def until_open(self, session_id: str, num_open_calls: int, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -84,6 +85,14 @@ class Service:
             except OSError:
                 continue  # gone while we looked
         raise LookupError(lock)
+
+
+def of_length(num_tokens: int) -> dict[str, int]:
+    """A reply of so many tokens, at 4 ms a token and more: the simulated policy might stop at any of them."""
+    return {"max_tokens": num_tokens, "min_tokens": num_tokens}
+
+
+LONG = of_length(3000)
 
 
 def body(content: str = "What is 2 + 3?", **changed: Any) -> dict[str, Any]:
@@ -179,7 +188,7 @@ async def test_a_session_of_the_client_library(service):
 @pytest.mark.parametrize("owner", range(NUM))
 async def test_the_proxy_passes_a_stream_on_as_it_comes(service, owner):
     place = await service.open(owner)
-    given = body(stream=True, max_tokens=500)
+    given = body(stream=True, **of_length(500))
     async with service.http.post(f"{place['base_url']}/chat/completions", json=given) as answer:
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
         assert answer.headers["x-session-id"] == place["session_id"]
@@ -193,7 +202,7 @@ async def test_the_proxy_passes_a_stream_on_as_it_comes(service, owner):
 @pytest.mark.parametrize("owner", range(NUM))
 async def test_a_client_that_leaves_the_proxy_ends_the_call_in_the_engine(service, is_streamed, owner):
     place = await service.open(owner)
-    given = body(stream=is_streamed, max_tokens=LONG_TOKENS)
+    given = body(stream=is_streamed, **LONG)
     call = asyncio.create_task(service.http.post(f"{place['base_url']}/chat/completions", json=given))
     await service.until_open(place["session_id"], 1)
     if is_streamed:
@@ -212,10 +221,10 @@ async def test_a_killed_ingress_process_loses_nothing_that_was_answered(service)
     kept, cut, healed, other = [await service.open(owner) for owner in (0, 0, 0, 1)]
     for place in (kept, cut, other):
         assert await service.call(place) == 200
-    with_retries = asyncio.create_task(service.call_with_retries(healed, max_tokens=600))
+    with_retries = asyncio.create_task(service.call_with_retries(healed, **of_length(600)))
     try:
-        streamed = body(stream=True, max_tokens=LONG_TOKENS)
-        without = asyncio.create_task(service.call(cut, content="More?", max_tokens=LONG_TOKENS))
+        streamed = body(stream=True, **LONG)
+        without = asyncio.create_task(service.call(cut, content="More?", **LONG))
         stream = await service.http.post(f"{cut['base_url']}/chat/completions", json=streamed)
         await service.until_open(cut["session_id"], 2)
         await service.until_open(healed["session_id"], 1)
