@@ -162,7 +162,7 @@ async def test_records_are_the_same_bytes_through_any_process(site, http):
 async def test_a_stream_is_passed_on_as_it_comes(site, http):
     session_id = id_of(1, "stream")
     url = site.urls[0]
-    given = body(session=session_id, stream=True, max_tokens=500)
+    given = body(session=session_id, stream=True, max_tokens=500, min_tokens=500)
     async with http.post(f"{url}/v1/chat/completions", json=given) as answer:
         assert answer.content_type == "text/event-stream"
         first = await answer.content.readany()
@@ -231,7 +231,7 @@ async def test_a_session_without_an_id_belongs_to_whom_was_asked(site, http):
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_that_leaves_the_wrong_process_ends_the_call_in_the_engine(site, http, is_streamed):
     session_id = id_of(1, f"leave-{is_streamed}")
-    given = body(session=session_id, stream=is_streamed, max_tokens=3000)
+    given = body(session=session_id, stream=is_streamed, max_tokens=3000, min_tokens=3000)
     call = asyncio.create_task(http.post(f"{site.urls[0]}/v1/chat/completions", json=given))
     await until_running()
     if is_streamed:
