@@ -51,9 +51,10 @@ class KnownMessage:
 
     def with_name(self, name: str | None) -> Message:
         """The message, a tool's answer, with the tool's name: the last one it was asked with is kept."""
-        if self._named.name != name:
-            self._named = with_name(self.message, name)
-        return self._named
+        named = self._named  # once: another thread may ask with another name
+        if named.name != name:
+            self._named = named = with_name(self.message, name)
+        return named
 
 
 @dataclass(frozen=True, slots=True)
