@@ -17,6 +17,7 @@ from sys import getsizeof
 from typing import Any, Generic, TypeVar
 
 import orjson
+from pydantic_core import to_json
 
 from agentloop.capture.canonical import message_key
 from agentloop.capture.sizes import json_bytes, message_bytes
@@ -119,6 +120,8 @@ def name_of(value: Any) -> bytes | None:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:
         return None
+    if b"null" in text:  # which orjson also writes for NaN and infinities: they are another value, and refused
+        text = to_json(value, inf_nan_mode="constants")
     return text if len(text) <= _MAX_NAME_BYTES else blake2b(text, digest_size=_DIGEST_BYTES).digest()
 
 

@@ -73,6 +73,20 @@ def test_only_the_same_json_is_the_same_message(good: dict[str, Any], other: dic
     assert caught.value.param == "messages.0.tool_calls.0.index"
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_what_is_no_number_is_not_taken_for_null(number: str) -> None:
+    known = Known()
+    said = '{"role":"assistant","content":%s,"tool_calls":[],"annotations":{"x":%s}}'
+    text = '{"model":"m","messages":[' + said + "]}"
+    read_chat((text % ("null", "null")).encode(), known)
+    assert len(known.messages) == 1
+    for content, ignored, place in ((number, "null", "content"), ("null", number, "annotations")):
+        with pytest.raises(InvalidRequest) as caught:
+            read_chat((text % (content, ignored)).encode(), known)
+        assert caught.value.param is not None
+        assert caught.value.param.startswith(f"messages.0.{place}")
+
+
 @given(st.permutations(HISTORY), st.permutations(HISTORY))
 def test_a_message_is_the_same_in_every_history(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
     known = Known()
