@@ -18,7 +18,6 @@ from agentloop.capture.graph import Match, MessageGraph
 from agentloop.capture.node import Node, Split
 from agentloop.chat.call import ChatCall, ToolChoice
 from agentloop.constraint import Constraint
-from agentloop.engine import EngineInfo
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -81,7 +80,8 @@ async def make_question(chat: ChatCall, graph: MessageGraph, parts: SessionParts
         )
     max_tokens = room if chat.max_tokens is None else min(chat.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
-    check_sampling(sampling, _as_engine(parts))  # ids are within the vocabulary: they were read, or checked above
+    # The ids are within the vocabulary: they were rendered, stored, or checked above.
+    check_sampling(sampling, parts.vocab_size, can_constrain=parts.can_constrain, engine="session")
     return Question(prompt, sampling, reads_calls)
 
 
@@ -211,16 +211,3 @@ def _bias_without_calls(chat: ChatCall, parts: SessionParts) -> tuple[tuple[int,
     if len(opening) != 1:
         return bias
     return (*((token_id, value) for token_id, value in bias if token_id != opening[0]), (opening[0], _BAN))
-
-
-def _as_engine(parts: SessionParts) -> EngineInfo:
-    """The engine as far as requests are checked against it."""
-    return EngineInfo(
-        name="session",
-        max_context_tokens=parts.max_context_tokens,
-        vocab_size=parts.vocab_size,
-        block_size=1,
-        kv_capacity_tokens=parts.max_context_tokens,
-        max_running=1,
-        can_constrain=parts.can_constrain,
-    )

@@ -49,14 +49,14 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"a prompt of {len(ids)} tokens leaves no room in a context of {info.max_context_tokens}",
             param="token_ids",
         )
-    check_sampling(request.sampling, info)
+    check_sampling(request.sampling, info.vocab_size, can_constrain=info.can_constrain, engine=info.name)
 
 
-def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
+def check_sampling(sampling: SamplingParams, vocab_size: int, *, can_constrain: bool, engine: str) -> None:
     """`check_request` without the prompt: raises InvalidRequest (naming the field), UnsupportedParameter."""
     _check_numbers(sampling)
-    _check_adjustments(sampling, info.vocab_size)
-    _check_constraint(sampling, info)
+    _check_adjustments(sampling, vocab_size)
+    _check_constraint(sampling, can_constrain, engine)
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
@@ -89,11 +89,11 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(f"a bias of {bias} is not in [-100, 100]", param="logit_bias")
 
 
-def _check_constraint(sampling: SamplingParams, info: EngineInfo) -> None:
+def _check_constraint(sampling: SamplingParams, can_constrain: bool, engine: str) -> None:
     if sampling.constraint is None:
         return
-    if not info.can_constrain:
-        raise UnsupportedParameter(f"the engine ({info.name}) cannot constrain what it samples", param="constraint")
+    if not can_constrain:
+        raise UnsupportedParameter(f"the engine ({engine}) cannot constrain what it samples", param="constraint")
     if len(sampling.constraint.text) > MAX_CONSTRAINT_CHARS:
         raise InvalidRequest(f"a constraint of more than {MAX_CONSTRAINT_CHARS} characters", param="constraint")
     # What fits a constraint may be shorter than any number of tokens, and ends with a stop token only.
