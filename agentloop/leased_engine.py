@@ -22,7 +22,6 @@ from tenacity import (
 from agentloop.control import CoordinatorApi
 from agentloop.engine import Engine
 from agentloop.errors import AgentLoopError, DeadlineExceeded, EnginePaused
-from agentloop.staleness import NewestVersion
 from agentloop.types import Assignment, GenerateRequest, Generation
 from agentloop.validate import check_generation
 
@@ -44,6 +43,22 @@ def retrying(
         sleep=sleep,
         reraise=True,
     )
+
+
+class NewestVersion:
+    """The newest weight version that a worker has heard of: from every generation, whoever asked for it."""
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+
+    def see(self, generation: Generation) -> None:
+        """Learn from a replica's load and from the spans, which may be newer than the load's snapshot."""
+        heard = [span.version for span in generation.weight_versions]
+        if generation.load.weight_version is not None:
+            heard.append(generation.load.weight_version)
+        if self.value is not None:
+            heard.append(self.value)
+        self.value = max(heard, default=None)
 
 
 class LeasedEngine:

@@ -1,8 +1,7 @@
-"""Staleness limits: how far a run's trajectories may fall behind the fleet's weights.
+"""The staleness budget: how many trajectories of a run may be begun before the fleet's weights move on.
 
-Staleness is the fleet's weight version minus the oldest version in a trajectory. Two halves, both synchronous. In
-the rollout queue an `Allowance` holds back what would exceed the limit. In a worker a `StalenessGuard` judges what
-runs: an update may come at any token, so no admission rule alone keeps a long trajectory within its limit.
+Staleness is the fleet's weight version minus the oldest version in a trajectory. In the rollout queue an
+`Allowance` holds back what would exceed the limit; the worker judges what runs (`rollout/staleness_guard.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agentloop.errors import InvalidRequest
-from agentloop.limits import LimitReached
-from agentloop.trajectory import TrajectoryBuilder
-from agentloop.types import Generation, OnStale, RolloutGroup, StalenessLimit, StopReason
+from agentloop.types import RolloutGroup, StalenessLimit
 
 UNBOUNDED = 1 << 62  # trajectories
-
-# --- admission: in the rollout queue ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,69 +118,3 @@ class Allowances:
 
 def _key(rollout_id: str, limit: StalenessLimit) -> tuple[str, str]:
     return (limit.run_id, "" if limit.run_id else rollout_id)
-
-
-# --- in flight: in a worker -------------------------------------------------------------------------------
-
-
-class NewestVersion:
-    """The newest weight version that a worker has heard of: from every generation, whoever asked for it."""
-
-    def __init__(self) -> None:
-        self.value: int | None = None
-
-    def see(self, generation: Generation) -> None:
-        """Learn from a replica's load and from the spans, which may be newer than the load's snapshot."""
-        heard = [span.version for span in generation.weight_versions]
-        if generation.load.weight_version is not None:
-            heard.append(generation.load.weight_version)
-        if self.value is not None:
-            heard.append(self.value)
-        self.value = max(heard, default=None)
-
-
-class StalenessGuard:
-    """One trajectory against its run's limit, asked between turns and at the end.
-
-    A turn is never interrupted for staleness: its worker learns of a commit from the answers of other turns, if at
-    all, and the limits on a turn's tokens bound the waste. A turn that an engine-side abort cut does not go on.
-    """
-
-    def __init__(self, limit: StalenessLimit, newest: NewestVersion) -> None:
-        self._limit = limit
-        self._newest = newest
-
-    def must_end(self, builder: TrajectoryBuilder) -> bool:
-        """Whether the trajectory is over its limit, as far as the worker knows, and its policy ends it for that."""
-        return self._limit.on_stale is not OnStale.MASK and self._over(builder) is not None
-
-    def check(self, builder: TrajectoryBuilder) -> None:
-        """Raises LimitReached (STALE) if the trajectory must end."""
-        if self.must_end(builder):
-            raise LimitReached(StopReason.STALE)
-
-    def settle(self, builder: TrajectoryBuilder) -> OnStale | None:
-        """The loop has ended: take out of the mask what the policy says. Returns the policy if it had to act.
-
-        MASK takes out what is too old for the newest version. FINISH keeps what was sampled while the limit held,
-        so it takes out what the turn that met the update sampled after it. DROP leaves all of it to the caller.
-        """
-        found = self._over(builder)
-        if found is None:
-            return None
-        oldest, newest = found
-        match self._limit.on_stale:
-            case OnStale.MASK:
-                builder.mask_older_than(newest - self._limit.max_staleness)
-            case OnStale.FINISH:
-                builder.mask_newer_than(oldest + self._limit.max_staleness)
-            case OnStale.DROP:
-                pass
-        return self._limit.on_stale
-
-    def _over(self, builder: TrajectoryBuilder) -> tuple[int, int] | None:
-        """The oldest and the newest version, if they are too far apart."""
-        oldest, newest = builder.oldest_version, self._newest.value
-        if oldest is None or newest is None or newest - oldest <= self._limit.max_staleness:
-            return None
-        return oldest, newest

@@ -18,13 +18,13 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_r
 
 from agentloop.control import CoordinatorApi, WorkerReport
 from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest
-from agentloop.leased_engine import Connect, LeasedEngine
+from agentloop.leased_engine import Connect, LeasedEngine, NewestVersion
 from agentloop.limits import Budget, LimitReached
 from agentloop.loops import AgentLoop, LoopContext, load_loop
 from agentloop.parsers import Parser
 from agentloop.renderer import Renderer
 from agentloop.rewards import RewardFunction, load_reward, score
-from agentloop.staleness import NewestVersion, StalenessGuard
+from agentloop.staleness_guard import StalenessGuard
 from agentloop.toolbox import Toolbox, ToolScope
 from agentloop.types import (
     FAILURES,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from agentloop.errors import InvalidRequest
+from agentloop.leased_engine import NewestVersion
 from agentloop.limits import LimitReached
-from agentloop.staleness import UNBOUNDED, Allowance, Allowances, FleetVersions, NewestVersion, StalenessGuard
+from agentloop.staleness import UNBOUNDED, Allowance, Allowances, FleetVersions
+from agentloop.staleness_guard import StalenessGuard
 from agentloop.trajectory import TrajectoryBuilder
 from agentloop.types import (
     FinishReason,

@@ -15,7 +15,7 @@ from agentloop.errors import InvariantBroken
 from agentloop.limits import Budget, LimitReached
 from agentloop.parsers import Parser
 from agentloop.renderer import Renderer
-from agentloop.staleness import StalenessGuard
+from agentloop.staleness_guard import StalenessGuard
 from agentloop.toolbox import ToolScope
 from agentloop.trajectory import TrajectoryBuilder
 from agentloop.types import (
