@@ -21,15 +21,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from agentloop.errors import InvalidRequest
-from agentloop.types import (
-    GenerateRequest,
-    Generation,
-    KVPolicy,
-    Load,
-    PauseMode,
-    TopLogprobs,
-    WeightVersionSpan,
-)
+from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode, TopLogprobs, WeightVersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,7 @@ class TensorNames(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PushSource:
-    """A process that holds weights and listens for the engines' workers (`agentloop_servers/transfer/link.py`).
+    """A process that holds weights and listens for the engines' workers (`weight_transfer/connection.py`).
 
     `addresses` ("host:port") has one entry, or one for each worker of a replica, in the order of their ranks.
     """

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest
-from agentloop.store import TrajectoryStore
+from agentloop.storage import TrajectoryStore
 from agentloop.types import CallStatus, Message, TokenPath, ToolCall, Trajectory, Turn, WeightVersionSpan
 
 ExportFormat = Literal["parquet", "jsonl"]

@@ -6,8 +6,7 @@ python examples/01_ten_lines.py http://127.0.0.1:8000
 import asyncio
 import sys
 
-from agentloop.client import RolloutClient
-from agentloop.tasks import load_tasks
+from agentloop.client import RolloutClient, load_tasks
 
 
 async def main(url: str, version: int = 1) -> None:

@@ -5,7 +5,7 @@ A task names it by import path, from a module that the workers can import:
     RolloutTask(..., loop="examples.02_own_loop:AskOnceMore")
 """
 
-from agentloop.loops import LoopContext
+from agentloop.rollout import LoopContext
 from agentloop.types import Message, RolloutTask
 
 REMINDER = Message("user", 'Please finish with "The answer is X."')

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agentloop.errors import ToolError
-from agentloop.tool import ToolSpec, tool
+from agentloop.rollout import ToolSpec, tool
 from agentloop.types import JSON
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentloop.client import RolloutClient
-from agentloop.tasks import load_tasks
+from agentloop.client import RolloutClient, load_tasks
 from agentloop.types import Trajectory
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.export import export
-from agentloop.store import TrajectoryStore
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import CallStatus, Message, StopReason, ToolCall
 from tests.support.samples import make_group, make_path, make_trajectory
 

@@ -1,1 +1,55 @@
-"""The chat endpoint without its HTTP: what a call asks, what a turn answers, and the dialects that say so."""
+"""Dialects of the chat endpoint: OpenAI chat and completions, Responses, and Anthropic messages."""
+
+from __future__ import annotations
+
+from agentloop.chat import anthropic, openai, openai_completions, responses
+from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
+from agentloop.chat.body_cache import Known
+from agentloop.chat.call import CallDelta, CallKey, ChatCall, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.common import arguments_text, finish_of
+from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.openai_answers import (
+    STREAMED,
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    PreviewAnswer,
+    TokenizeAnswer,
+)
+from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from agentloop.chat.responses_bodies import ResponsesBody
+
+__all__ = [
+    "STREAMED",
+    "CallDelta",
+    "CallKey",
+    "ChatAnswer",
+    "ChatBody",
+    "ChatCall",
+    "ChatPiece",
+    "ChatResult",
+    "CompletionAnswer",
+    "CompletionBody",
+    "CountTokensBody",
+    "DetokenizeAnswer",
+    "DetokenizeBody",
+    "Known",
+    "MessagesBody",
+    "ModelAnswer",
+    "ModelsAnswer",
+    "PreviewAnswer",
+    "ResponsesBody",
+    "TokenTexts",
+    "TokenizeAnswer",
+    "TokenizeBody",
+    "ToolChoice",
+    "anthropic",
+    "arguments_text",
+    "finish_of",
+    "openai",
+    "openai_completions",
+    "read_body",
+    "responses",
+]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentloop.capture.node import Node
-from agentloop.chat.bodies import CallBase
 from agentloop.chat.call import ChatResult
+from agentloop.chat.openai_bodies import CallBase
+from agentloop.trajectory import Node
 
 Answer = dict[str, Any]
 

@@ -45,7 +45,7 @@ from agentloop.chat.common import (
 )
 from agentloop.chat.dialect import answer_constraint, capture_extras, sampling_params
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
-from agentloop.parsers.base import Parser
+from agentloop.parsers import Parser
 from agentloop.types import JSON, CallStatus, Message, ToolCall
 
 MALFORMED_KEY: Final = "malformed_tool_call"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agentloop.capture.node import Node
+from agentloop.trajectory import Node
 from agentloop.types import JSON, Message, SamplingParams, TopLogprobs, WeightVersionSpan
 
 

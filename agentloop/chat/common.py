@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from agentloop.capture.node import Reply
 from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece, ToolChoice
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest, UnsupportedParameter
-from agentloop.parsers.strict_json import loads
+from agentloop.parsers import loads
+from agentloop.trajectory import Reply
 from agentloop.types import JSON, CallStatus, FinishReason, Message, ToolCall
 
 # --- requests ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from agentloop.chat.answers import session_extra, versions_of
 from agentloop.chat.call import ChatResult, ToolChoice
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import Parser
+from agentloop.parsers import Parser
 from agentloop.types import JSON, SamplingParams
 
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, InstanceOf, JsonValue, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from agentloop.chat.known import KnownMessage
+from agentloop.api import Body, Json
+from agentloop.chat.body_cache import KnownMessage
 from agentloop.chat.schemas import Schema
-from agentloop.wire import Body, Json
 
 MAX_CONTENT_CHARS = 1 << 22
 MAX_PARTS = 1024

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentloop.wire_answers import SpanBody
+from agentloop.api import SpanBody
 
 Finish = Literal["stop", "length", "tool_calls"]
 

@@ -9,15 +9,15 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from agentloop.capture.node import Node
 from agentloop.chat.answers import Answer, answer_of, fingerprint, session_extra, usage_of, versions_of
-from agentloop.chat.bodies import CompletionBody
 from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult
 from agentloop.chat.common import finish_of
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai_chat import sampling_of, stops_of
+from agentloop.chat.openai import sampling_of, stops_of
+from agentloop.chat.openai_bodies import CompletionBody
 from agentloop.errors import InvalidRequest
-from agentloop.renderer import Renderer
+from agentloop.rendering import Renderer
+from agentloop.trajectory import Node
 
 DEFAULT_MAX_TOKENS = 16
 """What the OpenAI API samples where a completion names no `max_tokens`."""

@@ -46,7 +46,7 @@ from agentloop.chat.responses_bodies import (
 )
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
-from agentloop.parsers.base import Parser
+from agentloop.parsers import Parser
 from agentloop.types import JSON, Message, ToolCall
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from agentloop.chat.bodies import MAX_MODEL_CHARS, StreamOptions
+from agentloop.api import MAX_PROMPT_TOKENS, Body, Id, Json
 from agentloop.chat.common import refuse_types, type_tag
 from agentloop.chat.message_bodies import (
     MAX_CALLS,
@@ -24,8 +24,8 @@ from agentloop.chat.message_bodies import (
     ToolName,
     by_shape,
 )
+from agentloop.chat.openai_bodies import MAX_MODEL_CHARS, StreamOptions
 from agentloop.chat.schemas import Schema
-from agentloop.wire import MAX_PROMPT_TOKENS, Body, Id, Json
 
 MAX_ITEMS = 16_384
 

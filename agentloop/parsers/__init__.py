@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import DecodedText, ParsedTurn, Parser
+from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn, Parser
+from agentloop.parsers.by_name import get_parser
 from agentloop.parsers.hermes import HermesParser
-from agentloop.parsers.qwen3_xml import Qwen3XmlParser
+from agentloop.parsers.strict_json import loads
 
-__all__ = ["PARSER_NAMES", "DecodedText", "ParsedTurn", "Parser", "get_parser"]
-
-_PARSERS: dict[str, Parser] = {
-    "hermes": HermesParser(),
-    "qwen3_coder": Qwen3XmlParser(),
-    "qwen3_xml": Qwen3XmlParser(),
-}
-
-PARSER_NAMES = tuple(_PARSERS)
-
-
-def get_parser(name: str) -> Parser:
-    """The parser called `name`; shared, without state. Raises InvalidRequest naming those there are."""
-    parser = _PARSERS.get(name)
-    if parser is None:
-        raise InvalidRequest(f"no parser {name[:64]!r}: there are {', '.join(PARSER_NAMES)}", param="parser")
-    return parser
+__all__ = ["MAX_CALLS", "DecodedText", "HermesParser", "ParsedTurn", "Parser", "get_parser", "loads"]

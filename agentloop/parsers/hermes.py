@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from agentloop.constraint import Constraint
 from agentloop.parsers.base import MAX_NAME_CHARS, DecodedText, MalformedCall, ParsedTurn, TurnBuilder
-from agentloop.parsers.call_grammar import CallSyntax, constraint_of_calls
+from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
 from agentloop.parsers.strict_json import loads
 from agentloop.types import JSON
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from agentloop.constraint import Constraint
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText, MalformedCall, ParsedTurn, TurnBuilder
-from agentloop.parsers.call_grammar import CallSyntax, constraint_of_calls
+from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
 from agentloop.parsers.strict_json import loads
 from agentloop.types import JSON
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentloop.parsers.hermes import HermesParser
-from agentloop.renderer import Renderer
-from agentloop.rewards import exact_match
-from agentloop.tasks import load_tasks
-from agentloop.toolbox import Toolbox
+from agentloop.client import load_tasks
+from agentloop.parsers import HermesParser
+from agentloop.rendering import Renderer
+from agentloop.rollout import Toolbox, exact_match
 from agentloop.types import Message, RolloutTask
 from agentloop_tools.calculator import calculator
 from agentloop_tools.python import PythonTool

@@ -18,34 +18,34 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from agentloop.chat.reading import TurnReader
+from agentloop.api import CoordinatorApi
+from agentloop.client import is_loopback
 from agentloop.clock import RealClock
-from agentloop.control import CoordinatorApi
 from agentloop.errors import EngineLost, InvalidRequest
+from agentloop.generation import TurnReader
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.loopback import is_loopback
 from agentloop.parsers import get_parser
-from agentloop.renderer import OnUnstable, Renderer
-from agentloop.session_facts import Journal, SessionParts
-from agentloop.store import STORE_NAME, TrajectoryStore
-from agentloop.toolbox import Toolbox, load_tools
-from agentloop.worker import Worker, WorkerConfig
-from agentloop_servers.admin import ModeRules
+from agentloop.rendering import OnUnstable, Renderer
+from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
+from agentloop.sessions import Journal, SessionParts
+from agentloop.storage import STORE_NAME, TrajectoryStore
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.coordinator import Coordinator
-from agentloop_servers.coordinator_config import CoordinatorConfig
-from agentloop_servers.dataplane import EngineClients
-from agentloop_servers.endpoint.direct import DirectServer
-from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
-from agentloop_servers.endpoint.peers import OWNER_WAIT_S, Peers
-from agentloop_servers.endpoint.seats import take_seat
-from agentloop_servers.endpoint.sessions import SessionLimits, Sessions
+from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig
+from agentloop_servers.endpoint import (
+    OWNER_WAIT_S,
+    DirectServer,
+    Endpoint,
+    EndpointLimits,
+    Peers,
+    SessionLimits,
+    Sessions,
+    take_seat,
+)
 from agentloop_servers.engine_parts import build_engine, engine_actor_options, initial_weights, model_facts
-from agentloop_servers.handle import CoordinatorClient
-from agentloop_servers.http_guard import Keys
-from agentloop_servers.ingress import create_app
+from agentloop_servers.http import Keys
+from agentloop_servers.ingress import ModeRules, create_app
 from agentloop_servers.process import settle_heap
-from agentloop_servers.replica import Replica
+from agentloop_servers.replica import EngineClients, Replica
 from agentloop_servers.run_dir import new_run_dir, run_secret
 from agentloop_servers.serve_proxy import BehindServe
 from agentloop_tools import SHIPPED_TOOLS

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import InvalidRequest
-from agentloop.import_path import resolve
-from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
+from agentloop.plugins import resolve
+from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 
-RECEIVED_WEIGHTS = "agentloop_servers.transfer.simulated:ReceivedWeights"
+RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
 SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
 SIMULATED_LATENCY = LatencyModel(
     prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5

@@ -27,7 +27,7 @@ from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.http_guard import Keys
+from agentloop_servers.http import Keys
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentloop_servers.engines.vllm_config import VllmConfig, engine_arguments, prepare_environment
+from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 from agentloop_servers.local import free_port
 from tests.benchmarks.streams import Flight, Piece
 from tests.benchmarks.trainer import Call, NativeConnect, NativeSend, SetVersion, TrainerProcess

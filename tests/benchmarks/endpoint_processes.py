@@ -21,15 +21,17 @@ from typing import Any
 import uvloop
 
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.simulate import ScriptedPolicy, SimulatedEngine, SimulatedSpec
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import ScriptedPolicy
+from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import GenerateRequest, Generation, Lease
 from agentloop_servers.app import build_app, build_endpoint, sessions_name
-from agentloop_servers.dataplane import EngineClients
-from agentloop_servers.dataplane_server import DataPlaneServer
-from agentloop_servers.endpoint.direct import DirectServer
+from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.peers import Peers
-from agentloop_servers.endpoint.sessions import Sessions
+from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.process import settle_heap
+from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
 from tests.support.front_door import FakeCoordinator
 from tests.support.scripted import POLICY, RENDERER, ids

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentloop.engine import Engine
-from agentloop_servers.dataplane import EngineClients
-from agentloop_servers.dataplane_server import DataPlaneServer
 from agentloop_servers.process import settle_heap
+from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.server import DataPlaneServer
 from tests.support.feeder import Feeder
 from tests.support.scripted import call, running_worker, scripted_engine, task
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import psutil
 
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaUpdate
 from agentloop.clock import RealClock
-from agentloop.control import ReplicaRegistration, ReplicaUpdate
 from agentloop.engine import Delta, StageReport, WeightUpdate
-from agentloop.fleet import Fleet
+from agentloop.fleet.registry import Fleet
+from agentloop.fleet.weight_update import WeightController
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, SamplingParams
-from agentloop.weights import WeightController
-from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
-from agentloop_servers.engines.vllm_process import SchedulerStats
+from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.engines.vllm.process import SchedulerStats
 from tests.benchmarks.streams import Flight, Piece
 from tests.benchmarks.trainer import MeasureMemory, Offer, Send, SetVersion, TrainerProcess
 

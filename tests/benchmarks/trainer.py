@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from agentloop.engine import PushSource, TensorInfo
-from agentloop_servers.transfer.passes import Outgoing
-from agentloop_servers.transfer.sender import WeightSender
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.sender import WeightSender
 from tests.benchmarks.shapes import SHAPES, make_tensors, set_version
 
 START_TIMEOUT_S = 180.0  # torch, a context, and 16 GB of random numbers

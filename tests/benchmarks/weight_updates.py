@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from agentloop.types import KVPolicy
-from agentloop_servers.engines.vllm_config import VllmConfig
+from agentloop_servers.engines.vllm.config import VllmConfig
 from tests.benchmarks.baselines import PlainUpdate, PlainVllm, agreement, delivered
 from tests.benchmarks.link_speed import measure
 from tests.benchmarks.report import finish

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentloop.capture.graph import MessageGraph
-from agentloop.capture.node import Node, Reply
 from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
-from agentloop.chat.bodies import read_body
 from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
 from agentloop.chat.common import arguments_text
+from agentloop.chat.openai_bodies import read_body
 from agentloop.constraint import ConstraintKind
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
-from agentloop.parsers import get_parser
+from agentloop.parsers.by_name import get_parser
+from agentloop.trajectory.node import Node, Reply
+from agentloop.trajectory.turn_graph import MessageGraph
 from agentloop.types import CallStatus, FinishReason, Message, ToolCall, WeightVersionSpan
 
 anthropic = pytest.importorskip("anthropic")

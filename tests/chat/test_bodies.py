@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from agentloop.chat.bodies import ChatBody, CompletionBody, TokenizeBody, read_body
+from agentloop.chat.openai_bodies import ChatBody, CompletionBody, TokenizeBody, read_body
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 
 USER = {"role": "user", "content": "hi"}

@@ -14,16 +14,16 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentloop.capture.graph import MessageGraph
-from agentloop.capture.node import Node, Reply
-from agentloop.chat.bodies import read_body
 from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
 from agentloop.chat.common import arguments_text
+from agentloop.chat.openai_bodies import read_body
 from agentloop.chat.responses import ResponseWriter, chat_call
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.constraint import ConstraintKind
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
-from agentloop.parsers import get_parser
+from agentloop.parsers.by_name import get_parser
+from agentloop.trajectory.node import Node, Reply
+from agentloop.trajectory.turn_graph import MessageGraph
 from agentloop.types import CallStatus, FinishReason, Message, ToolCall, WeightVersionSpan
 
 HERMES = get_parser("hermes")

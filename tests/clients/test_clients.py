@@ -16,8 +16,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from agentloop.api.sessions import decode_trajectories
 from agentloop.types import Trajectory
-from agentloop.wire_sessions import decode_trajectories
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine
 from tests.support.recording import RecordingEngine

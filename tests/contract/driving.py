@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from agentloop.checks import check_generation
 from agentloop.engine import Delta, Engine, WeightUpdate
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, WeightVersionSpan
-from agentloop.validate import check_generation
 from tests.contract.cases import EngineCase
 
 TIMEOUT_S = 60.0

@@ -13,14 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.engine import (
-    ALL_MEMORY,
-    AllBlocksCleared,
-    BlocksStored,
-    HeldIn,
-    MemoryTag,
-    PushSource,
-)
+from agentloop.checks import check_checkpoint
+from agentloop.engine import ALL_MEMORY, AllBlocksCleared, BlocksStored, HeldIn, MemoryTag, PushSource
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
@@ -32,7 +26,6 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.types import FinishReason, Generation, KVPolicy, PauseMode, WeightVersionSpan
-from agentloop.validate import check_checkpoint
 from tests.contract.cases import EngineCase
 from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, merged, until
 

@@ -11,7 +11,8 @@ import pytest
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import Delta
 from agentloop.errors import InvalidRequest
-from agentloop.parsers import DecodedText, get_parser
+from agentloop.parsers.base import DecodedText
+from agentloop.parsers.by_name import get_parser
 from agentloop.types import CallStatus, FinishReason, KVPolicy, PauseMode
 from tests.contract.cases import EngineCase
 from tests.contract.driving import TIMEOUT_S, Reading, generated

@@ -1,7 +1,7 @@
 """The real vLLM engine's case with the shipped policy: on the GPU if there is one, else on CPU.
 
 float32, because the suite compares greedy tokens across prefill and decode. No `fresh`: every start takes half a
-minute, and `tests/servers/test_vllm_weights.py` makes that comparison once.
+minute, and `tests/servers/engines/vllm/test_vllm_weights.py` makes that comparison once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.contract.cases import EngineCase
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"

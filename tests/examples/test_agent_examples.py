@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.agents import AgentProgram, run_agents
-from agentloop.client import RolloutClient
-from agentloop.import_path import resolve
+from agentloop.agents.program import AgentProgram
+from agentloop.agents.runner import run_agents
+from agentloop.client.client import RolloutClient
+from agentloop.plugins import resolve
 from agentloop_tools.calculator import calculator
 from tests.support.fake_sessions import FakeSessions, session_service, uses_a_calculator
 from tests.support.samples import make_task

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.toolbox import Toolbox, load_tools
+from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.types import StopReason, ToolCall
 from tests.support.feeder import Feeder
 from tests.support.scripted import call, running_worker, scripted_engine, task

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
 from tests.support.adapters import POLICY

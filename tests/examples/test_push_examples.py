@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from agentloop.import_path import resolve
-from agentloop_servers.ingress import Keys, create_app
+from agentloop.plugins import resolve
+from agentloop_servers.http.guard import Keys
+from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 from tests.support.receiving import ReceivingFleet
 

@@ -10,10 +10,10 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from agentloop.client.tasks import load_tasks
 from agentloop.codec import from_builtins
 from agentloop.errors import ToolError
-from agentloop.renderer import Renderer
-from agentloop.tasks import load_tasks
+from agentloop.rendering.renderer import Renderer
 from agentloop.types import RolloutTask
 from agentloop_tools.calculator import evaluate
 from agentloop_tools.python import PythonTool

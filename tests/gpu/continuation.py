@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 
-from agentloop.client import RolloutClient
-from agentloop.control import UpdateReport
+from agentloop.api.coordinator import UpdateReport
+from agentloop.client.client import RolloutClient
 from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParams
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import vllm_config
-from agentloop_servers.engines.vllm import VllmEngine
+from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from agentloop.client import RolloutClient
-from agentloop.control import ReplicaUpdate
+from agentloop.api.coordinator import ReplicaUpdate
+from agentloop.client.client import RolloutClient
 from agentloop.types import Generation
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table

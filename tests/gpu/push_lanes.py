@@ -25,10 +25,10 @@ import torch
 
 from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError
-from agentloop_servers.transfer.layout import view
-from agentloop_servers.transfer.passes import Outgoing
-from agentloop_servers.transfer.receiver import PassRestarted, Receiver
-from agentloop_servers.transfer.sender import WeightSender
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.layout import view
+from agentloop_servers.weight_transfer.receiver import PassRestarted, Receiver
+from agentloop_servers.weight_transfer.sender import WeightSender
 
 ANSWER_S = 180.0
 NOTICE_S = 5.0

@@ -11,8 +11,8 @@ import xgrammar
 
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
-from agentloop.parsers import get_parser
 from agentloop.parsers.base import DecodedText
+from agentloop.parsers.by_name import get_parser
 from agentloop.types import CallStatus
 
 STOP = 256

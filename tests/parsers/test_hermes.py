@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers import DecodedText, ParsedTurn, get_parser
-from agentloop.parsers.base import MAX_CALLS
+from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
+from agentloop.parsers.by_name import get_parser
 from agentloop.types import CallStatus
 
 HOSTILE_CHARS = 500_000

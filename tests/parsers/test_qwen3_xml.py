@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.parsers import DecodedText, ParsedTurn, get_parser
-from agentloop.parsers.base import MAX_CALLS
+from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
+from agentloop.parsers.by_name import get_parser
 from agentloop.types import CallStatus
 
 HOSTILE_CHARS = 500_000

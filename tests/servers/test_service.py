@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NotFound
 from agentloop.types import Limits, Message, RolloutTask
 from agentloop_servers.config import ServiceConfig

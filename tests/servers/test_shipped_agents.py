@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from agentloop.store import STORE_NAME, TrajectoryStore
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
 from agentloop.types import Trajectory
 from tests.servers.processes import processes_with
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from agentloop_servers.transfer.adapter import AdapterCheck
+from agentloop_servers.weight_transfer.lora import AdapterCheck
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -18,17 +18,20 @@ from typing import Any
 import aiohttp
 import orjson
 
-from agentloop.chat.reading import TurnReader
-from agentloop.parsers import get_parser
-from agentloop.renderer import Renderer
-from agentloop.session_facts import CallLimits, Journal, SessionParts
-from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec, TokenPolicy
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.renderer import Renderer
+from agentloop.sessions.facts import CallLimits, Journal, SessionParts
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import LatencyModel, TokenPolicy
+from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import KVPolicy
-from agentloop_servers.endpoint.direct import DirectServer
+from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
-from agentloop_servers.endpoint.sessions import SessionLimits, Sessions
-from agentloop_servers.http_guard import HttpLimits, Keys
-from agentloop_servers.ingress import create_app
+from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.endpoint.session_values import SessionLimits
+from agentloop_servers.http.guard import HttpLimits, Keys
+from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"

@@ -7,14 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentloop.chat.reading import TurnReader
-from agentloop.parsers import get_parser
-from agentloop.session import Journal, SessionParts
-from agentloop.simulate import SimulatedEngine
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.parsers.by_name import get_parser
+from agentloop.sessions.facts import Journal, SessionParts
+from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import KVPolicy, Trajectory
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.endpoint.sessions import Sessions
-from agentloop_servers.ingress import Keys, create_app
+from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.http.guard import Keys
+from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, serving
 from tests.support.scripted import RENDERER, SPEC, scripted_engine
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.clock import Clock
-from agentloop.control import ReplicaRegistration
 from agentloop.engine import (
     ALL_MEMORY,
     CommitReport,

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
-from agentloop.capture.node import Node, Reply
 from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
-from agentloop.parsers import get_parser
-from agentloop.renderer import Renderer
-from agentloop.session_facts import SessionFacts, SessionState
-from agentloop.session_prompts import Prompt
+from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.renderer import Renderer
+from agentloop.sessions.facts import SessionFacts, SessionState
+from agentloop.sessions.prompts import Prompt
+from agentloop.trajectory.node import Node, Reply
 from agentloop.types import FinishReason, Message, Trajectory, WeightVersionSpan
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.session_keys import SessionKeys
-from agentloop_servers.endpoint.sessions import NewSession
-from agentloop_servers.http_guard import HttpLimits, Keys
-from agentloop_servers.ingress import create_app
+from agentloop_servers.endpoint.session_values import NewSession
+from agentloop_servers.http.guard import HttpLimits, Keys
+from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 from tests.support.samples import make_trajectory
 

@@ -12,11 +12,11 @@ import orjson
 from aiohttp import web
 
 from agentloop import codec
-from agentloop.control import Page, ReplicaUpdate, RolloutStatus, UpdateReport
+from agentloop.api.coordinator import Page, ReplicaUpdate, RolloutStatus, UpdateReport
+from agentloop.api.requests import check_body
+from agentloop.api.sessions import FinishBody, NewSessionBody, RewardBody, encode_trajectories
 from agentloop.errors import AgentLoopError, NotFound, SessionFinished, SessionNotFound
 from agentloop.types import KVPolicy, Message, StopReason, Trajectory
-from agentloop.wire import check_body
-from agentloop.wire_sessions import FinishBody, NewSessionBody, RewardBody, encode_trajectories
 from tests.support.samples import make_trajectory
 
 Script = Callable[[list[dict[str, Any]]], dict[str, Any]]

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, CommitReport, MemoryTag, PushSource, StageReport, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, EngineLost
-from agentloop.simulate import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
-from agentloop_servers.dataplane_wire import Fence, Lane, OrderNumber
+from agentloop_servers.replica.protocol import Fence, Lane, OrderNumber
 
 T = TypeVar("T")
 FOR_EVER_S = 1e6

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from agentloop.control import Orders, WorkerReport
+from agentloop.api.coordinator import Orders, WorkerReport
 from agentloop.errors import NoHealthyReplica
 from agentloop.types import Assignment, Lease, RolloutTask, StalenessLimit, Trajectory
 

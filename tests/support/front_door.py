@@ -10,14 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 import uvicorn
 from fastapi import FastAPI
 
-from agentloop.control import (
-    Page,
-    ReplicaStatus,
-    ReplicaUpdate,
-    RolloutStatus,
-    ServiceStatus,
-    UpdateReport,
-)
+from agentloop.api.coordinator import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NotFound, Overloaded
 from agentloop.types import (

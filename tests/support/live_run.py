@@ -12,13 +12,16 @@ from random import Random
 
 import structlog
 
+from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.clock import VirtualClock
-from agentloop.control import ReplicaRegistration
 from agentloop.engine import WeightUpdate
-from agentloop.loops import LoopContext
-from agentloop.parsers import get_parser
-from agentloop.simulate import LatencyModel, ScriptedPolicy, SimulatedEngine, SimulatedSpec
-from agentloop.toolbox import Toolbox
+from agentloop.parsers.by_name import get_parser
+from agentloop.rollout.context import LoopContext
+from agentloop.rollout.toolbox import Toolbox
+from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
+from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import (
     GenerateRequest,
     Generation,
@@ -29,8 +32,8 @@ from agentloop.types import (
     RolloutTask,
     StalenessLimit,
 )
-from agentloop.worker import Worker, WorkerConfig
-from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
+from agentloop_servers.coordinator.config import CoordinatorConfig
+from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.memory_store import MemoryStore
 from tests.support.scripted import RENDERER, turns
 from tests.support.service import Inline

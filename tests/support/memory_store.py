@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, NotFound
-from agentloop.samples import assignment_id
+from agentloop.scheduling.samples import assignment_id
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
 
 class MemoryStore:
-    """What `agentloop.store.TrajectoryStore` promises, as long as this object lives."""
+    """What `agentloop.storage.trajectory_store.TrajectoryStore` promises, as long as this object lives."""
 
     def __init__(self) -> None:
         self.groups: dict[str, list[RolloutGroup]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from agentloop.renderer import Renderer
+from agentloop.rendering.renderer import Renderer
 from agentloop.types import Message, ToolCall
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

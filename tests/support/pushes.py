@@ -8,7 +8,7 @@ from math import inf
 from agentloop.clock import Clock
 from agentloop.engine import HeldIn, PushSource, StageReport, WeightUpdate
 from agentloop.errors import CheckpointUnreadable
-from agentloop.simulate import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine
 
 
 @dataclass(slots=True)

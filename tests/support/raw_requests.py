@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import orjson
 
 from agentloop_servers.endpoint.endpoint import EndpointLimits
-from agentloop_servers.endpoint.sessions import SessionLimits
-from agentloop_servers.http_guard import HttpLimits
+from agentloop_servers.endpoint.session_values import SessionLimits
+from agentloop_servers.http.guard import HttpLimits
 from tests.support.chat_service import MODEL, Bounds, ChatService, check_answer
 
 CHAT = "/v1/chat/completions"

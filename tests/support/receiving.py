@@ -12,10 +12,10 @@ import torch
 
 from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import WeightUpdateFailed
-from agentloop_servers.transfer.layout import view
-from agentloop_servers.transfer.passes import Outgoing
-from agentloop_servers.transfer.receiver import PassRestarted, Receiver
-from agentloop_servers.transfer.sender import SendReport
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.layout import view
+from agentloop_servers.weight_transfer.receiver import PassRestarted, Receiver
+from agentloop_servers.weight_transfer.sender import SendReport
 
 TIMEOUT_S = 60.0
 

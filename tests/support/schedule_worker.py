@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import dataclass
 from random import Random
 
-from agentloop.control import WorkerReport
+from agentloop.api.coordinator import WorkerReport
+from agentloop.checks import check_generation
 from agentloop.errors import AgentLoopError, DeadlineExceeded, EnginePaused, ServiceUnavailable
-from agentloop.trajectory import TrajectoryBuilder
+from agentloop.trajectory.builder import TrajectoryBuilder
 from agentloop.types import (
     Assignment,
     FinishReason,
@@ -20,7 +21,6 @@ from agentloop.types import (
     StopReason,
     Trajectory,
 )
-from agentloop.validate import check_generation
 from tests.support.schedules import World
 
 TURN_TIMEOUT_S = 3.0

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import structlog
 
+from agentloop.api.coordinator import ReplicaRegistration, UpdateReport
 from agentloop.clock import VirtualClock
-from agentloop.control import ReplicaRegistration, UpdateReport
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     AgentLoopError,
@@ -32,12 +32,15 @@ from agentloop.errors import (
     ServiceUnavailable,
     WeightUpdateFailed,
 )
-from agentloop.fleet import FleetConfig
-from agentloop.fleet_engines import WeightConfig
-from agentloop.simulate import HashPolicy, LatencyModel, SimulatedEngine, SimulatedSpec
+from agentloop.fleet.engines import WeightConfig
+from agentloop.fleet.registry import FleetConfig
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import HashPolicy, LatencyModel
+from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import KVPolicy, Lease, PauseMode
-from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
-from agentloop_servers.dataplane_wire import OrderNumber
+from agentloop_servers.coordinator.config import CoordinatorConfig
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.replica.protocol import OrderNumber
 from tests.support.faulty_link import Caller, FaultyLink, Network
 from tests.support.memory_store import MemoryStore
 from tests.support.pushes import Sender, Wire

@@ -11,12 +11,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from agentloop.engine import Engine
-from agentloop.parsers import get_parser
-from agentloop.renderer import Renderer
-from agentloop.simulate import ScriptedPolicy, SimulatedEngine, SimulatedSpec
-from agentloop.toolbox import Toolbox, load_tools
+from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.renderer import Renderer
+from agentloop.rollout.toolbox import Toolbox, load_tools
+from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import ScriptedPolicy
+from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import Message, RolloutTask
-from agentloop.worker import Worker, WorkerConfig
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.feeder import Feeder
 

@@ -6,12 +6,13 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import wraps
 
+from agentloop.api.coordinator import WorkerReport
 from agentloop.clock import VirtualClock
-from agentloop.control import WorkerReport
-from agentloop.fleet import FleetConfig
-from agentloop.store import TrajectoryStore
+from agentloop.fleet.registry import FleetConfig
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Load, StopReason
-from agentloop_servers.coordinator import Coordinator, CoordinatorConfig
+from agentloop_servers.coordinator.config import CoordinatorConfig
+from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.engines import INFO, FakeEngine
 from tests.support.samples import make_trajectory
 

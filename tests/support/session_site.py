@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
-from agentloop.chat.reading import TurnReader
 from agentloop.clock import Clock, VirtualClock
 from agentloop.engine import Delta
-from agentloop.errors import (
-    AgentLoopError,
-)
-from agentloop.parsers import get_parser
-from agentloop.session import Session
-from agentloop.session_facts import Journal, SessionParts
+from agentloop.errors import AgentLoopError
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.parsers.by_name import get_parser
+from agentloop.sessions.facts import Journal, SessionParts
+from agentloop.sessions.session import Session
 from agentloop.types import (
     FinishReason,
     GenerateRequest,
@@ -29,7 +27,8 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
-from agentloop_servers.endpoint.sessions import SessionLimits, Sessions
+from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.endpoint.session_values import SessionLimits
 from tests.support.front_door import FakeCoordinator
 from tests.support.scripted import RENDERER, ids
 from tests.support.service import Inline

@@ -16,14 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from agentloop import codec
-from agentloop.capture.node import CallRecord, CallState, Node
 from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
-from agentloop.chat.reading import TurnReader
-from agentloop.chat.sample import SessionEngine
-from agentloop.parsers import get_parser
-from agentloop.renderer import Renderer
-from agentloop.session import CallLimits, Session, SessionFacts, SessionParts
-from agentloop.simulate import LatencyModel, ScriptedPolicy, SimulatedEngine, SimulatedSpec
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.generation.turn_sampler import SessionEngine
+from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.renderer import Renderer
+from agentloop.sessions.facts import CallLimits, SessionFacts, SessionParts
+from agentloop.sessions.session import Session
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
+from agentloop.simulation.spec import SimulatedSpec
+from agentloop.trajectory.node import CallRecord, CallState, Node
 from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from agentloop_servers.transfer.strips import Read
-from agentloop_servers.transfer.worker import RunningModel, WeightWorker
+from agentloop_servers.weight_transfer.spot_checks import Read
+from agentloop_servers.weight_transfer.vllm_worker import RunningModel, WeightWorker
 
 EXTENSION = f"{__name__}.StockReload"
 STOCK = "reload_as_stock_vllm"  # load as `collective_rpc("reload_weights")` does

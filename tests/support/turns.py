@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from agentloop.capture.node import CallRecord, CallState, Node, Reply
-from agentloop.session_facts import SessionFacts
+from agentloop.sessions.facts import SessionFacts
+from agentloop.trajectory.node import CallRecord, CallState, Node, Reply
 from agentloop.types import FinishReason, Message, WeightVersionSpan
 
 

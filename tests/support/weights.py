@@ -4,10 +4,10 @@ from functools import wraps
 
 from agentloop.clock import VirtualClock
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
-from agentloop.fleet import Fleet
-from agentloop.fleet_engines import WeightConfig
+from agentloop.fleet.engines import WeightConfig
+from agentloop.fleet.registry import Fleet
+from agentloop.fleet.weight_update import WeightController
 from agentloop.types import KVPolicy
-from agentloop.weights import WeightController
 from tests.support.engines import INFO, FakeEngine
 
 CONFIG = WeightConfig(

@@ -11,17 +11,17 @@ from typing import Any
 
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
-from agentloop.parsers import get_parser
-from agentloop.store import TrajectoryStore
-from agentloop.toolbox import Toolbox, load_tools
-from agentloop.worker import Worker, WorkerConfig
+from agentloop.parsers.by_name import get_parser
+from agentloop.rollout.toolbox import Toolbox, load_tools
+from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.app import IngressProcess, build_renderer, tool_names
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.coordinator import Coordinator
-from agentloop_servers.coordinator_config import CoordinatorConfig
-from agentloop_servers.dataplane import EngineClients
+from agentloop_servers.coordinator.config import CoordinatorConfig
+from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.engine_parts import build_engine, initial_weights, model_facts
-from agentloop_servers.replica import Replica
+from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.replica import Replica
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.front_door import serving
 

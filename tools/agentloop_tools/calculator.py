@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agentloop.errors import ToolError
-from agentloop.tool import tool
+from agentloop.rollout import tool
 
 Number = int | float
 

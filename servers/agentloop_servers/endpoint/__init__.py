@@ -1,1 +1,30 @@
-"""The chat endpoint over HTTP: sessions, their routes, and where they are kept."""
+"""The OpenAI-compatible endpoint: sessions on disk, their routes, and their shards."""
+
+from __future__ import annotations
+
+from agentloop_servers.endpoint import routes_messages, routes_openai, routes_responses, routes_sessions
+from agentloop_servers.endpoint.carriers import admit, names_session
+from agentloop_servers.endpoint.direct_server import DirectServer
+from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
+from agentloop_servers.endpoint.peers import OWNER_WAIT_S, Elsewhere, Peers
+from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.endpoint.seats import take_seat
+from agentloop_servers.endpoint.session_values import SessionLimits
+
+__all__ = [
+    "OWNER_WAIT_S",
+    "DirectServer",
+    "Elsewhere",
+    "Endpoint",
+    "EndpointLimits",
+    "Peers",
+    "SessionLimits",
+    "Sessions",
+    "admit",
+    "names_session",
+    "routes_messages",
+    "routes_openai",
+    "routes_responses",
+    "routes_sessions",
+    "take_seat",
+]

@@ -15,10 +15,10 @@ from typing import Any
 
 from fastapi import Request
 
+from agentloop.api import ID_PATTERN
 from agentloop.errors import DeadlineExceeded, Forbidden, InvalidRequest, SessionNotFound, Unauthorized
-from agentloop.wire import ID_PATTERN
 from agentloop_servers.endpoint.endpoint import CallableSession, Endpoint, SessionRegistry
-from agentloop_servers.http_guard import Keys, credential_of
+from agentloop_servers.http import Keys, credential_of
 
 SESSION_HEADER = "x-session-id"
 SESSION_KEY_PREFIX = "sk-agentloop-"

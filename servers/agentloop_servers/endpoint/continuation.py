@@ -9,15 +9,10 @@ import asyncio
 import dataclasses
 from itertools import chain
 
+from agentloop.checks import check_generation
 from agentloop.engine import Delta
 from agentloop.errors import MalformedEngineResponse
-from agentloop.types import (
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    WeightVersionSpan,
-)
-from agentloop.validate import check_generation
+from agentloop.types import FinishReason, GenerateRequest, Generation, WeightVersionSpan
 
 
 class Continuation:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from agentloop.capture.node import CallRecord, Node
-from agentloop.session_facts import SessionFacts
+from agentloop.sessions import SessionFacts
+from agentloop.trajectory import CallRecord, Node
 from agentloop_servers.endpoint.residents import Residents
 from agentloop_servers.endpoint.session_store import SessionStore
 from agentloop_servers.endpoint.session_values import not_found

@@ -1,7 +1,7 @@
 """What the routes of the endpoint work with, and its bounds. `app.py` makes the one `Endpoint` of a process.
 
-Ownership: sessions belong to `sessions.py`, conversations to `agentloop/session.py`; routes hold neither. The
-Protocols say what routes ask of them.
+Ownership: sessions belong to `registry.py`, conversations to `agentloop/sessions/session.py`; routes hold neither.
+The Protocols say what routes ask of them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import ModelNotFound, Overloaded
-from agentloop.parsers.base import Parser
-from agentloop.renderer import Renderer
-from agentloop.session_facts import SessionFacts
-from agentloop.session_prompts import Prompt
+from agentloop.parsers import Parser
+from agentloop.rendering import Renderer
+from agentloop.sessions import Prompt, SessionFacts
 from agentloop.types import JSON, Message, StopReason, Trajectory
 from agentloop_servers.endpoint.peers import Peers
-from agentloop_servers.endpoint.sessions import NewSession
+from agentloop_servers.endpoint.session_values import NewSession
 
 DEFAULT_MODEL = "default"
 """The name under which every service's model is known, whatever it is."""
@@ -38,7 +37,7 @@ class EndpointLimits:
 
 
 class CallableSession(Protocol):
-    """A session, as a model call uses it: `agentloop.session.Session`."""
+    """A session, as a model call uses it: `agentloop.sessions.session.Session`."""
 
     @property
     def facts(self) -> SessionFacts: ...

@@ -19,8 +19,9 @@ from weakref import WeakValueDictionary
 import structlog
 from tenacity import AsyncRetrying, RetryCallState
 
+from agentloop.api import CoordinatorApi
+from agentloop.checks import check_generation
 from agentloop.clock import Clock
-from agentloop.control import CoordinatorApi
 from agentloop.engine import Delta
 from agentloop.errors import (
     AgentLoopError,
@@ -31,9 +32,8 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.leased_engine import Connect, retrying
+from agentloop.generation import Connect, retrying
 from agentloop.types import GenerateRequest, Generation, Lease
-from agentloop.validate import check_generation
 from agentloop_servers.endpoint.continuation import Continuation
 
 T = TypeVar("T")

@@ -23,10 +23,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
+from agentloop.api import MAX_TIMEOUT_S
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
-from agentloop.wire import MAX_TIMEOUT_S
-from agentloop_servers.disconnect import unless_client_leaves
-from agentloop_servers.http_guard import envelope_of, error_response
+from agentloop_servers.http import envelope_of, error_response, unless_client_leaves
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from agentloop.session import Session
+from agentloop.sessions import Session
 
 _ENTRY_BYTES = 4096  # of a session without turns, as measured: its objects, and its place in the tables here
 

@@ -14,10 +14,10 @@ from enum import StrEnum
 from typing import Any
 
 from agentloop import codec
-from agentloop.capture.node import CallRecord, CallState, Node
 from agentloop.errors import SessionFinished, SessionNotFound
-from agentloop.session_facts import SessionFacts
-from agentloop_servers.endpoint.intents import Intent
+from agentloop.sessions import SessionFacts
+from agentloop.trajectory import CallRecord, CallState, Node
+from agentloop_servers.endpoint.open_calls_log import Intent
 
 _PROCESS_ENDED = "the endpoint's process ended meanwhile"
 

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 import structlog
 
 from agentloop import codec
-from agentloop.capture.node import CallRecord, Node
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable
-from agentloop.session_facts import SessionFacts, SessionState
-from agentloop_servers.endpoint.intents import Intent, Intents, read_intents
+from agentloop.sessions import SessionFacts, SessionState
+from agentloop.trajectory import CallRecord, Node
+from agentloop_servers.endpoint.open_calls_log import Intent, Intents, read_intents
 from agentloop_servers.endpoint.session_rows import (
     LIVE,
     SCHEMA,

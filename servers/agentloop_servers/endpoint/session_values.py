@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentloop.errors import Gone, SessionNotFound
-from agentloop.session import Session
-from agentloop.session_facts import DEFAULT_ROLLOUT_ID
+from agentloop.sessions import DEFAULT_ROLLOUT_ID, Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from agentloop.capture.node import CallState
+from agentloop.trajectory.node import CallState
 from tests.support.chat_service import MODEL, ChatService, chat_service
 from tests.support.cutting_proxy import Cut, CuttingProxy, cutting
 

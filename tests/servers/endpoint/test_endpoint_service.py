@@ -18,7 +18,7 @@ import aiohttp
 import openai
 import pytest
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
 from tests.servers.processes import processes_with
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentloop.checks import check_generation
 from agentloop.clock import VirtualClock
 from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import Delta
@@ -24,15 +25,7 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.types import (
-    FinishReason,
-    GenerateRequest,
-    Generation,
-    Lease,
-    SamplingParams,
-    WeightVersionSpan,
-)
-from agentloop.validate import check_generation
+from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
 from agentloop_servers.endpoint.leases import LeaseConfig, LeasedSession, SessionLeases
 from tests.support.front_door import FakeCoordinator
 

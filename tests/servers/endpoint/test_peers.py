@@ -17,13 +17,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from yarl import URL
 
-from agentloop.client import RolloutClient
+from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest, ServiceUnavailable
-from agentloop.simulate import LatencyModel, SimulatedEngine, SimulatedSpec
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import LatencyModel
+from agentloop.simulation.spec import SimulatedSpec
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.endpoint.peers import HOP_HEADER, Elsewhere, Peers
 from agentloop_servers.endpoint.seats import take_seat
-from agentloop_servers.http_guard import HttpGuard, HttpLimits
+from agentloop_servers.http.guard import HttpGuard, HttpLimits
 from tests.support.chat_service import RENDERER
 from tests.support.front_door import serving
 from tests.support.whole_service import Site, simulated, whole_site

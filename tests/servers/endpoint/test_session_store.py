@@ -19,13 +19,14 @@ from random import Random
 import pytest
 
 from agentloop import codec
-from agentloop.capture.node import CallRecord, CallState
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
-from agentloop.session_facts import SessionState
+from agentloop.sessions.facts import SessionState
+from agentloop.trajectory.node import CallRecord, CallState
 from agentloop_servers.endpoint.counting_journal import CountingJournal
-from agentloop_servers.endpoint.intents import NUM_CHUNK_SLOTS, read_intents
+from agentloop_servers.endpoint.open_calls_log import NUM_CHUNK_SLOTS, read_intents
 from agentloop_servers.endpoint.residents import Residents
-from agentloop_servers.endpoint.session_store import MAX_BATCH, RowState, SessionStore, StoredSession
+from agentloop_servers.endpoint.session_rows import RowState, StoredSession
+from agentloop_servers.endpoint.session_store import MAX_BATCH, SessionStore
 from tests.support.turns import make_call, make_facts, make_node
 
 
@@ -502,7 +503,7 @@ async def test_a_session_that_was_thrown_away_begins_nothing(path: Path) -> None
 
 _WRITER = """
 import asyncio, sys, time
-from agentloop.capture.node import CallState
+from agentloop.trajectory.node import CallState
 from agentloop_servers.endpoint.session_store import SessionStore
 from tests.support.turns import make_call, make_facts, make_node
 

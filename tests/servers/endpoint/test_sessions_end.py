@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.capture.node import CallState
 from agentloop.codec import to_builtins
 from agentloop.errors import (
     Conflict,
@@ -20,9 +19,11 @@ from agentloop.errors import (
     SessionFinished,
     SessionNotFound,
 )
-from agentloop.session_facts import SessionState
+from agentloop.sessions.facts import SessionState
+from agentloop.trajectory.node import CallState
 from agentloop.types import Message, StopReason
-from agentloop_servers.endpoint.sessions import NewSession, Sessions
+from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.endpoint.session_values import NewSession
 from tests.support.session_site import LIMITS, Site, say, talk, virtually
 
 # --- ends ---

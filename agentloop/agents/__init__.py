@@ -1,0 +1,8 @@
+"""Unmodified agents as rollouts: the runner that gives each sample a session, and an agent's program."""
+
+from __future__ import annotations
+
+from agentloop.agents.program import AgentProgram
+from agentloop.agents.runner import AgentLimits, AgentRecord, run_agents
+
+__all__ = ["AgentLimits", "AgentProgram", "AgentRecord", "run_agents"]

@@ -1,0 +1,357 @@
+"""The HTTP request bodies that client and front door share, and every cap on them.
+
+Request bodies are strict: a string is no number, a bool is no integer, unknown fields and numbers that are not
+finite are refused, and each list and string has a bound. Duplicate keys: the last one counts. The shapes are
+those of `types.py` and `control.py`, so conversion is `codec`; what is not in a dataclass is not on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import from_json
+
+from agentloop import codec
+from agentloop.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
+from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
+from agentloop.errors import InvalidRequest
+from agentloop.types import (
+    GenerateRequest,
+    KVPolicy,
+    Limits,
+    OnStale,
+    PauseMode,
+    RolloutTask,
+    SamplingParams,
+    StalenessLimit,
+)
+
+B = TypeVar("B", bound=BaseModel)
+
+MAX_PROBLEMS = 10
+MAX_PROBLEM_CHARS = 300
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_STOP_TOKEN_IDS = 64
+MAX_TASKS = 4096  # of one submit; a client sends more in several
+MAX_SAMPLES = 1024
+MAX_MESSAGES = 1024
+MAX_CONTENT_CHARS = 1 << 20
+MAX_TOOLS = 128
+MAX_TOOL_CALLS = 256
+MAX_REFERENCE_DEPTH = 32
+MAX_TIMEOUT_S = 24 * 3600.0
+MAX_WAIT_S = 60.0
+MAX_PAGE = 256  # trajectories of one read
+MAX_CURSOR = 1 << 53
+MAX_ADDRESSES = 4096
+MAX_TENSORS = 100_000
+MAX_TENSOR_NAME_CHARS = 512
+MAX_TENSOR_DIMENSIONS = 8
+
+_INT32_MAX = (1 << 31) - 1
+_LIMITS = Limits()
+_TASK = RolloutTask(task_id="", messages=())  # the dataclasses own the defaults
+_SAMPLING = SamplingParams(max_tokens=1)
+
+ID_PATTERN = r"^[A-Za-z0-9._\-]{1,128}$"
+Id = Annotated[str, Field(pattern=ID_PATTERN)]
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
+TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+Text = Annotated[str, Field(max_length=MAX_CONTENT_CHARS)]
+_Addend = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has lists only; what is in it stays strict
+Directory = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+def _storable(value: JsonValue) -> JsonValue:
+    """JSON that also the binary codec can hold: bounded nesting, integers of 64 bits."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_REFERENCE_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_REFERENCE_DEPTH}")
+        if any(isinstance(item, int) and not -(1 << 63) <= item < 1 << 64 for item in level):
+            raise ValueError("an integer beyond 64 bits")
+        children = (
+            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
+        )
+        level, depth = [child for values in children for child in values], depth + 1
+    return value
+
+
+Json = Annotated[JsonValue, AfterValidator(_storable)]
+
+
+def _with_port(value: str) -> str:
+    if not 1 <= int(value.rpartition(":")[2]) <= 65535:
+        raise ValueError("a port is 1 to 65535")
+    return value
+
+
+Address = Annotated[
+    str,
+    Field(max_length=260, pattern=r"^([A-Za-z0-9._\-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$"),
+    AfterValidator(_with_port),
+]
+
+
+class Body(BaseModel):
+    """Base of all request bodies."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+def parse_body(data: bytes, kind: type[B]) -> B:
+    """The body that `data` holds. Raises InvalidRequest for what is no UTF-8 JSON and for what is no `kind`.
+
+    The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
+    """
+    try:
+        value = from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    return check_body(value, kind)
+
+
+def check_body(value: Any, kind: type[B]) -> B:
+    """`value` as a `kind`. Raises InvalidRequest with at most ten problems; `param` names the first."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise invalid_request([(problem["loc"], problem["msg"]) for problem in problems]) from error
+
+
+def invalid_request(problems: Sequence[tuple[tuple[int | str, ...], str]]) -> InvalidRequest:
+    """One error of many problems (place, message), bounded in number and length."""
+    lines = []
+    for place, message in problems[:MAX_PROBLEMS]:
+        where = ".".join(map(str, place))
+        lines.append((f"{where}: {message}" if where else message)[:MAX_PROBLEM_CHARS])
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
+    param = ".".join(map(str, problems[0][0]))[:MAX_PROBLEM_CHARS] if problems else ""
+    return InvalidRequest("; ".join(lines), param=param or None)
+
+
+# --- generate ---------------------------------------------------------------------------------------------
+
+
+class ConstraintBody(Body):
+    """`Constraint`."""
+
+    kind: Literal["json_schema", "json_object", "structural_tag", "regex"]
+    text: str = Field(default="", max_length=MAX_CONSTRAINT_CHARS)
+
+
+class SamplingBody(Body):
+    """`SamplingParams`; `max_tokens` is always explicit."""
+
+    max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
+    temperature: float = Field(default=_SAMPLING.temperature, ge=0, le=100)
+    top_p: float = Field(default=_SAMPLING.top_p, gt=0, le=1)
+    top_k: int = Field(default=_SAMPLING.top_k, ge=0, le=_INT32_MAX)
+    min_tokens: int = Field(default=_SAMPLING.min_tokens, ge=0, le=MAX_PROMPT_TOKENS)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    frequency_penalty: float = Field(default=_SAMPLING.frequency_penalty, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    presence_penalty: float = Field(default=_SAMPLING.presence_penalty, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    logit_bias: list[Bias] = Field(default_factory=list, max_length=MAX_LOGIT_BIASES)
+    num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
+    constraint: ConstraintBody | None = None
+
+
+class GenerateBody(Body):
+    """Token ids in: what `POST /generate` takes."""
+
+    token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+    sampling: SamplingBody
+    timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
+
+    def to_request(self, request_id: str) -> GenerateRequest:
+        """The request as an engine takes it."""
+        sampling = codec.from_builtins(self.sampling.model_dump(), SamplingParams)
+        return GenerateRequest(request_id, tuple(self.token_ids), sampling, timeout_s=self.timeout_s)
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------
+
+
+class ToolCallBody(Body):
+    """`ToolCall`, in the history that a task may bring along."""
+
+    id: Name
+    name: Name
+    arguments: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TOOL_CALLS)
+    status: Literal["ok", "malformed"] = "ok"
+    error: Text | None = None
+    token_start: int = Field(default=0, ge=0, le=_INT32_MAX)
+    token_end: int = Field(default=0, ge=0, le=_INT32_MAX)
+    text: Text = ""
+
+
+class MessageBody(Body):
+    """`Message`."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text = ""
+    tool_calls: list[ToolCallBody] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
+    tool_call_id: Name | None = None
+    name: Name | None = None
+    reasoning: Text = ""
+
+
+class LimitsBody(Body):
+    """`Limits`; what is left out has the service's default."""
+
+    max_turns: int = Field(default=_LIMITS.max_turns, ge=1, le=4096)
+    max_tool_calls_per_turn: int = Field(default=_LIMITS.max_tool_calls_per_turn, ge=0, le=4096)
+    max_tool_calls: int = Field(default=_LIMITS.max_tool_calls, ge=0, le=1 << 16)
+    max_tokens_per_turn: int = Field(default=_LIMITS.max_tokens_per_turn, ge=1, le=MAX_PROMPT_TOKENS)
+    max_sampled_tokens: int = Field(default=_LIMITS.max_sampled_tokens, ge=1, le=MAX_PROMPT_TOKENS)
+    max_context_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
+    max_tool_response_bytes: int = Field(default=_LIMITS.max_tool_response_bytes, ge=0, le=1 << 24)
+    timeout_s: float = Field(default=_LIMITS.timeout_s, gt=0, le=MAX_TIMEOUT_S)
+    on_excess_tool_calls: Literal["answer", "stop"] = _LIMITS.on_excess_tool_calls.value
+    on_long_tool_response: Literal["answer", "stop"] = _LIMITS.on_long_tool_response.value
+
+
+class TaskBody(Body):
+    """`RolloutTask`: also a line of a task file."""
+
+    task_id: Name
+    messages: Annotated[list[MessageBody], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Name] = Field(default_factory=list, max_length=MAX_TOOLS)
+    loop: ImportName = _TASK.loop
+    reward: ImportName | None = None
+    reference: Json = None
+    limits: LimitsBody = LimitsBody()
+    temperature: float = Field(default=_TASK.temperature, ge=0, le=100)
+    top_p: float = Field(default=_TASK.top_p, gt=0, le=1)
+    top_k: int = Field(default=_TASK.top_k, ge=0, le=_INT32_MAX)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+
+    def to_task(self) -> RolloutTask:
+        """The task as the service holds it."""
+        return codec.from_builtins(self.model_dump(), RolloutTask)
+
+
+class SubmitBody(Body):
+    """What `POST /rollouts` takes: tasks, each sampled `num_samples` times.
+
+    With a `rollout_id` of the caller's own, a submit whose answer was lost can be sent again: it counts once.
+    `max_staleness` is in weight versions; without it, the fields of `StalenessLimit` after it mean nothing.
+    """
+
+    tasks: Annotated[list[TaskBody], FailFast()] = Field(min_length=1, max_length=MAX_TASKS)
+    num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    rollout_id: Id | None = None
+    max_staleness: int | None = Field(default=None, ge=0, le=_INT32_MAX)
+    on_stale: Literal["drop", "mask", "finish"] = OnStale.FINISH.value
+    trajectories_per_version: int | None = Field(default=None, ge=1, le=_INT32_MAX)
+    run_id: Id | None = None
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> Self:
+        if self.max_staleness is None and self.trajectories_per_version is not None:
+            raise ValueError("trajectories_per_version needs max_staleness")
+        return self
+
+    @property
+    def staleness(self) -> StalenessLimit | None:
+        """The limit as the service holds it."""
+        if self.max_staleness is None:
+            return None
+        on_stale = OnStale(self.on_stale)
+        return StalenessLimit(self.max_staleness, on_stale, self.trajectories_per_version, self.run_id or "")
+
+
+# --- control ----------------------------------------------------------------------------------------------
+
+
+class PauseBody(Body):
+    """What `POST /admin/pause` takes."""
+
+    mode: Literal["abort", "wait", "keep"] = PauseMode.KEEP.value
+
+
+def _one_source(schema: dict[str, Any]) -> None:
+    """Say in the schema what `WeightUpdate` checks."""
+    schema["oneOf"] = [
+        {"required": [name], "properties": {name: {"type": kind}}}
+        for name, kind in (("directory", "string"), ("push", "object"), ("adapter", "string"))
+    ]
+
+
+class TensorBody(Body):
+    """`TensorInfo`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_TENSOR_NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f]*$")]
+    dtype: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
+    shape: list[Annotated[int, Field(ge=0, le=1 << 48)]] = Field(max_length=MAX_TENSOR_DIMENSIONS)
+
+
+class PushBody(Body):
+    """`PushSource`: where a process listens, and what it has."""
+
+    addresses: list[Address] = Field(min_length=1, max_length=MAX_ADDRESSES)
+    token: str = Field(pattern=r"^[\x21-\x7e]{1,512}$")
+    tensors: Annotated[list[TensorBody], FailFast()] = Field(min_length=1, max_length=MAX_TENSORS)
+    names: Literal["checkpoint", "runtime"] = TensorNames.CHECKPOINT.value
+
+    def to_source(self) -> PushSource:
+        """The source as engines take it."""
+        return codec.from_builtins(self.model_dump(), PushSource)
+
+
+class WeightsBody(Body):
+    """What `POST /admin/weights` takes: one source of new weights, and the version they become.
+
+    `directory` and `adapter` are absolute paths of directories that the service may read.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_one_source)
+
+    version: int = Field(ge=0, lt=1 << 63)
+    directory: Directory | None = None
+    push: PushBody | None = None
+    adapter: Directory | None = None
+    kv_policy: Literal["keep", "fresh", "recompute"] | None = None
+
+    @property
+    def policy(self) -> KVPolicy | None:
+        """The policy, or None for the service's default."""
+        return KVPolicy(self.kv_policy) if self.kv_policy is not None else None
+
+    def to_update(self) -> WeightUpdate:
+        """The update as the fleet takes it. Raises InvalidRequest unless it has exactly one source."""
+        push = self.push.to_source() if self.push is not None else None
+        return WeightUpdate(self.version, self.directory, push, self.adapter)
+
+
+class SleepBody(Body):
+    """What `POST /admin/sleep` takes. Level 1 keeps the weights in host memory, level 2 discards them."""
+
+    level: int = Field(default=1, ge=1, le=2)
+
+
+class WakeBody(Body):
+    """What `POST /admin/wake` takes: the memory to take back, or nothing for all of it."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = Field(default=None, min_length=1, max_length=2)
+
+    @property
+    def memory(self) -> frozenset[MemoryTag]:
+        """The tags as engines take them."""
+        return ALL_MEMORY if self.tags is None else frozenset(map(MemoryTag, self.tags))

@@ -1,0 +1,107 @@
+"""The HTTP bodies of the session routes, shared by client and front door; strict, as those of `wire.py`.
+
+A session is opened, used through the chat routes, given a reward and finished. `finish` and `trajectories` answer
+alike: a JSON list of trajectories, or with `Accept: application/msgpack` the binary form of the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from agentloop import codec
+from agentloop.api.requests import MAX_TIMEOUT_S, MAX_WAIT_S, Body, Id, Name, Text
+from agentloop.types import StopReason, Trajectory
+
+SESSIONS_ROLLOUT_ID = "sessions"  # of sessions that name no rollout
+DEFAULT_TTL_S = 3600.0
+MAX_SAMPLE_INDEX = (1 << 31) - 1
+
+
+class NewSessionBody(Body):
+    """What `POST /sessions` takes. The record of the session goes to `rollout_id`, as a sample of `group_id`.
+
+    With a `session_id` of the caller's own, a create whose answer was lost can be sent again: it makes one session.
+    """
+
+    session_id: Id | None = None
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=MAX_TIMEOUT_S)
+    rollout_id: Id = SESSIONS_ROLLOUT_ID
+    group_id: Id | None = None  # None: a group of its own, named as the session
+    task_id: Name | None = None
+    sample_index: int = Field(default=0, ge=0, le=MAX_SAMPLE_INDEX)
+
+
+class RewardBody(Body):
+    """What `POST /sessions/{id}/reward` takes. A later reward replaces it."""
+
+    reward: float
+
+
+class FinishBody(Body):
+    """What `POST /sessions/{id}/finish` takes; with an `error` the record is incomplete.
+
+    `reward_error`: why there is no reward, where a reward function failed. `wait_s`: how long open calls may go on;
+    those that are open then are lost.
+    """
+
+    reward: float | None = None
+    reward_error: Text = ""
+    error: Text = ""
+    wait_s: float = Field(default=0.0, ge=0, le=MAX_WAIT_S)
+    stop_reason: Literal["completed", "deadline", "cancelled", "loop_failed"] | None = None
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the session ended: what was said, or else whether there is an error."""
+        if self.stop_reason is not None:
+            return StopReason(self.stop_reason)
+        return StopReason.LOOP_FAILED if self.error else StopReason.COMPLETED
+
+
+class NewSessionAnswer(BaseModel):
+    """Where a new session is. `direct_url` leads to its process without a proxy, from this host only."""
+
+    session_id: str
+    base_url: str
+    api_key: str
+    direct_url: str | None = None
+
+
+class SessionAnswer(BaseModel):
+    """A session at one moment: the answer of `GET /sessions/{id}` and of `POST /sessions/{id}/reward`."""
+
+    session_id: str
+    state: Literal["open", "finished"]
+    created_at: float  # seconds since 1970
+    ttl_s: float
+    rollout_id: str
+    group_id: str
+    task_id: str
+    sample_index: int
+    reward: float | None
+    stop_reason: str | None
+    error: str
+    num_turns: int
+    num_open_calls: int
+    num_bytes: int
+    is_complete: bool
+
+
+class DeletedAnswer(BaseModel):
+    """The answer of `DELETE /sessions/{id}`."""
+
+    session_id: str
+    is_deleted: Literal[True] = True
+
+
+def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
+    """The binary form of what `finish` and `trajectories` answer."""
+    return codec.encode(list(trajectories))
+
+
+def decode_trajectories(data: bytes) -> list[Trajectory]:
+    """The inverse of `encode_trajectories`. Raises InvalidRequest if `data` holds something else."""
+    return codec.decode(data, list[Trajectory])

@@ -1,0 +1,360 @@
+"""Chat completions: the body to a `ChatCall`, and a result or its pieces to the answer.
+
+Invariants: the finish chunk of a stream comes after its `ChatResult`, so who has seen an end has a turn that is
+recorded; a stream's chunks concatenate to the answer of the same result. Answers are plain dicts for `orjson`:
+`openai_answers.py` describes them, and a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from agentloop.chat import message_bodies as bodies
+from agentloop.chat.answers import Answer, answer_of, fingerprint, session_extra, usage_of, versions_of
+from agentloop.chat.body_cache import Known, KnownMessage, KnownTools, name_of
+from agentloop.chat.call import ChatCall, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.common import (
+    arguments_text,
+    check_tool_choice,
+    check_tool_names,
+    finish_of,
+    function_definition,
+    joined_text,
+    read_call,
+    schema_constraint,
+    with_tool_names,
+)
+from agentloop.chat.dialect import answer_constraint, sampling_params
+from agentloop.chat.logprobs import TokenTexts
+from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.errors import InvalidRequest
+from agentloop.parsers import Parser
+from agentloop.trajectory import Node, tools_key
+from agentloop.types import JSON, Message, SamplingParams
+
+_MAX_SEED = 1 << 62  # of choice 0: that of every other choice is larger
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked body, its messages and tools read."""
+
+    body: ChatBody
+    messages: Sequence[KnownMessage]
+    tools: KnownTools
+
+
+def read_chat(data: bytes, known: Known) -> ChatRequest:
+    """The request that `data` holds; what of it is not known yet is learnt. Raises as `read_body`."""
+    value = read_json(data)
+    given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
+    found = known.messages.find(given) if isinstance(given, list) else []
+    if isinstance(given, list):
+        value["messages"] = [one or message for (_, one), message in zip(found, given, strict=True)]
+    tools_name = name_of(tools) if isinstance(tools, list) else None
+    known_tools = known.tools.get(tools_name)
+    if known_tools is not None:
+        value["tools"] = known_tools.bodies
+    body = checked(value, ChatBody)
+    if known_tools is None:
+        known_tools = _known_tools(body.tools)
+        known.tools.add(tools_name, known_tools, known_tools.num_bytes)
+    messages = []
+    for index, (name, one) in enumerate(found):
+        if one is None:
+            one = _known(body.messages[index])
+            known.messages.add(name, one, one.num_bytes)
+        messages.append(one)
+    return ChatRequest(body, messages, known_tools)
+
+
+def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: float) -> ChatCall:
+    """The call that is asked for. Raises InvalidRequest for what does not fit together."""
+    body = request.body
+    tools, choice, forced = _tools(body, request.tools.definitions)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    is_parallel = body.parallel_tool_calls is not False
+    constraint = answer_constraint(_wanted(body), parser, tools, choice, is_parallel=is_parallel)
+    return ChatCall(
+        messages=_conversation(request.messages),
+        keys=tuple(message.key for message in request.messages),
+        tools_key=request.tools.key if tools is request.tools.definitions else None,
+        sampling=sampling_of(body, max_tokens, vocab_size, body.top_logprobs or 0, constraint),
+        tools=tools,
+        tool_choice=choice,
+        forced_tool=forced,
+        is_parallel=is_parallel,
+        max_tokens=max_tokens,
+        num_choices=body.n or 1,
+        stop=stops_of(body),
+        is_strict=body.strict_history is True,
+        timeout_s=timeout_s,
+        constraint_param="response_format",
+    )
+
+
+def conversation_of(
+    messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
+) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
+    """Messages and tool definitions as the renderer takes them."""
+    return _conversation([_known(one) for one in messages]), _definitions(tools)
+
+
+def sampling_of(
+    body: CallBase, max_tokens: int | None, vocab_size: int, num_top: int, constraint: Constraint | None = None
+) -> SamplingParams:
+    """How to sample. Raises InvalidRequest."""
+    sampling = sampling_params(
+        body.temperature,
+        body.top_p,
+        body.top_k,
+        None if body.seed is None else body.seed % _MAX_SEED,
+        body.min_tokens,
+        max_tokens,
+    )
+    biases = sorted((int(text), bias) for text, bias in (body.logit_bias or {}).items())
+    if biases and biases[-1][0] >= vocab_size:
+        raise InvalidRequest(f"token id {biases[-1][0]} is outside [0, {vocab_size})", param="logit_bias")
+    return replace(
+        sampling,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=tuple(biases),
+        num_top_logprobs=num_top,
+        constraint=constraint,
+    )
+
+
+def stops_of(body: CallBase) -> tuple[str, ...]:
+    """The stop strings, each once."""
+    if body.stop is None:
+        return ()
+    return (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop))
+
+
+def _wanted(body: ChatBody) -> Constraint | None:
+    """What an answer must be by the response format."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if isinstance(wanted, bodies.JsonSchemaFormat):
+        return schema_constraint(wanted.json_schema.schema_)
+    return Constraint(ConstraintKind.JSON_OBJECT)
+
+
+def _tools(
+    body: ChatBody, tools: tuple[dict[str, JSON], ...]
+) -> tuple[tuple[dict[str, JSON], ...], ToolChoice, str | None]:
+    """The tools that the policy sees, whether it must call one, and which."""
+    wanted, forced = body.tool_choice, None
+    choice = ToolChoice.AUTO
+    if isinstance(wanted, bodies.AllowedToolsChoice):
+        choice = ToolChoice(wanted.allowed_tools.mode)
+        tools = _allowed(tools, [tool.function.name for tool in wanted.allowed_tools.tools])
+    elif isinstance(wanted, bodies.NamedTool):
+        choice, forced = ToolChoice.REQUIRED, wanted.function.name
+    elif wanted is not None:
+        choice = ToolChoice(wanted)
+    check_tool_names(tools)
+    check_tool_choice(choice, forced, tools)
+    return tools, choice, forced
+
+
+def _allowed(tools: tuple[dict[str, JSON], ...], names: list[str]) -> tuple[dict[str, JSON], ...]:
+    known = {tool["function"]["name"] for tool in tools}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InvalidRequest(f"there is no tool {unknown[0]!r} to allow", param="tool_choice.allowed_tools.tools")
+    return tuple(tool for tool in tools if tool["function"]["name"] in set(names))
+
+
+def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSON], ...]:
+    functions = (tool.function for tool in tools or ())
+    return tuple(function_definition(one.name, one.description, one.parameters) for one in functions)
+
+
+def _conversation(known: Sequence[KnownMessage]) -> tuple[Message, ...]:
+    return with_tool_names([one.message for one in known], lambda index, name: known[index].with_name(name))
+
+
+def _known_tools(tools: list[bodies.ToolBody] | None) -> KnownTools:
+    definitions = _definitions(tools)
+    return KnownTools(tools or [], definitions, tools_key(definitions))
+
+
+def _known(message: bodies.AnyMessage) -> KnownMessage:
+    return message if isinstance(message, KnownMessage) else KnownMessage(_message(message))
+
+
+def _message(body: bodies.NewMessage) -> Message:
+    if isinstance(body, bodies.AssistantMessage):
+        return _assistant(body)
+    content = _text(body.content, body.role)
+    if isinstance(body, bodies.ToolMessage):
+        return Message("tool", content, tool_call_id=body.tool_call_id, name=body.name)
+    role = "system" if body.role == "developer" else body.role
+    return Message(role, content, name=body.name)
+
+
+def _assistant(body: bodies.AssistantMessage) -> Message:
+    content = _text(body.content, "assistant") if body.content is not None else ""
+    calls = tuple(read_call(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ())
+    return Message(
+        "assistant",
+        content + (body.refusal or ""),
+        calls,
+        name=body.name,
+        reasoning=body.reasoning_content or body.reasoning or "",
+    )
+
+
+def _text(content: str | Sequence[bodies.AnyPart], role: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = [part.text if isinstance(part, bodies.TextPart) else part.refusal for part in content]
+    return joined_text(parts, role)
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def render_chat(result: ChatResult, body: ChatBody, texts: TokenTexts) -> Answer:
+    """The whole answer."""
+    choices = [_choice(node, body, texts) for node in result.choices]
+    return answer_of(result, body, "chatcmpl", "chat.completion", choices)
+
+
+def _choice(node: Node, body: ChatBody, texts: TokenTexts) -> Answer:
+    reply = node.reply
+    choice: Answer = {
+        "index": node.choice_index,
+        "message": _answer_message(reply.message),
+        "logprobs": None,
+        "finish_reason": finish_of(reply).value,
+        "weight_versions": versions_of(node),
+    }
+    if body.logprobs:
+        ids, logprobs = reply.token_ids.tolist(), reply.logprobs.tolist()
+        choice["logprobs"] = {"content": texts.entries(ids, logprobs, reply.top_logprobs), "refusal": None}
+    if body.return_token_ids:
+        choice["token_ids"] = reply.token_ids.tolist()
+    return choice
+
+
+def _answer_message(message: Message) -> Answer:
+    answer: Answer = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.tool_calls:
+        answer["content"] = message.content or None
+        answer["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+            for call in message.tool_calls
+        ]
+    if message.reasoning:
+        answer["reasoning_content"] = message.reasoning
+    return answer
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+async def chat_chunks(
+    pieces: AsyncIterator[ChatPiece | ChatResult], body: ChatBody, texts: TokenTexts, created_at: int
+) -> AsyncIterator[Answer]:
+    """The chunks of a stream, in order. The caller writes them, and `[DONE]` behind the last."""
+    stream = _ChatStream(body, texts, created_at)
+    async for piece in pieces:
+        for chunk in stream.finish(piece) if isinstance(piece, ChatResult) else stream.feed(piece):
+            yield chunk
+
+
+class _ChatStream:
+    """The chunks of one answer; all of them have one id."""
+
+    def __init__(self, body: ChatBody, texts: TokenTexts, created_at: int) -> None:
+        self._body = body
+        self._texts = texts
+        self._head: Answer = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk",
+            "created": created_at,
+            "model": body.model,
+            "system_fingerprint": None,
+        }
+        self._has_role: set[int] = set()
+        self._shows_tokens = bool(body.logprobs or body.return_token_ids)
+
+    def feed(self, piece: ChatPiece) -> Iterator[Answer]:
+        """The chunks of one piece: none where it shows nothing that was asked for."""
+        index = piece.choice_index
+        if piece.weight_versions:
+            self._head["system_fingerprint"] = f"v{piece.weight_versions[-1].version}"
+        yield from self._role(index)
+        delta = _delta(piece)
+        if delta or (piece.token_ids and self._shows_tokens):
+            choice: Answer = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            if self._body.logprobs and piece.token_ids:
+                entries = self._texts.entries(piece.token_ids, piece.logprobs, piece.top_logprobs)
+                choice["logprobs"] = {"content": entries, "refusal": None}
+            if self._body.return_token_ids:
+                choice["token_ids"] = list(piece.token_ids)
+            yield self._chunk([choice])
+
+    def finish(self, result: ChatResult) -> Iterator[Answer]:
+        """The finish chunks, which have what only the whole answer knows, and the usage if asked for."""
+        self._head["system_fingerprint"] = fingerprint(result)
+        for node in result.choices:
+            yield from self._role(node.choice_index)
+            choice: Answer = {
+                "index": node.choice_index,
+                "delta": {},
+                "logprobs": None,
+                "finish_reason": finish_of(node.reply).value,
+                "weight_versions": versions_of(node),
+            }
+            chunk = self._chunk([choice])
+            if node is result.choices[-1]:
+                chunk["session"] = session_extra(result)
+                if self._body.return_token_ids:
+                    chunk["prompt_token_ids"] = list(result.prompt_ids)
+            yield chunk
+        if self._body.includes_usage:
+            yield {**self._chunk([]), "usage": usage_of(result)}
+
+    def _role(self, index: int) -> Iterator[Answer]:
+        if index not in self._has_role:
+            self._has_role.add(index)
+            delta = {"role": "assistant", "content": "", "refusal": None}
+            yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _chunk(self, choices: list[Answer]) -> Answer:
+        chunk: Answer = {**self._head, "choices": choices}
+        if self._body.includes_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def _delta(piece: ChatPiece) -> Answer:
+    delta: Answer = {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.content:
+        delta["content"] = piece.content
+    if piece.calls:
+        delta["tool_calls"] = [
+            {
+                "index": call.index,
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name or "", "arguments": call.arguments},
+            }
+            if call.id is not None
+            else {"index": call.index, "function": {"arguments": call.arguments}}
+            for call in piece.calls
+        ]
+    return delta

@@ -1,0 +1,260 @@
+"""The request bodies of chat completions and completions, with every cap on them.
+
+Strict, as `wire.py`: no number as text, no bool as number, unknown fields refused by name. null is absent, as the
+OpenAI API has it. What would change the meaning of an answer and is not implemented is `UnsupportedParameter`;
+what is harmless is accepted and ignored. `read_body` is the way in: places in its errors have no union tags.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import from_json
+
+from agentloop.api import MAX_PROMPT_TOKENS, Body, Id, Json, TokenId, invalid_request
+from agentloop.chat.message_bodies import (
+    MAX_CONTENT_CHARS,
+    MAX_TOOLS,
+    Choice,
+    Message,
+    ResponseFormat,
+    ShortText,
+    ToolBody,
+    by_shape,
+)
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+
+B = TypeVar("B", bound=BaseModel)
+
+MAX_MESSAGES = 8192
+MAX_CHOICES = 128
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_MODEL_CHARS = 256
+
+_UNSUPPORTED_PARTS = frozenset({"image_url", "image", "input_audio", "audio", "file", "video_url", "video"})
+_UNSUPPORTED_CHAT = ("audio", "prediction", "functions", "function_call", "web_search_options")
+_UNSUPPORTED_COMPLETION = ("best_of", "echo", "suffix")
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Body):
+    """`include_obfuscation` is accepted: nothing is obfuscated here."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CallBase(Body):
+    """What chat completions and completions share. The fields after `session_id` are accepted and ignored."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag("~text")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("~list")],
+            Discriminator(by_shape),
+        ]
+        | None
+    ) = None
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: (
+        dict[
+            Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
+            Annotated[float, Field(ge=-100, le=100)],
+        ]
+        | None
+    ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
+    return_token_ids: bool | None = None
+    session: Id | None = None
+    session_id: Id | None = None
+    user: ShortText | None = None
+    metadata: Json = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
+    @property
+    def named_session(self) -> str | None:
+        """The session that the body names."""
+        return self.session if self.session is not None else self.session_id
+
+    @model_validator(mode="after")
+    def _names_one_session(self) -> Self:
+        if self.session is not None and self.session_id is not None and self.session != self.session_id:
+            raise ValueError("session and session_id name different sessions")
+        return self
+
+
+class ChatBody(CallBase):
+    """What `POST /v1/chat/completions` takes.
+
+    `strict_history`: an echoed answer must equal what was sampled, call ids and outer whitespace too, to be taken
+    for it.
+    """
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    strict_history: bool | None = None
+    store: bool | None = None
+    service_tier: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: Json = None
+    prompt_cache_options: Json = None
+    verbosity: Json = None
+    moderation: Json = None
+    reasoning_effort: Json = None
+    modalities: list[Literal["text"]] | None = Field(default=None, max_length=8)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kept = _without_unsupported(value, _UNSUPPORTED_CHAT)
+        modalities = kept.get("modalities")
+        if isinstance(modalities, list) and any(isinstance(one, str) and one != "text" for one in modalities):
+            raise UnsupportedParameter("only text is answered", param="modalities")
+        if isinstance(messages := kept.get("messages"), list):
+            _refuse_parts(messages)
+        if isinstance(tools := kept.get("tools"), list):
+            for index, tool in enumerate(tools):
+                if isinstance(tool, dict) and tool.get("type") == "custom":
+                    raise UnsupportedParameter("custom tools are not supported", param=f"tools.{index}.type")
+        choice = kept.get("tool_choice")
+        if isinstance(choice, dict) and choice.get("type") == "custom":
+            raise UnsupportedParameter("custom tools are not supported", param="tool_choice.type")
+        return kept
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
+
+
+class CompletionBody(CallBase):
+    """What `POST /v1/completions` takes: one prompt, as text or as token ids."""
+
+    prompt: Annotated[
+        Annotated[str, Field(min_length=1, max_length=MAX_CONTENT_CHARS), Tag("~text")]
+        | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), Tag("~list")],
+        Discriminator(by_shape),
+    ]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        prompt = value.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            raise UnsupportedParameter("one prompt a request", param="prompt")
+        return _without_unsupported(value, _UNSUPPORTED_COMPLETION)
+
+
+class TokenizeBody(Body):
+    """What `POST /tokenize` takes: a text as it is, or a conversation for the chat template."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
+    prompt: Annotated[str, Field(max_length=MAX_CONTENT_CHARS)] | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """What `POST /detokenize` takes."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)
+
+
+def _without_unsupported(value: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """`value` without these parameters, which mean nothing as null or false. Raises UnsupportedParameter."""
+    present = [name for name in names if name in value]
+    for name in present:
+        # `best_of: 1` and `suffix: ""` ask for nothing either.
+        if value[name] not in (None, False, "", []) and not (name == "best_of" and value[name] == 1):
+            raise UnsupportedParameter(f"{name} is not supported", param=name)
+    return {key: item for key, item in value.items() if key not in present} if present else value
+
+
+def _refuse_parts(messages: list[Any]) -> None:
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        for place, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in _UNSUPPORTED_PARTS:
+                raise UnsupportedParameter(
+                    f"content parts of type {kind!r} are not supported: the model reads text",
+                    param=f"messages.{index}.content.{place}",
+                )
+
+
+def read_body(data: bytes, kind: type[B]) -> B:
+    """The body that `data` holds. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
+
+    The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
+    """
+    return checked(read_json(data), kind)
+
+
+def read_json(data: bytes) -> Any:
+    """The JSON value that `data` holds. Raises InvalidRequest."""
+    try:
+        return from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def checked(value: Any, kind: type[B]) -> B:
+    """The body that a JSON value is. Raises as `read_body`."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        found = [(_place(problem["loc"]), problem["msg"]) for problem in problems]
+        raise invalid_request(found) from error
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where the problem is, as the client wrote it: without the tags of unions."""
+    return tuple(part for part in loc if not (isinstance(part, str) and part.startswith("~")))

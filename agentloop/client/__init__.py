@@ -1,0 +1,23 @@
+"""The client SDK: what a trainer or an agent's runner imports. Needs neither Ray nor an engine."""
+
+from __future__ import annotations
+
+from agentloop.client.client import RolloutClient
+from agentloop.client.loopback import is_loopback
+from agentloop.client.push import NamedTensors, PushOptions, PushTarget
+from agentloop.client.rollout import Rollout
+from agentloop.client.session import AgentSession, SessionEnd, describe
+from agentloop.client.tasks import load_tasks
+
+__all__ = [
+    "AgentSession",
+    "NamedTensors",
+    "PushOptions",
+    "PushTarget",
+    "Rollout",
+    "RolloutClient",
+    "SessionEnd",
+    "describe",
+    "is_loopback",
+    "load_tasks",
+]

@@ -1,0 +1,362 @@
+"""The client SDK: everything a trainer asks of the service, over HTTP.
+
+Every call repeats what can succeed later (`transport.py`). That is safe because each is keyed or idempotent; a
+repeated `generate` samples anew. Errors are those of `errors.py`, as the service raised them.
+
+    async with RolloutClient(url) as client:
+        rollout = await client.submit(tasks, num_samples=8)
+        async for trajectory in rollout:
+            train(trajectory)
+        await client.update_weights(model.named_parameters(), version=1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+from pydantic import BaseModel
+
+from agentloop import codec
+from agentloop.api import (
+    DEFAULT_TTL_S,
+    MAX_TASKS,
+    SESSIONS_ROLLOUT_ID,
+    GenerateBody,
+    NewSessionBody,
+    Page,
+    PauseBody,
+    RolloutStatus,
+    ServiceStatus,
+    SleepBody,
+    SubmitBody,
+    UpdateReport,
+    WakeBody,
+    WeightsBody,
+    check_body,
+)
+from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher
+from agentloop.client.rollout import Rollout
+from agentloop.client.session import AgentSession, follow
+from agentloop.client.transport import Retryable, Transport
+from agentloop.engine import MemoryTag, PushSource
+from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, NotFound
+from agentloop.types import Generation, KVPolicy, OnStale, PauseMode, RolloutTask, Trajectory
+
+T = TypeVar("T")
+
+_log = structlog.stdlib.get_logger(__name__)
+
+_MSGPACK = "application/msgpack"
+_FIRST_WAIT_S = 0.1
+_FORGET_TIMEOUT_S = 5.0
+_MAX_PIECE_BYTES = 8 << 20  # of one submit; the service takes 32 MiB
+
+
+class RolloutClient:
+    """A connection to one service, for any number of concurrent calls. Use as an async context manager.
+
+    `timeout_s` bounds each HTTP exchange beyond the time that the call itself asks for; `retry_timeout_s` is the
+    budget of repeats for each call. Engines fetch pushed tensors from `listen_host`: by default 127.0.0.1 if the
+    service's URL is a loopback address, else this machine's address on the route to it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        timeout_s: float = 60.0,
+        retry_timeout_s: float = 120.0,
+        listen_host: str | None = None,
+    ) -> None:
+        user_key = api_key if api_key is not None else admin_key  # the admin key opens every route
+        self._transport = Transport(url, user_key, admin_key, timeout_s, retry_timeout_s)
+        self._listen_host = listen_host
+        self._pusher: Pusher | None = None  # made by the first push
+
+    async def __aenter__(self) -> RolloutClient:
+        await self._transport.open()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        try:
+            if self._pusher is not None:
+                await self._pusher.close()
+        finally:
+            await self._transport.close()
+
+    @property
+    def url(self) -> str:
+        """The service's base URL."""
+        return self._transport.url
+
+    async def wait_until_ready(self, timeout_s: float = 300.0) -> None:
+        """Return once a replica takes traffic. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        await self._transport.exchange("GET", "/health")
+                    except (Retryable, NotFound):  # before its app is up, a Serve proxy says 404
+                        await asyncio.sleep(_FIRST_WAIT_S)
+                    else:
+                        return
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the service at {self._transport.url} is not ready after {timeout_s:g} s"
+            ) from error
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        timeout_s: float = 600.0,
+    ) -> Generation:
+        """Sample a continuation of exactly these ids. Raises ContextLengthExceeded, Overloaded and others."""
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stop_token_ids": list(stop_token_ids),
+        }
+        body = {"token_ids": list(token_ids), "sampling": sampling, "timeout_s": timeout_s}
+        checked = check_body(body, GenerateBody)
+        return await self._post("/generate", checked, Generation, extra_s=timeout_s)
+
+    async def submit(
+        self,
+        tasks: Sequence[RolloutTask],
+        *,
+        num_samples: int = 1,
+        max_staleness: int | None = None,
+        on_stale: OnStale = OnStale.FINISH,
+        trajectories_per_version: int | None = None,
+        run_id: str | None = None,
+        timeout_s: float = 3600.0,
+    ) -> Rollout:
+        """Hand in tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
+
+        No trajectory falls more than `max_staleness` weight versions behind the fleet, or else `on_stale` says what
+        becomes of it; 0 is on-policy. With `trajectories_per_version`, how many the trainer consumes for each new
+        version, trajectories are begun only as far ahead as that allows; submits of one `run_id` count together.
+        What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
+        before you train.
+
+        Where the service's queue is full this waits, in ever smaller pieces, up to `timeout_s` (DeadlineExceeded).
+        What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
+        """
+        bodies = [_with_lists(codec.to_builtins(task)) for task in tasks]
+        options: dict[str, Any] = {"num_samples": num_samples}
+        if max_staleness is not None or trajectories_per_version is not None:
+            options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}
+            options |= {"trajectories_per_version": trajectories_per_version, "run_id": run_id or _new_id()}
+        rollout = Rollout(self)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._submit_all(rollout, bodies, options)
+        except TimeoutError as error:
+            await self._forget(rollout)
+            raise DeadlineExceeded(f"the service did not take all tasks within {timeout_s:g} s") from error
+        except BaseException:
+            await self._forget(rollout)
+            raise
+        return rollout
+
+    async def rollout_status(self, rollout_id: str) -> RolloutStatus:
+        """A rollout's counts. Raises NotFound."""
+        return await self._get(f"/rollouts/{rollout_id}", RolloutStatus)
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        """End what is queued or running; each sample still gets its record. Raises NotFound."""
+        return await self._post(f"/rollouts/{rollout_id}/cancel", None, RolloutStatus)
+
+    async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
+        """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""
+        path = f"/rollouts/{rollout_id}/trajectories?after={after}&limit={limit}&wait_s={wait_s:g}"
+        return codec.decode(await self._transport.call("GET", path, accept=_MSGPACK, extra_s=wait_s), Page)
+
+    def session(
+        self,
+        *,
+        rollout_id: str = SESSIONS_ROLLOUT_ID,
+        group_id: str | None = None,
+        task_id: str | None = None,
+        sample_index: int = 0,
+        session_id: str | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+        max_retries: int = 2,
+        timeout_s: float = 600.0,
+    ) -> AgentSession:
+        """A recorded session for an agent, to be entered with `async with`; leaving it finishes it.
+
+        The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that nobody
+        finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
+        """
+        names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
+        place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
+        body = check_body({**names, **place}, NewSessionBody)
+        return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
+
+    def finished_sessions(
+        self, rollout_id: str = SESSIONS_ROLLOUT_ID, *, after: int = 0, idle_s: float | None = None
+    ) -> AsyncIterator[Trajectory]:
+        """The records of finished sessions in commit order, also those still to come; the trainer's side.
+
+        Ends once nothing new came for `idle_s`; None: never. `read` gives the same records with their cursors, so
+        that a trainer can go on where it stopped.
+        """
+        return follow(self, rollout_id, after=after, idle_s=idle_s)
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: int,
+        kv_policy: KVPolicy | None = None,
+        transport: str = "auto",
+        dtype: str | None = None,
+        timeout_s: float = 900.0,
+        all_ranks: bool = True,
+    ) -> UpdateReport:
+        """Bring every replica to new weights: named tensors, or a directory that the service sees at the same path.
+
+        Tensors have the checkpoint's names, and must not change until this returns. They go over `transport` (auto,
+        nccl, ipc, shm); floating-point ones as `dtype`, by default the one that the fleet computes in. Under
+        torch.distributed every rank calls this alike, with its shards or copies, and gets the same report; with
+        `all_ranks` false this process alone calls, and has all tensors whole.
+
+        Needs the admin key where keys are set. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed.
+        """
+        options = PushOptions(version, kv_policy, transport, dtype, timeout_s, all_ranks)
+        if not isinstance(weights, str | Path):
+            if self._pusher is None:
+                self._pusher = open_pusher(self, self._listen_host)
+            return await self._pusher.push(weights, options)
+        if transport != "auto" or dtype is not None:
+            raise InvalidRequest("a directory is read as it is: it has no transport and no dtype", param="weights")
+        return await self._update({"directory": _absolute(weights)}, options)
+
+    async def update_adapter(
+        self, directory: str | Path, *, version: int, kv_policy: KVPolicy | None = None, timeout_s: float = 900.0
+    ) -> UpdateReport:
+        """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`."""
+        options = PushOptions(version, kv_policy, timeout_s=timeout_s)
+        return await self._update({"adapter": _absolute(directory)}, options)
+
+    async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
+        """Have every replica fetch its weights from a process that listens. `update_weights` does all of it."""
+        push = _with_lists(codec.to_builtins(source))
+        del push["num_receivers"]  # the service counts
+        return await self._update({"push": push}, options)
+
+    async def sleep(self, level: int = 1, *, timeout_s: float = 900.0) -> None:
+        """Freeze every replica and give its memory back: level 1 keeps the weights in host memory, 2 discards them.
+
+        Idempotent; needs the admin key. Requests in flight go on after `wake`.
+        """
+        body = check_body({"level": level}, SleepBody)
+        await self._transport.call("POST", "/admin/sleep", body=body, is_admin=True, extra_s=timeout_s)
+
+    async def wake(self, tags: Iterable[MemoryTag] | None = None, *, timeout_s: float = 900.0) -> None:
+        """Take memory back, by default all; generation goes on once all is. Idempotent; needs the admin key."""
+        body = check_body({"tags": None if tags is None else [str(tag) for tag in tags]}, WakeBody)
+        await self._transport.call("POST", "/admin/wake", body=body, is_admin=True, extra_s=timeout_s)
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP, *, timeout_s: float = 900.0) -> None:
+        """Pause generation on every replica until `resume`. Idempotent; needs the admin key."""
+        body = check_body({"mode": mode.value}, PauseBody)
+        await self._transport.call("POST", "/admin/pause", body=body, is_admin=True, extra_s=timeout_s)
+
+    async def resume(self, *, timeout_s: float = 900.0) -> None:
+        """Undo a pause. Idempotent; needs the admin key."""
+        await self._transport.call("POST", "/admin/resume", is_admin=True, extra_s=timeout_s)
+
+    async def status(self) -> ServiceStatus:
+        """The service at this moment."""
+        return await self._get("/status", ServiceStatus)
+
+    async def _submit_all(self, rollout: Rollout, tasks: list[dict[str, Any]], options: dict[str, Any]) -> None:
+        """In as few pieces as the service takes; each is a rollout of its own there, keyed by its id."""
+        num_sent, size = 0, MAX_TASKS
+        while num_sent < max(len(tasks), 1):  # without tasks: once, for the refusal
+            piece = _piece(tasks, num_sent, size)
+            rollout_id = _new_id()
+            checked = check_body({"tasks": piece, "rollout_id": rollout_id, **options}, SubmitBody)
+            rollout.expect(rollout_id, len(piece) * checked.num_samples)
+            try:
+                await self._transport.call("POST", "/rollouts", body=checked, repeat_overloaded=False)
+            except Retryable as full:
+                rollout.drop(rollout_id)
+                if size == 1:  # no room at all
+                    await asyncio.sleep(full.retry_after_s if full.retry_after_s is not None else _FIRST_WAIT_S)
+                size = max(1, len(piece) // 2)
+            else:
+                num_sent, size = num_sent + len(piece), min(2 * size, MAX_TASKS)
+
+    async def _update(self, source: dict[str, Any], options: PushOptions) -> UpdateReport:
+        policy = options.kv_policy.value if options.kv_policy is not None else None
+        body = check_body({**source, "version": options.version, "kv_policy": policy}, WeightsBody)
+        return await self._post("/admin/weights", body, UpdateReport, is_admin=True, extra_s=options.timeout_s)
+
+    async def _forget(self, rollout: Rollout) -> None:
+        """Cancel what was accepted of a submit that failed. Best effort: that failure is what the caller gets."""
+        try:
+            async with asyncio.timeout(_FORGET_TIMEOUT_S):
+                for rollout_id in rollout.rollout_ids:
+                    await self._transport.exchange("POST", f"/rollouts/{rollout_id}/cancel")
+        except (AgentLoopError, Retryable, TimeoutError) as error:
+            _log.info("failed_submit_not_cancelled", rollouts=rollout.rollout_ids, reason=str(error))
+
+    async def _get(self, path: str, kind: type[T]) -> T:
+        return codec.from_builtins(_loads(await self._transport.call("GET", path)), kind)
+
+    async def _post(
+        self, path: str, body: BaseModel | None, kind: type[T], *, is_admin: bool = False, extra_s: float = 0.0
+    ) -> T:
+        answer = await self._transport.call("POST", path, body=body, is_admin=is_admin, extra_s=extra_s)
+        return codec.from_builtins(_loads(answer), kind)
+
+
+def _new_id() -> str:
+    return f"r-{uuid.uuid4().hex[:16]}"
+
+
+def _piece(tasks: list[dict[str, Any]], start: int, max_tasks: int) -> list[dict[str, Any]]:
+    """The next tasks that fit one request: at least one, whatever its size."""
+    num_bytes, end = 0, start
+    while end < min(len(tasks), start + max_tasks):
+        num_bytes += len(orjson.dumps(tasks[end]))
+        if num_bytes > _MAX_PIECE_BYTES and end > start:
+            break
+        end += 1
+    return tasks[start:end]
+
+
+def _with_lists(value: Any) -> Any:
+    """The value as a JSON parser would give it: the strict bodies take no tuples."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _absolute(directory: str | Path) -> str:
+    return os.path.abspath(directory)
+
+
+def _loads(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise AgentLoopError("the answer is not JSON: is this an agentloop service?") from error

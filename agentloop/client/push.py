@@ -1,0 +1,72 @@
+"""The port to what pushes this process's tensors; torch is behind it, so that a client installs without.
+
+`agentloop_servers/weight_transfer/trainer.py` is what stands behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias, cast
+
+from agentloop.api import ServiceStatus, UpdateReport
+from agentloop.engine import PushSource
+from agentloop.errors import InvalidRequest
+from agentloop.plugins import resolve
+from agentloop.types import KVPolicy
+
+PUSHER = "agentloop_servers.weight_transfer.trainer:Pusher"
+TRANSPORTS = ("auto", "nccl", "ipc", "shm")
+
+NamedTensors: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
+Weights: TypeAlias = str | Path | NamedTensors
+"""A directory, or named tensors: `model.named_parameters()`, `model.state_dict()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """How tensors become version `version`. `dtype` None means what the fleet computes in."""
+
+    version: int
+    kv_policy: KVPolicy | None = None
+    transport: str = "auto"
+    dtype: str | None = None
+    timeout_s: float = 900.0
+    all_ranks: bool = True  # under torch.distributed every rank takes part
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise InvalidRequest(f"a transport is one of {', '.join(TRANSPORTS)}", param="transport")
+        if not self.timeout_s > 0:
+            raise InvalidRequest("a timeout is positive", param="timeout_s")
+
+
+class PushTarget(Protocol):
+    """The service, as a pusher needs it."""
+
+    @property
+    def url(self) -> str:
+        """Where it is: the pusher listens where that host can reach it."""
+
+    async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
+        """Have the fleet take the weights from `source`. Raises what the service raises."""
+
+    async def status(self) -> ServiceStatus:
+        """The service at this moment."""
+
+
+class Pusher(Protocol):
+    """Sends this process's tensors to every replica; keeps its connections between updates. Close it at the end."""
+
+    async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
+        """One update. The tensors must not change until it returns."""
+
+    async def close(self) -> None:
+        """Let go of the connections. Idempotent."""
+
+
+def open_pusher(target: PushTarget, listen_host: str | None) -> Pusher:
+    """The shipped one. Raises InvalidRequest where torch is missing."""
+    make = cast(Callable[[PushTarget, str | None], Pusher], resolve(PUSHER, param="weights"))
+    return make(target, listen_host)

@@ -1,0 +1,119 @@
+"""A submitted rollout as its caller holds it: reading every finished trajectory exactly once.
+
+It owns the cursors. The connection is the client's; `Service` is what is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentloop.api import Page, RolloutStatus
+from agentloop.types import Trajectory
+
+_READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
+_TURN_WAIT_S = 0.5  # the same, while other parts wait for their turn
+
+
+class Service(Protocol):
+    """The part of `RolloutClient` that a rollout uses."""
+
+    async def rollout_status(self, rollout_id: str) -> RolloutStatus:
+        """One part's counts."""
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        """End one part."""
+
+    async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
+        """One part's trajectories after a cursor."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A piece of a rollout as the service knows it, and how far it has been read."""
+
+    rollout_id: str
+    num_trajectories: int
+    cursor: int = 0
+    num_read: int = 0
+    is_over: bool = False
+
+
+class Rollout:
+    """A submitted rollout. Iterate to get every finished trajectory exactly once, across lost connections.
+
+    The iteration ends when all `num_trajectories` have ended; it may be left and taken up again. Large ones are
+    several rollouts to the service: `rollout_ids`.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._parts: dict[str, _Part] = {}
+        self._ready: deque[Trajectory] = deque()  # at most one page
+
+    @property
+    def rollout_ids(self) -> tuple[str, ...]:
+        """The service's names for it."""
+        return tuple(self._parts)
+
+    @property
+    def num_trajectories(self) -> int:
+        """How many were accepted: tasks times samples."""
+        return sum(part.num_trajectories for part in self._parts.values())
+
+    async def __aiter__(self) -> AsyncIterator[Trajectory]:
+        while self._ready or await self._read_page():
+            yield self._ready.popleft()
+
+    async def status(self) -> RolloutStatus:
+        """The counts at this moment, under the first of `rollout_ids`."""
+        return _sum([await self._service.rollout_status(name) for name in self.rollout_ids])
+
+    async def cancel(self) -> RolloutStatus:
+        """End what is queued or running; iteration then delivers those records too."""
+        return _sum([await self._service.cancel(name) for name in self.rollout_ids])
+
+    def expect(self, rollout_id: str, num_trajectories: int) -> None:
+        """A piece is about to be sent."""
+        self._parts[rollout_id] = _Part(rollout_id, num_trajectories)
+
+    def drop(self, rollout_id: str) -> None:
+        """The piece was refused."""
+        del self._parts[rollout_id]
+
+    async def _read_page(self) -> bool:
+        """Wait for trajectories; False if there are no more. Parts take turns, so that none waits for another."""
+        is_waiting = False
+        while live := [part for part in self._parts.values() if not part.is_over]:
+            wait_s = _READ_WAIT_S if len(live) == 1 else _TURN_WAIT_S if is_waiting else 0.0
+            for part in live:
+                await self._read_part(part, wait_s)
+                if self._ready:
+                    self._parts[part.rollout_id] = self._parts.pop(part.rollout_id)  # to the end of the line
+                    return True
+                if is_waiting:
+                    wait_s = 0.0  # one wait a round
+            is_waiting = True
+        return False
+
+    async def _read_part(self, part: _Part, wait_s: float) -> None:
+        page = await self._service.read(part.rollout_id, after=part.cursor, wait_s=wait_s)
+        part.cursor = page.cursor
+        part.num_read += len(page.trajectories)
+        self._ready.extend(page.trajectories)
+        # A record that the store cannot read any more is never delivered: an empty page then is the end.
+        is_empty_end = page.status.is_done and not page.trajectories
+        part.is_over = is_empty_end or part.num_read >= part.num_trajectories
+
+
+def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
+    return RolloutStatus(
+        rollout_id=statuses[0].rollout_id,
+        num_accepted=sum(status.num_accepted for status in statuses),
+        num_finished=sum(status.num_finished for status in statuses),
+        num_running=sum(status.num_running for status in statuses),
+        num_queued=sum(status.num_queued for status in statuses),
+        num_held=sum(status.num_held for status in statuses),
+    )

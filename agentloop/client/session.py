@@ -1,0 +1,229 @@
+"""A recorded session as its owner holds it: a base URL and a key for an agent, and the trajectory that comes of it.
+
+`RolloutClient.session` makes one. It is opened and finished over the client's own connection; the agent's calls go
+wherever the agent's own HTTP client takes them. Leaving the context finishes the session on every path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Literal, Protocol, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+import openai
+import structlog
+from pydantic import BaseModel, ValidationError
+
+from agentloop.api import (
+    FinishBody,
+    NewSessionAnswer,
+    NewSessionBody,
+    Page,
+    RewardBody,
+    SessionAnswer,
+    check_body,
+    decode_trajectories,
+)
+from agentloop.client.loopback import is_loopback
+from agentloop.client.transport import Transport
+from agentloop.errors import AgentLoopError, InvalidRequest, NotFound
+from agentloop.types import Trajectory
+
+A = TypeVar("A", bound=BaseModel)
+
+SessionEnd: TypeAlias = Literal["completed", "deadline", "cancelled", "loop_failed"]
+
+MAX_ERROR_CHARS = 2000
+_MSGPACK = "application/msgpack"
+_LEAVE_TIMEOUT_S = 30.0  # for finishing behind an exception that is already on its way
+_READ_WAIT_S = 20.0
+_READ_GAP_S = 0.5  # between two reads that found nothing at once
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class AgentSession:
+    """One session; use it as an async context manager. Its URL and key are for any OpenAI client, in any process.
+
+    An exception that leaves the context becomes the session's error: its trajectory is then incomplete. `openai` is
+    made at its first use; a repeat by it of a call that was answered gets that answer again, not a second turn.
+    """
+
+    def __init__(self, transport: Transport, body: NewSessionBody, *, max_retries: int, timeout_s: float) -> None:
+        assert body.session_id is not None
+        self.session_id: str = body.session_id
+        self._transport = transport
+        self._body = body
+        self._max_retries = max_retries
+        self._timeout_s = timeout_s
+        self._place: NewSessionAnswer | None = None
+        self._openai: openai.AsyncOpenAI | None = None
+        self._is_finished = False
+
+    async def __aenter__(self) -> AgentSession:
+        content = await self._transport.call("POST", "/sessions", body=self._body)
+        self._place = _parse(content, NewSessionAnswer)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._is_finished:
+                return
+            if error is None:
+                await self.finish()
+                return
+            try:
+                async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                    await self.finish(error=describe(error), stop_reason=_end_of(error))
+            except (AgentLoopError, TimeoutError) as failure:
+                # The service ends it as incomplete when it expires; what the caller must see is the first error.
+                _log.warning("session_not_finished", session=self.session_id, reason=str(failure))
+        finally:
+            if self._openai is not None:
+                await self._openai.close()
+
+    @property
+    def base_url(self) -> str:
+        """Where an OpenAI client finds the session's endpoint; ends with /v1."""
+        place = self._opened
+        if place.direct_url is not None and is_loopback(urlsplit(self._transport.url).hostname or ""):
+            return place.direct_url
+        # As this client reaches the service: behind a proxy, the service itself may know another name for it.
+        return f"{self._transport.url}/sessions/{self.session_id}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """A key that opens this session and nothing else."""
+        return self._opened.api_key
+
+    @property
+    def openai(self) -> openai.AsyncOpenAI:
+        """An OpenAI client bound to the session. It is closed with the context."""
+        if self._openai is None:
+            self._openai = openai.AsyncOpenAI(
+                api_key=self.api_key,
+                base_url=self.base_url,
+                max_retries=self._max_retries,
+                timeout=self._timeout_s,
+            )
+        return self._openai
+
+    async def reward(self, reward: float) -> None:
+        """Set the reward; a later one replaces it. Raises SessionFinished, InvalidRequest if it is not finite."""
+        body = check_body({"reward": float(reward)}, RewardBody)
+        await self._transport.call("POST", f"{self._path}/reward", body=body)
+
+    async def status(self) -> SessionAnswer:
+        """The session at this moment."""
+        return _parse(await self._transport.call("GET", self._path), SessionAnswer)
+
+    async def trajectories(self) -> list[Trajectory]:
+        """What the session recorded so far; incomplete while calls are open."""
+        content = await self._transport.call("GET", f"{self._path}/trajectories", accept=_MSGPACK)
+        return decode_trajectories(content)
+
+    async def trajectory(self) -> Trajectory:
+        """The only one of `trajectories`."""
+        return _only(await self.trajectories())
+
+    async def finish(
+        self,
+        *,
+        reward: float | None = None,
+        reward_error: str = "",
+        error: str = "",
+        stop_reason: SessionEnd | None = None,
+        wait_s: float = 0.0,
+    ) -> Trajectory:
+        """End the session and get its record, which is durable then; with an `error` it is incomplete.
+
+        `reward_error` says why there is no reward. Open calls may go on for `wait_s`, then they are lost.
+        Idempotent: a repeat gets the same record.
+        """
+        values = {
+            "reward": None if reward is None else float(reward),
+            "reward_error": reward_error[:MAX_ERROR_CHARS],
+            "error": error[:MAX_ERROR_CHARS],
+            "stop_reason": stop_reason,
+            "wait_s": float(wait_s),
+        }
+        body = check_body(values, FinishBody)
+        content = await self._transport.call(
+            "POST", f"{self._path}/finish", body=body, accept=_MSGPACK, extra_s=wait_s
+        )
+        self._is_finished = True
+        return _only(decode_trajectories(content))
+
+    @property
+    def _path(self) -> str:
+        return f"/sessions/{self._opened.session_id}"
+
+    @property
+    def _opened(self) -> NewSessionAnswer:
+        if self._place is None:
+            raise InvalidRequest("use the session as a context manager: `async with client.session() as session`")
+        return self._place
+
+
+class Records(Protocol):
+    """The part of `RolloutClient` that `follow` uses."""
+
+    async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
+        """Finished trajectories after a cursor."""
+
+
+async def follow(
+    service: Records, rollout_id: str, *, after: int = 0, idle_s: float | None = None
+) -> AsyncIterator[Trajectory]:
+    """Every record of a rollout in commit order, also those still to come; ends after `idle_s` without a new one.
+
+    A rollout that nobody has recorded anything for is one without records. None: it does not end.
+    """
+    loop = asyncio.get_running_loop()
+    last_at = loop.time()
+    while True:
+        left_s = _READ_WAIT_S if idle_s is None else last_at + idle_s - loop.time()
+        wait_s = min(max(left_s, 0.0), _READ_WAIT_S)
+        try:
+            page = await service.read(rollout_id, after=after, wait_s=wait_s)
+        except NotFound:
+            page = None
+        if page is not None and page.trajectories:
+            after = page.cursor
+            for trajectory in page.trajectories:
+                yield trajectory
+            last_at = loop.time()
+        elif left_s <= 0:
+            return
+        else:
+            # Where all that was accepted has ended, the service does not wait.
+            await asyncio.sleep(min(_READ_GAP_S, left_s))
+
+
+def describe(error: BaseException) -> str:
+    """One line for a record: the error's type and the first line of its message."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS] if first_line else type(error).__name__
+
+
+def _end_of(error: BaseException) -> SessionEnd:
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    return "deadline" if isinstance(error, TimeoutError) else "loop_failed"
+
+
+def _only(found: list[Trajectory]) -> Trajectory:
+    if len(found) != 1:
+        raise AgentLoopError(f"{len(found)} records of one session: is this an agentloop service?")
+    return found[0]
+
+
+def _parse(content: bytes, kind: type[A]) -> A:
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        raise AgentLoopError("the answer is no session: is this an agentloop service?") from error

@@ -1,0 +1,334 @@
+"""The fleet: which replicas exist, what state each is in, and who takes traffic.
+
+    JOINING ─► UPDATING ◄─► READY ◄─► SUSPECT        any ─► GONE
+               ▲   ▲ └────► QUARANTINED ◄── READY, SUSPECT
+               ▼   └─────────────┘
+             ASLEEP
+
+Ownership: one object, in the coordinator's event loop, without awaits; time is passed in. Invariants:
+- only a READY replica that holds exactly the fleet's weight version takes traffic;
+- READY is reached through UPDATING (its weights were looked at), or back from a SUSPECT whose weights still fit;
+- a QUARANTINED replica leaves that state only through UPDATING and a finished commit of the fleet's version;
+- an ASLEEP replica has given memory back: it keeps its leases, takes no traffic, and what it says of its weights
+  counts for nothing until it has been woken;
+- until the first update, the newest version that a replica brought along is the fleet's.
+
+A `Replica` is a snapshot. Whoever acts on one over several awaits hands it back; if its process was replaced
+in between (another `incarnation`), the verb does nothing and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from agentloop.api import ReplicaRegistration
+from agentloop.errors import InvariantBroken
+from agentloop.types import Load
+
+
+class ReplicaState(StrEnum):
+    """Where a replica is in its life."""
+
+    JOINING = "joining"  # known, but not yet at the fleet's weights
+    READY = "ready"  # takes traffic
+    UPDATING = "updating"  # a weight update or a catch-up has it; takes no new traffic
+    SUSPECT = "suspect"  # silent or failing calls: keeps its leases, gets no new ones
+    ASLEEP = "asleep"  # has given memory back: keeps its leases, gets no new ones
+    QUARANTINED = "quarantined"  # its weights are of unknown state, or older than the fleet's
+    GONE = "gone"  # left or dead; forgotten
+
+
+MOVES: Mapping[ReplicaState, frozenset[ReplicaState]] = {
+    ReplicaState.JOINING: frozenset({ReplicaState.UPDATING, ReplicaState.QUARANTINED, ReplicaState.GONE}),
+    ReplicaState.READY: frozenset(ReplicaState) - {ReplicaState.READY, ReplicaState.ASLEEP},
+    ReplicaState.UPDATING: frozenset(ReplicaState) - {ReplicaState.UPDATING, ReplicaState.SUSPECT},
+    ReplicaState.SUSPECT: frozenset(ReplicaState) - {ReplicaState.SUSPECT, ReplicaState.ASLEEP},
+    ReplicaState.ASLEEP: frozenset(
+        {ReplicaState.UPDATING, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.GONE}
+    ),
+    ReplicaState.QUARANTINED: frozenset({ReplicaState.UPDATING, ReplicaState.GONE}),
+    ReplicaState.GONE: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """When silence or failures count."""
+
+    suspect_after_s: float = 5.0
+    dead_after_s: float = 30.0  # an engine that compiles or loads may hold up its own heartbeats
+    max_failures: int = 3  # failed calls between two heartbeats that make a replica SUSPECT
+    max_contradictions: int = 2  # reports in a row that contradict us; one may have crossed an update on its way
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A replica at one moment. `weight_version` None: dummy weights, or of unknown state."""
+
+    registration: ReplicaRegistration
+    incarnation: int
+    state: ReplicaState
+    weight_version: int | None
+    seen_at: float
+    load: Load
+    error: str | None = None  # why it takes no traffic, if something went wrong
+    num_failures: int = 0
+    num_contradictions: int = 0
+
+    @property
+    def replica_id(self) -> str:
+        return self.registration.replica_id
+
+    @property
+    def url(self) -> str:
+        return self.registration.url
+
+    @property
+    def capacity_tokens(self) -> int:
+        """KV tokens it can hold; 1 if the engine does not say, so that equal engines compare equally."""
+        return max(1, self.registration.info.kv_capacity_tokens)
+
+
+class Fleet:
+    """The registry and its state machine."""
+
+    def __init__(self, config: FleetConfig | None = None) -> None:
+        self._config = config or FleetConfig()
+        self._replicas: dict[str, Replica] = {}
+        self._num_incarnations = 0
+        self._weight_version: int | None = None
+        self._is_version_pinned = False  # by a finished update: registrations no longer set it
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version that traffic is served under; None while nobody has weights."""
+        return self._weight_version
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All of them, in order of arrival."""
+        return tuple(self._replicas.values())
+
+    def get(self, replica_id: str) -> Replica | None:
+        return self._replicas.get(replica_id)
+
+    def placeable(self) -> tuple[Replica, ...]:
+        """Those who take new traffic now."""
+        return tuple(replica for replica in self._replicas.values() if self._takes_traffic(replica))
+
+    def behind(self) -> tuple[Replica, ...]:
+        """Those that have to be brought to the fleet's weights before they take traffic."""
+        states = (ReplicaState.JOINING, ReplicaState.QUARANTINED)
+        return tuple(replica for replica in self._replicas.values() if replica.state in states)
+
+    def may_recover_soon(self) -> bool:
+        """Whether waiting a moment can make a replica placeable: one is silent, updating, asleep or joining at the
+        fleet's version."""
+        return any(
+            replica.state in (ReplicaState.UPDATING, ReplicaState.SUSPECT, ReplicaState.ASLEEP)
+            or (replica.state is ReplicaState.JOINING and self._is_current(replica))
+            for replica in self._replicas.values()
+        )
+
+    # --- what replicas say ---
+
+    def register(self, registration: ReplicaRegistration, now: float) -> Replica:
+        """A replica introduces itself. The same introduction again changes no state; another url, or another
+        version than we hold of a READY one, means a new process, which joins anew."""
+        known = self._replicas.get(registration.replica_id)
+        if known is not None and known.url == registration.url:
+            known = self._put(replace(known, registration=registration, seen_at=now))
+            is_stale = known.state in (ReplicaState.READY, ReplicaState.SUSPECT) and (
+                known.weight_version != registration.weight_version
+            )
+            if known.state is ReplicaState.JOINING or is_stale:
+                known = self._put(replace(known, weight_version=registration.weight_version))
+                known = self._move(known, ReplicaState.JOINING) if is_stale else known
+                self._offer_version(known.weight_version)
+            return known
+        self._num_incarnations += 1
+        joined = Replica(
+            registration=registration,
+            incarnation=self._num_incarnations,
+            state=ReplicaState.JOINING,
+            weight_version=registration.weight_version,
+            seen_at=now,
+            load=Load(weight_version=registration.weight_version),
+        )
+        self._replicas[joined.replica_id] = joined
+        self._offer_version(joined.weight_version)
+        return joined
+
+    def heartbeat(self, replica_id: str, load: Load, is_usable: bool, now: float) -> bool:
+        """A replica reports. False: unknown, it has to register."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return False
+        replica = self._put(replace(replica, load=load, seen_at=now, num_failures=0))
+        if replica.state is ReplicaState.JOINING and is_usable and load.weight_version is not None:
+            self._put(replace(replica, weight_version=load.weight_version))
+            self._offer_version(load.weight_version)
+        elif replica.state in (ReplicaState.READY, ReplicaState.SUSPECT):
+            self._compare(replica, is_usable)
+        return True
+
+    def report_failure(self, replica_id: str) -> None:
+        """A caller got no answer from it. Enough of these before its next heartbeat make it SUSPECT."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        replica = self._put(replace(replica, num_failures=replica.num_failures + 1))
+        if replica.state is ReplicaState.READY and replica.num_failures >= self._config.max_failures:
+            self._move(replica, ReplicaState.SUSPECT)
+
+    def expire(self, now: float) -> tuple[str, ...]:
+        """Count the silence: READY becomes SUSPECT, then anyone is dead. Returns the ids of those forgotten.
+
+        An UPDATING replica is busy, and the deadlines of the weight controller speak for it.
+        """
+        dead: list[str] = []
+        for replica in self.replicas:
+            if replica.state is ReplicaState.UPDATING:
+                continue
+            silence_s = now - replica.seen_at
+            if silence_s >= self._config.dead_after_s:
+                self.deregister(replica.replica_id)
+                dead.append(replica.replica_id)
+            elif silence_s >= self._config.suspect_after_s and replica.state is ReplicaState.READY:
+                self._move(replica, ReplicaState.SUSPECT)
+        return tuple(dead)
+
+    def deregister(self, replica_id: str) -> bool:
+        """Forget a replica. False: it was unknown."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return False
+        self._move(replica, ReplicaState.GONE)
+        del self._replicas[replica_id]
+        return True
+
+    # --- what the weight controller decides ---
+
+    def begin_update(self, replica: Replica) -> Replica | None:
+        """Take it out of traffic for an update; None if it is gone or was replaced."""
+        current = self._same(replica)
+        if current is None or current.state is ReplicaState.UPDATING:
+            return current
+        return self._move(current, ReplicaState.UPDATING)
+
+    def forget_version(self, replica: Replica) -> None:
+        """A commit begins: until it has finished, nobody knows these weights."""
+        current = self._same(replica)
+        if current is not None:
+            self._put(replace(current, weight_version=None))
+
+    def committed(self, replica: Replica, version: int) -> None:
+        """A commit has finished on it."""
+        current = self._same(replica)
+        if current is not None:
+            self._put(replace(current, weight_version=version))
+
+    def admit(self, replica: Replica) -> bool:
+        """UPDATING becomes READY. False if it is gone, was replaced, or the fleet has moved on meanwhile: the
+        replica then is JOINING again."""
+        current = self._same(replica)
+        if current is None or current.state is not ReplicaState.UPDATING:
+            return False
+        is_current = self._is_current(current)
+        current = self._put(replace(current, error=None, num_contradictions=0, num_failures=0))
+        self._move(current, ReplicaState.READY if is_current else ReplicaState.JOINING)
+        return is_current
+
+    def fall_asleep(self, replica: Replica) -> None:
+        """UPDATING becomes ASLEEP: it has given memory back."""
+        current = self._same(replica)
+        if current is not None and current.state is ReplicaState.UPDATING:
+            self._move(replace(current, error=None, num_contradictions=0, num_failures=0), ReplicaState.ASLEEP)
+
+    def rejoin(self, replica: Replica, error: str) -> None:
+        """It did not do what all others did, and its weights are as we know them: it has to be brought up."""
+        current = self._same(replica)
+        if current is None:
+            return
+        current = self._put(replace(current, error=error))
+        if current.state not in (ReplicaState.JOINING, ReplicaState.QUARANTINED):
+            self._move(current, ReplicaState.JOINING)
+
+    def note(self, replica: Replica, error: str) -> None:
+        """Say why it takes no traffic; its state stays."""
+        current = self._same(replica)
+        if current is not None:
+            self._put(replace(current, error=error))
+
+    def put_back(self, replica: Replica) -> None:
+        """An attempt on `replica` ended before its weights were touched: the state it had counts."""
+        current = self._same(replica)
+        if current is not None and current.state is ReplicaState.UPDATING:
+            self._move(current, replica.state)
+
+    def quarantine(self, replica: Replica, error: str) -> None:
+        """No traffic, and no resume, until a commit of the fleet's version has finished on it."""
+        current = self._same(replica)
+        if current is None:
+            return
+        current = self._put(replace(current, error=error))
+        if current.state is not ReplicaState.QUARANTINED:
+            self._move(current, ReplicaState.QUARANTINED)
+
+    def set_weight_version(self, version: int) -> None:
+        """The fleet now serves `version`, because an update finished. READY replicas of another one rejoin."""
+        self._is_version_pinned = True
+        self._serve(version)
+
+    # --- inside ---
+
+    def _takes_traffic(self, replica: Replica) -> bool:
+        return replica.state is ReplicaState.READY and self._is_current(replica)
+
+    def _is_current(self, replica: Replica) -> bool:
+        return replica.weight_version is not None and replica.weight_version == self._weight_version
+
+    def _offer_version(self, version: int | None) -> None:
+        if self._is_version_pinned or version is None:
+            return
+        if self._weight_version is None or version > self._weight_version:
+            self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        self._weight_version = version
+        for replica in self.replicas:
+            if replica.state is ReplicaState.READY and replica.weight_version != version:
+                self._move(replica, ReplicaState.JOINING)
+
+    def _compare(self, replica: Replica, is_usable: bool) -> None:
+        """Hold a report of a READY or SUSPECT replica against what we know of it."""
+        reported = replica.load.weight_version
+        if is_usable and reported in (None, replica.weight_version):
+            replica = self._put(replace(replica, num_contradictions=0))
+            if replica.state is ReplicaState.SUSPECT:
+                is_current = self._is_current(replica)
+                self._move(replica, ReplicaState.READY if is_current else ReplicaState.JOINING)
+            return
+        replica = self._put(replace(replica, num_contradictions=replica.num_contradictions + 1))
+        if replica.num_contradictions < self._config.max_contradictions:
+            return
+        if is_usable:
+            self._move(self._put(replace(replica, weight_version=reported)), ReplicaState.JOINING)
+            self._offer_version(reported)
+        else:
+            self.quarantine(replica, "its engine says that it is not usable")
+
+    def _same(self, replica: Replica) -> Replica | None:
+        current = self._replicas.get(replica.replica_id)
+        return current if current is not None and current.incarnation == replica.incarnation else None
+
+    def _move(self, replica: Replica, state: ReplicaState) -> Replica:
+        if state not in MOVES[replica.state]:
+            raise InvariantBroken(f"replica {replica.replica_id} cannot go from {replica.state} to {state}")
+        return self._put(replace(replica, state=state))
+
+    def _put(self, replica: Replica) -> Replica:
+        self._replicas[replica.replica_id] = replica
+        return replica

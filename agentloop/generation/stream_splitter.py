@@ -1,0 +1,223 @@
+"""A turn's text as the increments that a streaming client gets.
+
+Invariant: increments concatenate to the message that `TurnReader.read` makes of the whole text; what is given out
+early is what no continuation of the text can change. That is the thought and content up to where a mark may begin,
+and calls that are closed and well-formed, in order; from the first that is not, all waits for the end, where the
+message itself is the source. Time is linear: every region of a call is parsed a bounded number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from agentloop.chat import CallDelta, arguments_text
+from agentloop.errors import InvariantBroken
+from agentloop.generation.turn_reader import THINK_CLOSE, THINK_OPEN, Reading, TurnReader
+from agentloop.parsers import MAX_CALLS, DecodedText, ParsedTurn
+from agentloop.types import CallStatus, Message, ToolCall
+
+_MAX_PARSES = 6  # of one region: the closing mark may stand inside a string, but not without end
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """What a turn has more than before."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.reasoning or self.content or self.calls)
+
+
+class _Phase(Enum):
+    START = "start"  # the turn may begin with a thought
+    THOUGHT = "thought"
+    CONTENT = "content"
+    CALL = "call"  # behind an opening mark
+    WAITING = "waiting"  # what follows is not certain before the end
+
+
+class TurnSplitter:
+    """Reads one turn's text from left to right, as `reading` says."""
+
+    def __init__(self, reader: TurnReader, reading: Reading) -> None:
+        self._reader = reader
+        self._reading = reading
+        self._openings = reader.openings if reading.reads_calls else ()
+        self._phase = _Phase.START if reading.reads_thoughts else _Phase.CONTENT
+        if reading.reads_thoughts and reading.is_thinking:
+            self._phase = _Phase.THOUGHT
+        self._held = ""  # text that may be the beginning of a mark
+        self._thought = _Strip(start=True, end=True)
+        self._segment = _Strip(start=reading.reads_calls, end=reading.reads_calls)  # between two calls
+        self._region: list[str] = []  # from an opening mark on
+        self._num_parses = 0
+        self._num_calls = 0
+        self._has_content = False
+        self._separator = ""  # before the next content: the parser joins what stands between calls with it
+        self._reasoning: list[str] = []  # what was given out, and not yet taken
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._given_reasoning: list[str] = []
+        self._given_content: list[str] = []
+
+    def add(self, text: str) -> Increment:
+        """What is certain with this text."""
+        rest: str | None = text
+        while rest:
+            match self._phase:
+                case _Phase.START:
+                    rest = self._read_start(rest)
+                case _Phase.THOUGHT:
+                    rest = self._read_thought(rest)
+                case _Phase.CONTENT:
+                    rest = self._read_content(rest)
+                case _Phase.CALL:
+                    rest = self._read_call(rest)
+                case _Phase.WAITING:
+                    rest = None
+        return self._take()
+
+    def finish(self, message: Message) -> Increment:
+        """What `message`, the whole turn, has more than was given out."""
+        reasoning, content = "".join(self._given_reasoning), "".join(self._given_content)
+        if not (message.reasoning.startswith(reasoning) and message.content.startswith(content)):
+            raise InvariantBroken("a turn that was streamed is not what it was read as")
+        if len(message.tool_calls) < self._num_calls:
+            raise InvariantBroken("a tool call that was streamed is not one of the turn's")
+        self._reasoning.append(message.reasoning[len(reasoning) :])
+        self._content.append(message.content[len(content) :])
+        for index, call in enumerate(message.tool_calls[self._num_calls :], self._num_calls):
+            self._give_call(index, call)
+        return self._take()
+
+    def _take(self) -> Increment:
+        taken = Increment("".join(self._reasoning), "".join(self._content), tuple(self._calls))
+        self._given_reasoning.append(taken.reasoning)
+        self._given_content.append(taken.content)
+        self._reasoning, self._content, self._calls = [], [], []
+        return taken
+
+    # Each of these reads `text` in its phase, and returns what the next phase is to read of it.
+
+    def _read_start(self, text: str) -> str | None:
+        text = self._held + text
+        if len(text) < len(THINK_OPEN) and THINK_OPEN.startswith(text):
+            self._held = text
+            return None
+        self._held = ""
+        self._phase = _Phase.THOUGHT if text.startswith(THINK_OPEN) else _Phase.CONTENT
+        return text.removeprefix(THINK_OPEN)
+
+    def _read_thought(self, text: str) -> str | None:
+        before, mark, after = self._until_mark(text, (THINK_CLOSE,))
+        self._reasoning.append(self._thought.add(before))
+        if mark is None:
+            return None
+        self._phase = _Phase.CONTENT
+        if not self._reading.reads_calls:
+            self._segment = _Strip(start=True, end=False)
+        return after
+
+    def _read_content(self, text: str) -> str | None:
+        before, mark, after = self._until_mark(text, self._openings)
+        self._give_content(before)
+        if mark is None:
+            return None
+        is_readable = self._reader.closing is not None and self._num_calls < MAX_CALLS
+        self._phase = _Phase.CALL if is_readable else _Phase.WAITING
+        self._region, self._num_parses = [], 0
+        return mark + after
+
+    def _read_call(self, text: str) -> str | None:
+        closing = self._reader.closing or ""
+        window = self._held + text
+        self._region.append(text)
+        self._held = window[-len(closing) + 1 :]
+        if closing not in window:
+            return None
+        region = "".join(self._region)
+        end, is_settled = self._give_calls(region, closing)
+        rest = region[end:]
+        if is_settled:
+            self._phase, self._held = _Phase.CONTENT, ""
+            return rest
+        self._num_parses = self._num_parses + 1 if end == 0 else 1
+        self._region = [rest]
+        if self._num_parses >= _MAX_PARSES or self._num_calls >= MAX_CALLS:
+            self._phase, self._held, self._region = _Phase.WAITING, "", []
+        return None
+
+    def _give_calls(self, region: str, closing: str) -> tuple[int, bool]:
+        """Give out the closed calls at the region's beginning and the content between them.
+
+        Returns where the first call begins that is not certain, or where the last one ends, and whether all are.
+        """
+        parsed = self._parse(region)
+        position = 0
+        for call in parsed.calls:
+            self._give_content(region[position : call.token_start])
+            is_closed = region.startswith(closing, call.token_end - len(closing))
+            if call.status is not CallStatus.OK or not is_closed or self._num_calls >= MAX_CALLS:
+                return call.token_start, False
+            self._give_call(self._num_calls, call)
+            self._num_calls += 1
+            self._segment, self._separator = _Strip(start=True, end=True), "\n" if self._has_content else ""
+            position = call.token_end
+        return position, bool(parsed.calls)
+
+    def _parse(self, region: str) -> ParsedTurn:
+        """The region read by itself, a token a character, so that its calls tell their characters."""
+        return self._reader.parse(DecodedText(region, tuple(range(1, len(region) + 1))), self._reading)
+
+    def _give_content(self, text: str) -> None:
+        if given := self._segment.add(text):
+            self._content.append(self._separator + given)
+            self._has_content, self._separator = True, ""
+
+    def _give_call(self, index: int, call: ToolCall) -> None:
+        call_id = f"call_{self._reading.turn_index}_{index}"  # as `Parser.parse` numbers them
+        self._calls += [CallDelta(index, call_id, call.name), CallDelta(index, arguments=arguments_text(call))]
+
+    def _until_mark(self, text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
+        """The text before the first mark, the mark, and what follows; a mark's possible beginning is held."""
+        text = self._held + text
+        self._held = ""
+        found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+        if found:
+            place, mark = min(found)
+            return text[:place], mark, text[place + len(mark) :]
+        longest = min(max(map(len, marks), default=1) - 1, len(text))
+        for length in range(longest, 0, -1):
+            if any(mark.startswith(text[-length:]) for mark in marks):
+                self._held = text[-length:]
+                return text[:-length], None, ""
+        return text, None, ""
+
+
+class _Strip:
+    """A text without the blanks at its ends: a blank is given out once something follows it."""
+
+    def __init__(self, *, start: bool, end: bool) -> None:
+        self._strips_start = start
+        self._strips_end = end
+        self._blanks: list[str] = []
+
+    def add(self, text: str) -> str:
+        if self._strips_start:
+            text = text.lstrip()
+            self._strips_start = not text
+        if not self._strips_end:
+            return text
+        bare = text.rstrip()
+        if not bare:
+            self._blanks.append(text)
+            return ""
+        given = "".join(self._blanks) + bare
+        self._blanks = [text[len(bare) :]]
+        return given

@@ -1,0 +1,219 @@
+"""Text to token ids and back, with content kept apart from control.
+
+Content is whatever a person, a tool or a policy wrote; it may spell a control token. `mask` hides such spellings
+before a template puts content among its own control tokens, and `encode` gives them back as ordinary text: the
+result is what the tokenizer would make of the whole text if those spellings were not tokens at all.
+
+Invariant: no text that went through `mask` becomes a control token. Nothing here changes after construction but
+a cache of immutable entries, so one object serves many threads.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import secrets
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+
+from agentloop.errors import InvalidRequest, TemplateError
+from agentloop.parsers import DecodedText
+
+_LONG_CHARS = 8192  # a longer text is tokenised as a batch of one: only in batches the library lets go of the GIL
+_MARKUP = re.compile(r"[<\[|].+[>\]|]")
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_ANCHOR = "A"  # stands before a token whose text is asked for: many decoders treat a text's first token otherwise
+_MAX_HELD_TOKENS = 64  # a character takes at most four bytes; more held tokens are bytes that never make one
+
+
+class Tokens:
+    """One tokenizer, with its added tokens sorted into control tokens and mere vocabulary (runs of spaces)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._literals = [t.content for t in added.values() if t.special or _MARKUP.fullmatch(t.content)]
+        self._special = frozenset(token.content for token in added.values() if token.special)
+        self._control_ids = frozenset(i for i, t in added.items() if t.content in set(self._literals))
+        self._index_of = {literal: index for index, literal in enumerate(self._literals)}
+        # Unguessable digits: no content can hold them, and no template's filter changes them.
+        self._nonce = str(10**19 + secrets.randbelow(9 * 10**19))
+        placeholder = rf"{self._nonce}(?P<index>\d{{6}})"
+        longest_first = sorted(self._literals, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._masked_or_control = re.compile(f"{placeholder}|{self._control.pattern}")
+        self._masked = re.compile(placeholder)
+        self._text_tokenizer, self._id_of_alias = self._without_literals(added)
+        self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        anchor_id = tokenizer.token_to_id(f"<0x{ord(_ANCHOR):02X}>")
+        has_fallback = anchor_id is not None and tokenizer.decode([anchor_id]) == _ANCHOR
+        self._anchor_id = anchor_id if has_fallback else None  # of tokenizers with tokens for single bytes
+        self._bytes_of: dict[int, bytes] = {}
+        self._byte_of_char = _byte_alphabet() if self._is_byte_level else {}
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest id."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def id_of(self, literal: str) -> int | None:
+        return self._tokenizer.token_to_id(literal)
+
+    def literal_of(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
+
+    def mask(self, text: str, *, is_sampled: bool = False) -> str:
+        """Text whose spellings of control tokens `encode` will treat as text.
+
+        `is_sampled`: a policy wrote it, so markup that is no special token (`<think>`) is the policy's own token.
+        """
+        if self._control.search(text) is None:
+            return text
+        return self._control.sub(
+            lambda m: m[0] if is_sampled and m[0] not in self._special else self._placeholder(m[0]), text
+        )
+
+    def unmask(self, text: str) -> str:
+        """The text as it was before `mask`."""
+        return self._masked.sub(lambda match: self._literals[int(match["index"])], text)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a rendered text, nothing added. Masked spellings become ordinary text.
+
+        Raises InvalidRequest where the model itself, without its added tokens, would produce a control token.
+        """
+        if self._nonce not in text:
+            return _ids(self._tokenizer, text)
+        aliased = self._masked_or_control.sub(
+            lambda m: self._literals[int(m["index"])] if m["index"] else self._alias(self._index_of[m[0]]), text
+        )
+        ids = _ids(self._text_tokenizer, aliased)
+        if any(token_id in self._control_ids and token_id not in self._id_of_alias for token_id in ids):
+            raise InvalidRequest("content spells a control token that has no other spelling", param="messages")
+        return [self._id_of_alias.get(token_id, token_id) for token_id in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included. Bytes that are no UTF-8 become U+FFFD."""
+        if self._anchor_id is not None:  # the tokenizer spoils good characters beside bad bytes
+            return self._decode_bytes(ids).text
+        return self._decode(ids)
+
+    def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
+        """`decode(ids)`, and for every id how many characters are complete after it. Takes linear time."""
+        is_of_bytes = self._is_byte_level or self._anchor_id is not None
+        return self._decode_bytes(ids) if is_of_bytes else self._decode_stream(ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, special tokens included: it may be a part of a character."""
+        found = self._bytes_of.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            if token is None:
+                return b""  # outside the vocabulary: such ids are many, and not remembered
+            found = self._bytes_of[token_id] = self._new_bytes(token_id, token)
+        return found
+
+    def _placeholder(self, literal: str) -> str:
+        return f"{self._nonce}{self._index_of[literal]:06d}"
+
+    def _alias(self, index: int) -> str:
+        return f"<alias{self._nonce}:{index}>"
+
+    def _without_literals(self, added: dict[int, AddedToken]) -> tuple[Tokenizer, dict[int, int]]:
+        """The same tokenizer (the model is shared) whose control tokens are only known by their aliases."""
+        tokenizer = Tokenizer(self._tokenizer.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(self._tokenizer, part)) is not None:
+                setattr(tokenizer, part, value)
+        names = {}
+        for token_id, token in added.items():
+            index = self._index_of.get(token.content)
+            name = token.content if index is None else self._alias(index)
+            names[name] = token_id
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
+            tokenizer.add_tokens(
+                [AddedToken(name, normalized=token.normalized and index is None, single_word=False, **flags)]
+            )
+        aliases = tokenizer.get_vocab(with_added_tokens=True)
+        id_of_alias = {aliases[name]: token_id for name, token_id in names.items()}
+        if any(self._tokenizer.model.id_to_token(i) is not None and i != real for i, real in id_of_alias.items()):
+            raise TemplateError("the tokenizer's model numbers its vocabulary with gaps: content cannot be masked")
+        return tokenizer, id_of_alias
+
+    def _decode_bytes(self, ids: Sequence[int]) -> DecodedText:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces, ends, length = [], [], 0
+        lead, first = self._first_of(ids)
+        for index, token_id in enumerate(ids):
+            piece = decoder.decode(self.token_bytes(token_id) if index != lead else first)
+            length += len(piece)
+            pieces.append(piece)
+            ends.append(length)
+        if ends:
+            pieces.append(decoder.decode(b"", final=True))
+            ends[-1] += len(pieces[-1])
+        return DecodedText("".join(pieces), tuple(ends))
+
+    def _first_of(self, ids: Sequence[int]) -> tuple[int, bytes]:
+        """Which id is the text's first, and its bytes there: without the space before a word, for one."""
+        if self._anchor_id is None:
+            return -1, b""
+        for index, token_id in enumerate(ids):
+            if (token := self._tokenizer.id_to_token(token_id)) is not None:
+                if _BYTE_TOKEN.fullmatch(token) is not None:
+                    break
+                return index, self._decode((token_id,)).encode()
+        return -1, b""
+
+    def _new_bytes(self, token_id: int, token: str) -> bytes:
+        if self._is_byte_level:
+            values = [self._byte_of_char.get(char) for char in token]
+            known = [value for value in values if value is not None]
+            return bytes(known) if len(known) == len(values) else token.encode()
+        if self._anchor_id is None:
+            return self._decode((token_id,)).encode()
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        return self._decode((self._anchor_id, token_id)).removeprefix(_ANCHOR).encode()
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _decode_stream(self, ids: Sequence[int]) -> DecodedText:
+        """For decoders of any kind: what a token adds is seen behind the tokens that last added something."""
+        text = self._decode(ids)
+        ends: list[int] = []
+        length, before, num_before, held = 0, list[int](), 0, list[int]()
+        for token_id in ids:
+            held.append(token_id)
+            piece = self._decode((*before, *held))
+            is_certain = len(piece) > num_before and not piece.endswith(_REPLACEMENT)
+            if is_certain or len(held) > _MAX_HELD_TOKENS:
+                length = min(length + max(len(piece) - num_before, 0), len(text))
+                before, held = held, []
+                num_before = len(self._decode(before))
+            ends.append(length)
+        if ends:
+            ends[-1] = len(text)
+        return DecodedText(text, tuple(ends))
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    if len(text) > _LONG_CHARS:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Which byte a character stands for in byte-level vocabularies: GPT-2's table, derived from its alphabet.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, ascending, for U+0100 upwards.
+    """
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    own = [byte for byte in range(256) if chr(byte) in alphabet]
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}

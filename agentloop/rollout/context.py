@@ -1,0 +1,231 @@
+"""LoopContext: what an agent loop may do. It owns the trajectory's messages, tokens and budget.
+
+A turn's life: pending observations become ids (bridge), the engine samples, the builder appends, the parser finds
+calls. Sampled ids are never rendered again; only what is new is. Long renders leave the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from agentloop.errors import InvariantBroken
+from agentloop.parsers import Parser
+from agentloop.rendering import Renderer
+from agentloop.rollout.budget import Budget, LimitReached
+from agentloop.rollout.staleness_guard import StalenessGuard
+from agentloop.rollout.toolbox import ToolScope
+from agentloop.trajectory import TrajectoryBuilder
+from agentloop.types import (
+    JSON,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    Message,
+    OnExcess,
+    RolloutTask,
+    SamplingParams,
+    StopReason,
+    ToolCall,
+    ToolResult,
+)
+
+LONG_RENDER_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
+MAX_CONTINUATIONS = 32  # of one turn that engine-side aborts keep cutting
+
+Generate = Callable[[GenerateRequest], Awaitable[Generation]]
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTurn:
+    """What the policy said in one turn. `calls` hold malformed ones too: `run_tools` answers them."""
+
+    message: Message
+    finish_reason: FinishReason
+
+    @property
+    def content(self) -> str:
+        return self.message.content
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return self.message.tool_calls
+
+
+class LoopContext:
+    """One trajectory in the making. Used by one loop, one call at a time."""
+
+    def __init__(
+        self,
+        task: RolloutTask,
+        trajectory_id: str,
+        *,
+        generate: Generate,
+        renderer: Renderer,
+        parser: Parser,
+        tools: ToolScope,
+        tool_definitions: Sequence[dict[str, JSON]],
+        budget: Budget,
+        kv_policy: KVPolicy,
+        seed: int | None,
+        guard: StalenessGuard | None = None,
+    ) -> None:
+        self.task = task
+        self.trajectory_id = trajectory_id
+        self._generate = generate
+        self._renderer = renderer
+        self._parser = parser
+        self._tools = tools
+        self._definitions = list(tool_definitions)
+        self._budget = budget
+        self._kv_policy = kv_policy
+        self._seed = seed
+        self._guard = guard
+        self._builder = TrajectoryBuilder()
+        self._messages: list[Message] = list(task.messages)
+        self._pending: list[Message] = []  # observed, not yet tokens
+        self._is_closed = True  # whether the last turn sampled its stop token
+        self._kv_version: int | None = None  # the weight version at the trajectory's start
+        self.has_lost_call = False  # a generation was begun whose tokens never came
+        self.num_tool_errors = 0
+        self.generate_s = 0.0
+        self.tool_s = 0.0
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far."""
+        return tuple(self._messages)
+
+    @property
+    def builder(self) -> TrajectoryBuilder:
+        """The tokens so far."""
+        return self._builder
+
+    @property
+    def budget(self) -> Budget:
+        """What has been used of the limits."""
+        return self._budget
+
+    async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> AssistantTurn:
+        """One turn of the policy, appended to the conversation.
+
+        Ends the trajectory when a limit is reached, before the turn or by cutting it, or when it is too old.
+        """
+        self._check_age()
+        await self._observe_pending(max_tokens)
+        num_prompt = self._builder.num_context_tokens
+        room = self._budget.tokens_for_turn(num_prompt, max_tokens)
+        self.has_lost_call = True
+        started = time.perf_counter()
+        token_ids, finish_reason = await self._sample_tokens(room, temperature)
+        self.generate_s += time.perf_counter() - started
+        self.has_lost_call = False
+        message = self._read(token_ids, finish_reason)
+        self._messages.append(message)
+        self._is_closed = finish_reason is FinishReason.STOP
+        self._budget.turn_ended(num_prompt, len(token_ids), finish_reason)
+        self._check_age()
+        return AssistantTurn(message, finish_reason)
+
+    async def run_tools(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
+        """Run a turn's calls side by side and observe one tool message for each, in their order.
+
+        A failing, unknown, malformed or late tool is an answer to the policy, never an exception.
+        """
+        allowed = self._budget.calls_to_run(len(calls))
+        limits = self.task.limits
+        started = time.perf_counter()
+        results = await self._tools.run(calls[:allowed], limits.max_tool_response_bytes)
+        self.tool_s += time.perf_counter() - started
+        excess = f"Error: too many calls in one turn, only the first {allowed} were run"
+        results += [ToolResult(call.id, call.name, excess, is_error=True) for call in calls[allowed:]]
+        self.num_tool_errors += sum(result.is_error for result in results)
+        self.observe(
+            *(Message("tool", result.content, tool_call_id=result.call_id, name=result.name) for result in results)
+        )
+        if limits.on_long_tool_response is OnExcess.STOP and any(result.is_truncated for result in results):
+            raise LimitReached(StopReason.TOOL_RESPONSE_TOO_LONG)
+        return tuple(results)
+
+    def observe(self, *messages: Message) -> None:
+        """Add messages that the policy did not write; it reads them at its next turn."""
+        self._messages.extend(messages)
+        self._pending.extend(messages)
+
+    async def _observe_pending(self, wanted: int | None) -> None:
+        """Turn pending messages into ids of the path, unless the next turn would have no room."""
+        if not self._builder.is_started:
+            prompt = await self._off_loop(self._messages, self._render)
+            self._budget.tokens_for_turn(len(prompt), wanted)
+            self._builder.start(prompt)
+        elif self._renderer.is_prefix_stable:
+            bridge = await self._off_loop(self._pending, self._bridge)
+            self._budget.tokens_for_turn(self._builder.num_context_tokens + len(bridge), wanted)
+            self._builder.add_observed(bridge)
+        else:
+            prompt = await self._off_loop(self._messages, self._render)
+            self._budget.tokens_for_turn(len(prompt), wanted)
+            self._builder.extend_to(prompt, "template")
+        self._pending.clear()
+
+    def _render(self) -> list[int]:
+        return self._renderer.render(self._messages, self._definitions)
+
+    def _bridge(self) -> list[int]:
+        return self._renderer.bridge(self._pending, self._definitions, is_closed=self._is_closed)
+
+    async def _off_loop(self, messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
+        if sum(len(message.content) for message in messages) > LONG_RENDER_CHARS:
+            return await asyncio.to_thread(work)
+        return work()
+
+    async def _sample_tokens(self, room: int, temperature: float | None) -> tuple[list[int], FinishReason]:
+        """One turn's ids. A generation that the engine's operator aborted goes on where it was cut."""
+        token_ids: list[int] = []
+        for continuation in range(MAX_CONTINUATIONS):
+            generation = await self._generate(self._request(room - len(token_ids), temperature, continuation))
+            self._builder.add_sampled(generation, continues_turn=continuation > 0)
+            token_ids += generation.token_ids
+            if self._kv_version is None and generation.weight_versions:
+                self._kv_version = generation.weight_versions[0].version
+            if generation.finish_reason is not FinishReason.ABORT:
+                return token_ids, generation.finish_reason
+            if len(token_ids) >= room:
+                return token_ids, FinishReason.LENGTH
+            if self._guard is not None and self._guard.must_end(self._builder):
+                return token_ids, FinishReason.ABORT
+        raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times")
+
+    def _check_age(self) -> None:
+        if self._guard is not None:
+            self._guard.check(self._builder)
+
+    def _request(self, max_tokens: int, temperature: float | None, continuation: int) -> GenerateRequest:
+        task = self.task
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=task.temperature if temperature is None else temperature,
+            top_p=task.top_p,
+            top_k=task.top_k,
+            seed=None if self._seed is None else self._seed + self._budget.num_turns,
+            stop_token_ids=self._renderer.stop_token_ids,
+        )
+        return GenerateRequest(
+            request_id=f"{self.trajectory_id}:{self._budget.num_turns}.{continuation}",
+            token_ids=self._builder.context_ids,
+            sampling=sampling,
+            trajectory_id=self.trajectory_id,
+            kv_version=self._kv_version if self._kv_policy is KVPolicy.KEEP else None,
+        )
+
+    def _read(self, token_ids: Sequence[int], finish_reason: FinishReason) -> Message:
+        """The turn as a message. The stop token is no text."""
+        text_ids = token_ids[:-1] if finish_reason is FinishReason.STOP else token_ids
+        decoded = self._renderer.decode_with_offsets(text_ids)
+        if not self._definitions:
+            return Message("assistant", decoded.text)
+        parsed = self._parser.parse(decoded, self._definitions, self._budget.num_turns)
+        return Message("assistant", parsed.content, parsed.calls)

@@ -1,0 +1,44 @@
+"""Agent loops: how a trajectory unfolds. A loop is any object with `async def run(self, task, ctx)`.
+
+Shipped ones have names; a task may name any other by import path (`my_package.my_loop:MyLoop`), a class that is
+called without arguments or an object.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+from agentloop.errors import InvalidRequest
+from agentloop.plugins import resolve
+from agentloop.rollout.context import LoopContext
+from agentloop.rollout.single_turn import SingleTurn
+from agentloop.rollout.tool_loop import ToolLoop
+from agentloop.types import RolloutTask
+
+
+class AgentLoop(Protocol):
+    """One object serves every trajectory of a worker: keep per-trajectory state in local variables."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        """Drive one trajectory: sample, run tools, observe. Returning completes it; limits end it by
+        themselves; an exception makes it a failed record."""
+
+
+SHIPPED_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurn, "tool_loop": ToolLoop}
+
+
+def load_loop(name: str) -> AgentLoop:
+    """The loop of that name or import path. Raises InvalidRequest (`param="loop"`) for anything else."""
+    if name in SHIPPED_LOOPS:
+        return SHIPPED_LOOPS[name]()
+    if ":" not in name:
+        raise InvalidRequest(
+            f"unknown loop {name!r}: shipped are {', '.join(sorted(SHIPPED_LOOPS))}; "
+            "your own is named by import path, my_package.my_loop:MyLoop",
+            param="loop",
+        )
+    found = resolve(name, param="loop")
+    loop = found() if isinstance(found, type) else found
+    if not callable(getattr(loop, "run", None)):
+        raise InvalidRequest(f"{name} has no method run(task, ctx)", param="loop")
+    return cast(AgentLoop, loop)

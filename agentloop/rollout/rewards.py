@@ -1,0 +1,130 @@
+"""Reward functions: the shipped ones, finding one by name, and running one safely.
+
+A reward function sees the task (with its `reference`) and the whole conversation, and returns a number. `score`
+turns whatever it does into a reward or one line that says why there is none: a failed reward never loses a
+trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from numbers import Real
+from typing import Any, TypeAlias, cast
+
+from agentloop.aio import in_daemon_thread
+from agentloop.errors import InvalidRequest, RewardError
+from agentloop.plugins import resolve
+from agentloop.types import Message, RolloutTask
+
+RewardFunction: TypeAlias = Callable[[RolloutTask, Sequence[Message]], "float | Awaitable[float]"]
+"""Synchronous functions run in a thread of their own, asynchronous ones on the worker's event loop."""
+
+_QUOTES_AND_SPACE = " \t\r\n\"'`\u201c\u201d\u2018\u2019"
+_ANSWER_IS = re.compile(r"answer is\s*:?", re.IGNORECASE)
+
+
+def exact_match(task: RolloutTask, messages: Sequence[Message]) -> float:
+    """1.0 if the final answer is the reference, as text, else 0.0.
+
+    The final answer is what follows the last "answer is" in the last assistant message, or else all of it, without
+    surrounding space and quotes and without a trailing period. Raises RewardError for a task without a reference.
+    """
+    expected = _reference(task)
+    answer = _ANSWER_IS.split(_last_answer(messages))[-1]
+    answer = answer.lstrip(_QUOTES_AND_SPACE).rstrip(_QUOTES_AND_SPACE + ".")
+    return 1.0 if answer == expected else 0.0
+
+
+def contains_reference(task: RolloutTask, messages: Sequence[Message]) -> float:
+    """1.0 if the last assistant message holds the reference as a whole word or number, else 0.0.
+
+    Raises RewardError for a task without a reference.
+    """
+    pattern = rf"(?<![\w.\-]){re.escape(_reference(task))}(?!\w|\.\d)"
+    return 1.0 if re.search(pattern, _last_answer(messages)) else 0.0
+
+
+def _reference(task: RolloutTask) -> str:
+    if task.reference is None:
+        raise RewardError(f"task {task.task_id!r} has no reference")
+    return str(task.reference)
+
+
+def _last_answer(messages: Sequence[Message]) -> str:
+    return next((message.content for message in reversed(messages) if message.role == "assistant"), "")
+
+
+SHIPPED_REWARDS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "contains_reference": contains_reference,
+}
+
+
+def load_reward(name_or_path: str) -> RewardFunction:
+    """A shipped reward by name, or one by import path. Raises InvalidRequest with param "reward"."""
+    if name_or_path in SHIPPED_REWARDS:
+        return SHIPPED_REWARDS[name_or_path]
+    if ":" not in name_or_path:
+        shipped = ", ".join(SHIPPED_REWARDS)
+        text = f"unknown reward {name_or_path!r}. Shipped: {shipped}; or an import path, package.module:attribute"
+        raise InvalidRequest(text, param="reward")
+    found = resolve(name_or_path, param="reward")
+    if not callable(found):
+        raise InvalidRequest(f"{name_or_path!r} is not a function", param="reward")
+    return cast(RewardFunction, found)
+
+
+# --- running one ------------------------------------------------------------------------------------------
+
+_abandoned: set[asyncio.Task[Any]] = set()
+"""Reward functions that were cancelled and still run; held until they end, so that none is lost unseen."""
+
+
+async def score(
+    function: RewardFunction, task: RolloutTask, messages: Sequence[Message], timeout_s: float = 10.0
+) -> tuple[float | None, str | None]:
+    """The reward, or None and one line that says what failed: it raised, took too long, or gave no finite number.
+
+    Raises nothing but a cancellation. A synchronous function that overruns is abandoned in its thread: it takes
+    no other call's place and does not hold up the end of the process.
+    """
+    evaluation = asyncio.create_task(_evaluate(function, task, messages), name=f"reward {task.task_id}")
+    try:
+        await asyncio.wait({evaluation}, timeout=timeout_s)
+        if evaluation.done() and not evaluation.cancelled():
+            return evaluation.result()
+        return None, "cancelled itself" if evaluation.done() else f"timed out after {timeout_s:g} s"
+    finally:
+        if not evaluation.done():
+            evaluation.cancel()
+            _abandoned.add(evaluation)
+            evaluation.add_done_callback(_abandoned.discard)
+
+
+async def _evaluate(
+    function: RewardFunction, task: RolloutTask, messages: Sequence[Message]
+) -> tuple[float | None, str | None]:
+    try:
+        if inspect.iscoroutinefunction(function):
+            value = await function(task, messages)
+        else:
+            value = await in_daemon_thread(function, task, messages)
+            if inspect.isawaitable(value):
+                value = await value
+        return _checked(value), None
+    except (Exception, SystemExit) as error:  # user code raises anything, and SystemExit would stop the loop
+        first_line = next(iter(str(error).splitlines()), "")
+        return None, f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def _checked(value: object) -> float:
+    if not isinstance(value, Real):
+        raise RewardError(f"a reward is a number, not {type(value).__name__}")
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise RewardError(f"a reward is finite, not {reward}")
+    return reward

@@ -1,0 +1,59 @@
+"""The staleness guard: one running trajectory against its run's limit.
+
+An update may come at any token, so no admission rule alone (`scheduling/staleness_budget.py`) keeps a long
+trajectory within its limit.
+"""
+
+from __future__ import annotations
+
+from agentloop.generation import NewestVersion
+from agentloop.rollout.budget import LimitReached
+from agentloop.trajectory import TrajectoryBuilder
+from agentloop.types import OnStale, StalenessLimit, StopReason
+
+
+class StalenessGuard:
+    """One trajectory against its run's limit, asked between turns and at the end.
+
+    A turn is never interrupted for staleness: its worker learns of a commit from the answers of other turns, if at
+    all, and the limits on a turn's tokens bound the waste. A turn that an engine-side abort cut does not go on.
+    """
+
+    def __init__(self, limit: StalenessLimit, newest: NewestVersion) -> None:
+        self._limit = limit
+        self._newest = newest
+
+    def must_end(self, builder: TrajectoryBuilder) -> bool:
+        """Whether the trajectory is over its limit, as far as the worker knows, and its policy ends it for that."""
+        return self._limit.on_stale is not OnStale.MASK and self._over(builder) is not None
+
+    def check(self, builder: TrajectoryBuilder) -> None:
+        """Raises LimitReached (STALE) if the trajectory must end."""
+        if self.must_end(builder):
+            raise LimitReached(StopReason.STALE)
+
+    def settle(self, builder: TrajectoryBuilder) -> OnStale | None:
+        """The loop has ended: take out of the mask what the policy says. Returns the policy if it had to act.
+
+        MASK takes out what is too old for the newest version. FINISH keeps what was sampled while the limit held,
+        so it takes out what the turn that met the update sampled after it. DROP leaves all of it to the caller.
+        """
+        found = self._over(builder)
+        if found is None:
+            return None
+        oldest, newest = found
+        match self._limit.on_stale:
+            case OnStale.MASK:
+                builder.mask_older_than(newest - self._limit.max_staleness)
+            case OnStale.FINISH:
+                builder.mask_newer_than(oldest + self._limit.max_staleness)
+            case OnStale.DROP:
+                pass
+        return self._limit.on_stale
+
+    def _over(self, builder: TrajectoryBuilder) -> tuple[int, int] | None:
+        """The oldest and the newest version, if they are too far apart."""
+        oldest, newest = builder.oldest_version, self._newest.value
+        if oldest is None or newest is None or newest - oldest <= self._limit.max_staleness:
+            return None
+        return oldest, newest

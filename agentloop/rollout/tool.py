@@ -1,0 +1,171 @@
+"""The Tool port, and `@tool`, which makes a tool of a function.
+
+A `Tool` is shared by a whole worker; `open_session` gives the part that belongs to one trajectory, created at
+its first call and closed when it ends, on every path. The toolbox (`toolbox.py`) owns deadlines, caps and
+concurrency: a tool itself only computes. A tool reports failure by raising `ToolError`: the policy reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, overload
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from agentloop.aio import in_daemon_thread
+from agentloop.errors import InvalidRequest, ToolError
+from agentloop.types import JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """What the policy is told of a tool, and what the toolbox holds it to."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, JSON]  # a JSON schema of type object
+    timeout_s: float = 10.0
+    max_output_bytes: int = 65_536
+    max_concurrency: int = 64
+
+    def definition(self) -> dict[str, JSON]:
+        """The tool in the OpenAI function format: the one canonical form that templates see."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    def digest(self) -> str:
+        """Identifies the definition: a trajectory whose tools change cannot go on as one path."""
+        return hashlib.sha256(orjson.dumps(self.definition(), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+class ToolSession(Protocol):
+    """One trajectory's use of a tool; may hold state between calls."""
+
+    async def call(self, arguments: Mapping[str, JSON]) -> str:
+        """The tool's answer. Raises ToolError with a message for the policy."""
+
+    async def close(self) -> None:
+        """Free what the session holds. Called once, also after a timeout or a cancellation."""
+
+
+class Tool(Protocol):
+    """A tool as the service holds it: one object a process."""
+
+    @property
+    def spec(self) -> ToolSpec:
+        """Name, schema and caps. Constant."""
+
+    def open_session(self, trajectory_id: str, seed: int) -> ToolSession:
+        """The tool's part of one trajectory. `seed` makes randomness reproducible."""
+
+    async def close(self) -> None:
+        """Free what the tool itself holds. Idempotent."""
+
+
+class FunctionTool:
+    """A tool made of one function without state. Synchronous functions run in a thread of their own, which a
+    timeout abandons but cannot kill: what may run for long belongs in a tool with a process of its own."""
+
+    def __init__(self, function: Callable[..., Any], spec: ToolSpec, arguments: type[BaseModel]) -> None:
+        self._function = function
+        self._spec = spec
+        self._arguments = arguments
+        self.__doc__ = function.__doc__
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    def open_session(self, trajectory_id: str, seed: int) -> FunctionTool:
+        return self  # stateless: every trajectory may share it
+
+    async def call(self, arguments: Mapping[str, JSON]) -> str:
+        values = validated(self._arguments, arguments)
+        if inspect.iscoroutinefunction(self._function):
+            answer = await cast(Awaitable[Any], self._function(**values))
+        else:
+            answer = await in_daemon_thread(self._function, **values)
+        return answer if isinstance(answer, str) else orjson.dumps(answer).decode()
+
+    async def close(self) -> None:
+        return None
+
+
+def validated(model: type[BaseModel], arguments: Mapping[str, JSON]) -> dict[str, Any]:
+    """The arguments as the model types them. Raises ToolError with at most three problems, in one line."""
+    try:
+        parsed = model.model_validate(dict(arguments))
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()[:3]]
+        raise ToolError(f"invalid arguments: {'; '.join(problems)}") from error
+    return {name: getattr(parsed, name) for name in type(parsed).model_fields}
+
+
+def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
+    """A pydantic model of a function's parameters. Raises InvalidRequest if one has no type hint."""
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise InvalidRequest(f"tool {function.__name__}: *args and **kwargs have no schema", param=name)
+        if parameter.annotation is parameter.empty:
+            raise InvalidRequest(f"tool {function.__name__}: parameter {name} needs a type hint", param=name)
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (parameter.annotation, default)
+    return create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def parameters_schema(model: type[BaseModel]) -> dict[str, JSON]:
+    """The model's JSON schema without pydantic's titles, which only cost tokens."""
+    return cast("dict[str, JSON]", _without_titles(model.model_json_schema(), is_properties=False))
+
+
+def _without_titles(node: JSON, *, is_properties: bool) -> JSON:
+    if isinstance(node, dict):
+        return {
+            key: _without_titles(value, is_properties=key == "properties" and not is_properties)
+            for key, value in node.items()
+            if is_properties or key != "title"
+        }
+    return [_without_titles(item, is_properties=False) for item in node] if isinstance(node, list) else node
+
+
+@overload
+def tool(function: Callable[..., Any]) -> FunctionTool: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    timeout_s: float = 10.0,
+    max_output_bytes: int = 65_536,
+    max_concurrency: int = 64,
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    timeout_s: float = 10.0,
+    max_output_bytes: int = 65_536,
+    max_concurrency: int = 64,
+) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
+    """Make a tool of a function: its schema from the type hints, its description from the docstring.
+
+    Parameters are described by `Annotated[int, Field(description=...)]`. Use as `@tool` or `@tool(timeout_s=2)`.
+    """
+
+    def make(made_of: Callable[..., Any]) -> FunctionTool:
+        model = arguments_model(made_of)
+        spec = ToolSpec(
+            name=name or made_of.__name__,
+            description=inspect.cleandoc(made_of.__doc__ or ""),
+            parameters=parameters_schema(model),
+            timeout_s=timeout_s,
+            max_output_bytes=max_output_bytes,
+            max_concurrency=max_concurrency,
+        )
+        return FunctionTool(made_of, spec, model)
+
+    return make if function is None else make(function)

@@ -1,0 +1,339 @@
+"""The tool runtime: declared tools only, under deadlines, caps and bounds; every failure is a result.
+
+Ownership: a `Toolbox` belongs to a worker process and holds one object and one semaphore a tool. A `ToolScope`
+belongs to one trajectory and holds its sessions, opened at a tool's first call and closed by `close`.
+
+Invariants: a call gives exactly one result, in call order, and no failure of a tool leaves `run`. A tool that
+outlives its timeout is cancelled; one that ignores that for `grace_s` is abandoned: its slot is free, its session
+is replaced, and the toolbox keeps its task (until it ends) so that it is neither lost nor unseen. The wait for a
+slot is not part of a call's timeout; it is bounded because every holder's time is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import structlog
+
+from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, ToolError
+from agentloop.plugins import resolve
+from agentloop.rollout.tool import Tool, ToolSession, ToolSpec
+from agentloop.types import JSON, CallStatus, ToolCall, ToolResult
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _OpenSession:
+    """A session in use. Retired (after a timeout) it takes no new calls and is closed when the last one ends."""
+
+    session: ToolSession
+    num_running: int = 0
+    is_retired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a call came to, before the cap."""
+
+    content: str
+    is_error: bool = False
+
+
+class Toolbox:
+    """All tools of one worker process. Needs a running event loop only when a scope runs."""
+
+    def __init__(self, tools: Iterable[Tool], *, grace_s: float = 1.0, close_timeout_s: float = 5.0) -> None:
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            if tool.spec.name in self._tools:
+                raise InvalidRequest(f"two tools are named {tool.spec.name!r}", param="tools")
+            self._tools[tool.spec.name] = tool
+        self._slots = {name: asyncio.Semaphore(tool.spec.max_concurrency) for name, tool in self._tools.items()}
+        self._grace_s = grace_s
+        self._close_timeout_s = close_timeout_s
+        self._scopes: set[ToolScope] = set()
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def num_abandoned(self) -> int:
+        """Calls and closes that nobody awaits any more and that still run."""
+        return len(self._abandoned)
+
+    def definitions(self, names: Sequence[str]) -> list[dict[str, JSON]]:
+        """The tools' canonical definitions, in the order of `names`. Raises InvalidRequest for an unknown one."""
+        return [tool.spec.definition() for tool in self._declared(names).values()]
+
+    def open(self, names: Sequence[str], trajectory_id: str, seed: int) -> ToolScope:
+        """The tools of one trajectory, which must be closed. Raises InvalidRequest for an unknown name."""
+        if self._closing is not None:
+            raise InvariantBroken("the toolbox is closed")
+        scope = ToolScope(self, self._declared(names), trajectory_id, seed)
+        self._scopes.add(scope)
+        return scope
+
+    async def close(self) -> None:
+        """Close every scope and every tool, each within a deadline. Idempotent; finishes even if cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_all())
+        await asyncio.shield(self._closing)
+
+    async def _close_all(self) -> None:
+        await asyncio.gather(*(scope.close() for scope in list(self._scopes)))
+        closes = (self.bounded_close(tool.close, tool=name) for name, tool in self._tools.items())
+        await asyncio.gather(*closes)
+        await self.stop(list(self._abandoned), during="close")
+
+    def _declared(self, names: Sequence[str]) -> dict[str, Tool]:
+        for index, name in enumerate(names):
+            if name not in self._tools:
+                raise InvalidRequest(f"unknown tool {name!r}. Available: {_listed(self._tools)}", param="tools")
+            if name in names[:index]:
+                raise InvalidRequest(f"tool {name!r} is named twice", param="tools")
+        return {name: self._tools[name] for name in names}
+
+    # --- for ToolScope ------------------------------------------------------------------------------------
+
+    def slot(self, name: str) -> asyncio.Semaphore:
+        """The tool's concurrency bound over all trajectories."""
+        return self._slots[name]
+
+    def forget(self, scope: ToolScope) -> None:
+        """A scope is closed."""
+        self._scopes.discard(scope)
+
+    async def stop(self, tasks: Sequence[asyncio.Task[Any]], **about: str) -> None:
+        """Cancel tasks, give them the grace period, and abandon what still runs."""
+        for task in tasks:
+            if not task.cancelling():  # a second cancellation would cut short the tool's own cleanup
+                task.cancel()
+            self.keep(task)  # before the wait: a cancellation of ours must not orphan them
+        if not tasks:
+            return
+        _, still_running = await asyncio.wait(tasks, timeout=self._grace_s)
+        for task in still_running:
+            _log.warning("tool_abandoned", task=task.get_name(), num_abandoned=self.num_abandoned, **about)
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold a task that nobody awaits any more until it ends."""
+        if task not in self._abandoned and not task.done():
+            self._abandoned.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.debug("tool_failed_late", task=task.get_name(), error=repr(error))
+
+    async def bounded_close(self, close: Callable[[], Awaitable[None]], **about: str) -> None:
+        """Await a close within its deadline; a failing or hanging one is logged, never raised."""
+
+        async def attempt() -> None:
+            try:
+                await close()
+            except (Exception, SystemExit) as error:
+                _log.warning("tool_close_failed", error=repr(error), **about)
+
+        task = asyncio.create_task(attempt(), name="tool-close")
+        try:
+            await asyncio.wait({task}, timeout=self._close_timeout_s)
+        finally:
+            self.keep(task)
+        if not task.done():
+            await self.stop([task], during="close", **about)
+
+
+class ToolScope:
+    """One trajectory's tools. `run` may be called turn after turn; `close` must be called, on every path."""
+
+    def __init__(self, toolbox: Toolbox, tools: Mapping[str, Tool], trajectory_id: str, seed: int) -> None:
+        self._toolbox = toolbox
+        self._tools = tools
+        self._trajectory_id = trajectory_id
+        self._seed = seed
+        self._sessions: dict[str, _OpenSession] = {}
+        self._running: set[asyncio.Task[_Answer]] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    async def run(self, calls: Sequence[ToolCall], max_response_bytes: int) -> list[ToolResult]:
+        """Run all calls at once; one result a call, in call order.
+
+        A tool's failure, timeout or absence is a result with `is_error` and the content `Error: <message>`; only a
+        cancellation leaves, after which the calls in flight are cancelled too.
+        """
+        if self._closing is not None:
+            raise InvariantBroken("the tool scope is closed")
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._result(call, max_response_bytes)) for call in calls]
+        return [task.result() for task in tasks]
+
+    async def close(self) -> None:
+        """End calls in flight and close every session. Idempotent; finishes even if the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_all())
+        await asyncio.shield(self._closing)
+
+    async def _close_all(self) -> None:
+        try:
+            await self._toolbox.stop(list(self._running), trajectory_id=self._trajectory_id)
+            opened, self._sessions = self._sessions, {}
+            await asyncio.gather(*(self._close_session(name, open_) for name, open_ in opened.items()))
+        finally:
+            self._toolbox.forget(self)
+
+    async def _result(self, call: ToolCall, max_response_bytes: int) -> ToolResult:
+        started_s = time.monotonic()
+        max_bytes = max_response_bytes
+        if call.status is CallStatus.MALFORMED:
+            answer = _Answer(call.error or "malformed tool call", is_error=True)
+        elif (tool := self._tools.get(call.name)) is None:
+            answer = _Answer(f"unknown tool {call.name!r}. Available: {_listed(self._tools)}", is_error=True)
+        else:
+            max_bytes = min(max_bytes, tool.spec.max_output_bytes)
+            async with self._toolbox.slot(call.name):
+                started_s = time.monotonic()
+                answer = await self._run_tool(tool, call)
+        text = f"Error: {answer.content}" if answer.is_error else answer.content
+        content, is_truncated = capped(text, max_bytes)
+        duration_s = time.monotonic() - started_s
+        return ToolResult(call.id, call.name, content, answer.is_error, is_truncated, duration_s)
+
+    async def _run_tool(self, tool: Tool, call: ToolCall) -> _Answer:
+        spec = tool.spec
+        if self._closing is not None:
+            return _Answer("cancelled", is_error=True)  # the scope closed while this call waited for its slot
+        try:
+            open_ = self._session(tool)
+        except (Exception, SystemExit) as error:
+            return self._failure(spec, error)
+        open_.num_running += 1
+        task = asyncio.create_task(self._call(open_.session, spec, call), name=f"{spec.name} {self._trajectory_id}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            await asyncio.wait({task}, timeout=spec.timeout_s)
+            if task.done():
+                return _Answer("cancelled", is_error=True) if task.cancelled() else task.result()
+            self._retire(spec.name, open_)
+            await self._toolbox.stop([task], tool=spec.name, trajectory_id=self._trajectory_id)
+            return _Answer(f"timed out after {spec.timeout_s:g} s", is_error=True)
+        finally:
+            open_.num_running -= 1
+            if not task.done():  # we were cancelled, or it was abandoned
+                task.cancel()
+                self._toolbox.keep(task)
+            if open_.is_retired and open_.num_running == 0:
+                await _shielded(self._close_session(spec.name, open_), self._toolbox)
+
+    async def _call(self, session: ToolSession, spec: ToolSpec, call: ToolCall) -> _Answer:
+        """The call itself, where nothing but a cancellation is an exception.
+
+        SystemExit is caught because out of a task it would stop the worker's event loop.
+        """
+        try:
+            content = await session.call(call.arguments)
+        except (Exception, SystemExit) as error:
+            return self._failure(spec, error)
+        if not isinstance(content, str):
+            return self._failure(spec, TypeError(f"a tool answers text, not {type(content).__name__}"))
+        return _Answer(content)
+
+    def _failure(self, spec: ToolSpec, error: BaseException) -> _Answer:
+        if isinstance(error, ToolError):
+            return _Answer(error.message, is_error=True)
+        # The policy learns the kind only: a message of unknown origin may hold paths, keys or other internals.
+        _log.debug("tool_failed", tool=spec.name, trajectory_id=self._trajectory_id, exc_info=error)
+        return _Answer(type(error).__name__, is_error=True)
+
+    def _session(self, tool: Tool) -> _OpenSession:
+        name = tool.spec.name
+        if name not in self._sessions:
+            self._sessions[name] = _OpenSession(tool.open_session(self._trajectory_id, self._seed))
+        return self._sessions[name]
+
+    def _retire(self, name: str, open_: _OpenSession) -> None:
+        open_.is_retired = True
+        if self._sessions.get(name) is open_:
+            del self._sessions[name]
+
+    async def _close_session(self, name: str, open_: _OpenSession) -> None:
+        await self._toolbox.bounded_close(open_.session.close, tool=name, trajectory_id=self._trajectory_id)
+
+
+async def _shielded(work: Coroutine[Any, Any, None], keeper: Toolbox) -> None:
+    """Finish `work` even if the caller is cancelled meanwhile."""
+    task = asyncio.create_task(work, name="tool-close")
+    keeper.keep(task)
+    await asyncio.shield(task)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def capped(text: str, max_bytes: int) -> tuple[str, bool]:
+    """The text as valid UTF-8 of at most `max_bytes`, and whether it was cut.
+
+    A cut ends with `...[truncated N bytes]`, which counts; where not even the mark fits, the mark alone is the
+    text. Lone surrogates become U+FFFD.
+    """
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        encoded = text.encode()
+    if len(encoded) <= max_bytes:
+        return text, False
+    room = max(0, max_bytes - len(_mark(len(encoded))))
+    head = encoded[:room].decode(errors="ignore")
+    return head + _mark(len(encoded) - len(head.encode())), True
+
+
+def _mark(num_bytes: int) -> str:
+    return f"...[truncated {num_bytes} bytes]"
+
+
+# --- finding tools ----------------------------------------------------------------------------------------
+
+
+def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
+    """The tools that a configuration names: a key of `shipped` (name to import path) or an import path.
+
+    Raises InvalidRequest with param "tools".
+    """
+    for name in names:
+        if ":" not in name and name not in shipped:
+            text = (
+                f"unknown tool {name!r}. Shipped: {_listed(shipped)}; or an import path, package.module:attribute"
+            )
+            raise InvalidRequest(text, param="tools")
+    return [load_tool(shipped.get(name, name)) for name in names]
+
+
+def load_tool(path: str) -> Tool:
+    """The tool at an import path: a Tool, or a class or function without arguments that makes one.
+
+    Raises InvalidRequest with param "tools".
+    """
+    found = resolve(path, param="tools")
+    if not _is_tool(found) and callable(found):
+        try:
+            found = found()
+        except AgentLoopError:
+            raise
+        except (Exception, SystemExit) as error:
+            text = f"{path!r} is neither a tool (see @tool) nor makes one: {type(error).__name__}: {error}"
+            raise InvalidRequest(text, param="tools") from error
+    if not _is_tool(found):
+        raise InvalidRequest(f"{path!r} is neither a tool (see @tool) nor makes one", param="tools")
+    return cast(Tool, found)
+
+
+def _is_tool(found: object) -> bool:
+    has_spec = not isinstance(found, type) and isinstance(getattr(found, "spec", None), ToolSpec)
+    return has_spec and all(callable(getattr(found, method, None)) for method in ("open_session", "close"))

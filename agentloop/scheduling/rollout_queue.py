@@ -1,0 +1,398 @@
+"""The rollout queue: every accepted sample, until its terminal record is stored.
+
+Ownership: one object, in the coordinator's event loop, synchronous; time is passed in. Invariant, proven by
+`check`: every accepted (group, sample) is in exactly one of
+
+    QUEUED ──► RUNNING ──► FINISHED        RUNNING ──► QUEUED  lost or dropped, and attempts are left
+       └──────────────────────▲            QUEUED ──► FINISHED a worker given up for lost came back with it
+
+A sample that no worker can finish any more (cancelled while queued, or out of attempts) is RUNNING at the
+coordinator itself, which owes it a record: see `owed`. Nothing is FINISHED before its record is durable.
+
+Bound: `max_queued` samples wait; a client whose work does not fit gets Overloaded and waits outside. Groups go
+out first in, first out, and whole: a group waits until one worker has room for all of it, unless it is larger
+than that worker ever could hold. What a run's staleness limit holds back is passed by, and divides a group if only
+a part of it is admitted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from agentloop.api import RolloutStatus
+from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
+from agentloop.scheduling.samples import (
+    MOVES,
+    Cancellation,
+    Handout,
+    Lane,
+    LiveRollout,
+    Owed,
+    Sample,
+    SampleState,
+    assignment_id,
+    group_key,
+)
+from agentloop.scheduling.staleness_budget import Allowance, Allowances, FleetVersions
+from agentloop.types import RolloutGroup, StopReason
+
+COORDINATOR = ""  # the worker id under which the coordinator holds samples whose record it writes itself
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    running: dict[str, Sample] = field(default_factory=dict)
+    strays: set[str] = field(default_factory=set)  # it runs them, but they are not, or no longer, its own
+    ordered: set[str] = field(default_factory=set)  # cancellations it was already told
+
+
+class RolloutQueue:
+    """Groups, who runs what, and what each rollout still lacks."""
+
+    def __init__(self, *, max_queued: int = 100_000, max_attempts: int = 3, missing_after_s: float = 30.0) -> None:
+        self._max_queued = max_queued
+        self._max_attempts = max_attempts
+        self._missing_after_s = missing_after_s
+        self._rollouts: dict[str, LiveRollout] = {}
+        self._reserved: dict[str, Sequence[RolloutGroup]] = {}
+        self._live: dict[str, Sample] = {}  # queued or running
+        self._allowances = Allowances()
+        self._versions = FleetVersions()
+        self._workers: dict[str, _Worker] = {COORDINATOR: _Worker()}
+        self._done: deque[RolloutStatus] = deque(maxlen=64)
+
+    # --- accepting ---
+
+    def reserve(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
+        """Claim room and the name before the work is made durable; `add` or `unreserve` follows.
+
+        Raises InvalidRequest (a bad id or limit, no groups, a group twice, no samples), Conflict (the rollout is
+        live) or Overloaded, and then changes nothing.
+        """
+        if not rollout_id or "/" in rollout_id:
+            raise InvalidRequest("a rollout id is not empty and holds no slash", param="rollout_id")
+        group_ids = {group.group_id for group in groups}
+        if not groups or any(group.num_samples < 1 for group in groups):
+            raise InvalidRequest("a rollout needs at least one group, and a group one sample", param="groups")
+        if len(group_ids) != len(groups):
+            raise InvalidRequest("a group id occurs twice", param="groups")
+        self._allowances.check(rollout_id, groups)
+        if rollout_id in self._rollouts or rollout_id in self._reserved:
+            raise Conflict(f"rollout {rollout_id} is already running", param="rollout_id")
+        num_reserved = sum(g.num_samples for reserved in self._reserved.values() for g in reserved)
+        num_new = sum(group.num_samples for group in groups)
+        if self.num_queued + num_reserved + num_new > self._max_queued:
+            raise Overloaded(f"{self.num_queued} trajectories are queued, of at most {self._max_queued}")
+        self._reserved[rollout_id] = groups
+
+    def unreserve(self, rollout_id: str) -> None:
+        """Give up a reservation. Idempotent."""
+        self._reserved.pop(rollout_id, None)
+
+    def add(self, rollout_id: str, now: float) -> None:
+        """Queue what was reserved under this id, in its order."""
+        groups = self._reserved.pop(rollout_id)
+        self.restore(rollout_id, [(group, tuple(range(group.num_samples))) for group in groups], now)
+
+    def restore(
+        self,
+        rollout_id: str,
+        work: Iterable[tuple[RolloutGroup, tuple[int, ...]]],
+        now: float,
+        num_finished: int = 0,
+        num_trained: int = 0,
+        first_version: int | None = None,
+    ) -> None:
+        """Queue what an earlier process accepted and did not finish. Past the bound: it was admitted.
+
+        `num_trained` of the finished ones can be trained on, the first under `first_version`.
+        """
+        work = list(work)
+        allowance = self._allowances.join(rollout_id, next((group.staleness for group, _ in work), None))
+        if allowance is not None:
+            allowance.restore(num_trained, first_version)
+        rollout = LiveRollout(rollout_id, allowance, num_accepted=num_finished, num_finished_before=num_finished)
+        self._rollouts[rollout_id] = rollout
+        for group, sample_indexes in work:
+            rollout.groups[group.group_id] = group
+            for index in sample_indexes:
+                name = assignment_id(rollout_id, group.group_id, index)
+                self._live[name] = sample = Sample(name, rollout, group, index, now)
+                rollout.waiting.setdefault(group_key(name), []).append(sample)
+                rollout.num_accepted += 1
+                rollout.num_queued += 1
+
+    # --- workers ---
+
+    def set_versions(self, versions: FleetVersions) -> None:
+        """What the fleet serves, and what is coming: staleness is measured against that."""
+        self._versions = versions
+        self._allowances.learn(versions.served)
+
+    def take(self, worker_id: str, num_free: int, now: float) -> tuple[Handout, ...]:
+        """The next groups that fit `num_free` places of a worker, whole and in order, as their runs admit them."""
+        taken: list[Sample] = []
+        capacity = num_free + self.num_running(worker_id)
+        for lane, allowance in self._lanes():
+            while lane:
+                key, samples = next(iter(lane.items()))
+                num_admitted = len(samples)
+                if allowance is not None:
+                    num_admitted = min(num_admitted, allowance.room(self._versions))
+                if num_admitted == 0:
+                    break
+                num_left = num_free - len(taken)
+                if num_left <= 0 or num_left < num_admitted <= capacity:
+                    return tuple(sample.handout(now) for sample in taken)
+                batch = samples[: min(num_left, num_admitted)]
+                del samples[: len(batch)]
+                if not samples:
+                    del lane[key]
+                for sample in batch:
+                    self._run(sample, worker_id)
+                taken.extend(batch)
+        return tuple(sample.handout(now) for sample in taken)
+
+    def report(self, worker_id: str, running: Iterable[str], now: float) -> tuple[str, ...]:
+        """Hold a worker's own list against ours; returns the ids taken from it, whose leases end.
+
+        Queued samples that it runs become its own (`adopt`); samples that it does not name for a while are
+        lost (the answer that handed them out never arrived); what is not its own it is told to cancel.
+        """
+        reported = set(running)
+        self.adopt(worker_id, reported)
+        worker = self._workers.setdefault(worker_id, _Worker())
+        worker.strays = reported - worker.running.keys()
+        lost: list[Sample] = []
+        for sample in worker.running.values():
+            if sample.assignment_id in reported:
+                sample.missing_since = None
+            elif sample.missing_since is None:
+                sample.missing_since = now
+            elif now - sample.missing_since >= self._missing_after_s:
+                lost.append(sample)
+        for sample in lost:
+            self._lose(sample, f"worker {worker_id} does not know of it")
+        return tuple(sample.assignment_id for sample in lost)
+
+    def adopt(self, worker_id: str, running: Iterable[str]) -> tuple[str, ...]:
+        """Queued samples that a worker already runs become its own: after a restart of the coordinator, or when
+        a worker that was given up for lost is heard again. Returns their ids."""
+        queued = [self._live[name] for name in running if name in self._live]
+        adopted = [sample for sample in queued if sample.state is SampleState.QUEUED]
+        for sample in adopted:
+            sample.rollout.unqueue(sample)
+            self._run(sample, worker_id)
+        return tuple(sample.assignment_id for sample in adopted)
+
+    def worker_lost(self, worker_id: str) -> tuple[str, ...]:
+        """A worker is gone: what it ran is queued again, or owed a record. Returns the ids it ran."""
+        worker = self._workers.pop(worker_id, None)
+        lost = list(worker.running.values()) if worker is not None else []
+        for sample in lost:
+            self._lose(sample, f"worker {worker_id} was lost")
+        return tuple(sample.assignment_id for sample in lost)
+
+    def give_back(self, worker_id: str, name: str) -> bool:
+        """A worker stopped a sample that nobody had cancelled. False: it was not its own, nothing changes."""
+        if not self.is_running_at(worker_id, name):
+            return False
+        self._lose(self._live[name], f"worker {worker_id} gave it back")
+        return True
+
+    def drop_stale(self, worker_id: str, name: str, attempt: int) -> bool:
+        """A worker threw away a sample's tokens for their age: it is begun anew, while attempts are left. False: it
+        is not the worker's, or this attempt was dropped before; nothing changes."""
+        if not self.is_running_at(worker_id, name) or attempt < self._live[name].attempt:
+            return False
+        sample = self._live[name]
+        sample.attempt = attempt  # a restarted coordinator does not know of earlier ones
+        sample.num_stale_attempts += 1
+        self._lose(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
+        return True
+
+    def finished(self, name: str, *, is_trained: bool = True) -> bool:
+        """The terminal record of a sample is durable. False: it was so before. If a worker other than the one
+        who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it."""
+        sample = self._live.pop(name, None)
+        if sample is None:
+            return False
+        if sample.state is SampleState.QUEUED:
+            sample.rollout.unqueue(sample)
+        elif sample.worker_id is not None:
+            worker = self._workers[sample.worker_id]
+            del worker.running[name]
+            if sample.worker_id != COORDINATOR:
+                worker.strays.add(name)
+        self._set_state(sample, SampleState.FINISHED)
+        sample.count_begun(is_trained, self._versions.served)
+        rollout = sample.rollout
+        rollout.finished.add(name)
+        if rollout.num_queued + rollout.num_running == 0:
+            del self._rollouts[rollout.rollout_id]
+            self._allowances.leave(rollout.rollout_id, rollout.allowance)
+            self._done.append(rollout.status())
+        return True
+
+    # --- cancelling ---
+
+    def cancel(self, rollout_id: str) -> Cancellation:
+        """End a rollout: its queued samples are owed a CANCELLED record, its workers are told to end the rest.
+        Unknown or done rollouts: no-op."""
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            return Cancellation((), ())
+        rollout.is_cancelled = True
+        mine = [sample for sample in self._live.values() if sample.rollout is rollout]
+        dropped = [sample for sample in mine if sample.state is SampleState.QUEUED]
+        running = [sample for sample in mine if sample.state is SampleState.RUNNING]
+        for sample in dropped:
+            rollout.unqueue(sample)
+            self._run(sample, COORDINATOR)
+            sample.error = "cancelled before it ran"
+        ids = tuple(sample.assignment_id for sample in running if sample.worker_id != COORDINATOR)
+        return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
+
+    def is_cancelled(self, name: str) -> bool:
+        """Whether somebody asked to end this live sample."""
+        sample = self._live.get(name)
+        return sample is not None and sample.rollout.is_cancelled
+
+    def cancels(self, worker_id: str) -> tuple[str, ...]:
+        """What a worker has to end, told before or not: an answer may have been lost."""
+        worker = self._workers.get(worker_id)
+        return () if worker is None else tuple(sorted(self._to_end(worker)))
+
+    def has_new_cancels(self, worker_id: str) -> bool:
+        """Whether there is something to end that the worker was not yet told."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and not self._to_end(worker) <= worker.ordered
+
+    def cancels_told(self, worker_id: str, told: Iterable[str]) -> None:
+        """The worker got these; they alone are no reason to answer it again."""
+        self._workers.setdefault(worker_id, _Worker()).ordered = set(told)
+
+    def owed(self, now: float) -> tuple[Owed, ...]:
+        """The samples whose terminal record the coordinator has to write, until `finished` is called."""
+        result: list[Owed] = []
+        for sample in self._workers[COORDINATOR].running.values():
+            reason = StopReason.CANCELLED if sample.rollout.is_cancelled else sample.lost_reason
+            result.append(Owed(sample.handout(now), reason, sample.error))
+        return tuple(result)
+
+    # --- looking ---
+
+    @property
+    def num_queued(self) -> int:
+        return sum(rollout.num_queued for rollout in self._rollouts.values())
+
+    def num_running(self, worker_id: str) -> int:
+        worker = self._workers.get(worker_id)
+        return 0 if worker is None else len(worker.running)
+
+    def is_live(self, name: str) -> bool:
+        """Whether a sample was accepted and still lacks its record."""
+        return name in self._live
+
+    def is_running_at(self, worker_id: str, name: str) -> bool:
+        sample = self._live.get(name)
+        return sample is not None and sample.worker_id == worker_id
+
+    def is_repeat(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> bool:
+        """Whether this is what a live rollout consists of, as far as this process knows it."""
+        rollout = self._rollouts.get(rollout_id)
+        offered = {group.group_id: group.num_samples for group in groups}
+        return rollout is not None and all(
+            offered.get(group.group_id) == group.num_samples for group in rollout.groups.values()
+        )
+
+    def status(self, rollout_id: str) -> RolloutStatus | None:
+        """Counts of a live rollout since this process knows it; None if it is unknown or done."""
+        rollout = self._rollouts.get(rollout_id)
+        return None if rollout is None else rollout.status(self._num_held(rollout))
+
+    @property
+    def rollouts(self) -> tuple[RolloutStatus, ...]:
+        """The latest done ones, then the live ones; oldest first."""
+        return (*self._done, *(rollout.status(self._num_held(rollout)) for rollout in self._rollouts.values()))
+
+    def check(self) -> None:
+        """Raises InvariantBroken unless every accepted sample is in exactly one place, and counted there."""
+        waiting = [sample for lane, _ in self._lanes() for samples in lane.values() for sample in samples]
+        running = [sample for worker in self._workers.values() for sample in worker.running.values()]
+        for samples, state in ((waiting, SampleState.QUEUED), (running, SampleState.RUNNING)):
+            if any(sample.state is not state for sample in samples):
+                raise InvariantBroken(f"a sample among the {state} ones is in another state")
+            if any(sample.is_begun != _takes_a_place(sample) for sample in samples):
+                raise InvariantBroken(f"a sample among the {state} ones is miscounted in its run's allowance")
+        names = [sample.assignment_id for sample in waiting + running]
+        if len(names) != len(set(names)) or set(names) != set(self._live):
+            raise InvariantBroken("a live sample is in no place, or in two")
+        for rollout in self._rollouts.values():
+            counted = (
+                sum(sample.rollout is rollout for sample in waiting),
+                sum(sample.rollout is rollout for sample in running),
+                len(rollout.finished) + rollout.num_finished_before,
+            )
+            if counted[:2] != (rollout.num_queued, rollout.num_running) or sum(counted) != rollout.num_accepted:
+                raise InvariantBroken(f"rollout {rollout.rollout_id}: counts {counted} do not add up")
+
+    # --- inside ---
+
+    def _run(self, sample: Sample, worker_id: str) -> None:
+        self._set_state(sample, SampleState.RUNNING)
+        sample.worker_id = worker_id
+        sample.missing_since = None
+        sample.count_begun(worker_id != COORDINATOR, self._versions.served)
+        self._workers.setdefault(worker_id, _Worker()).running[sample.assignment_id] = sample
+
+    def _lanes(self) -> Iterator[tuple[Lane, Allowance | None]]:
+        """Whose turn it is: what a worker had before goes first, then rollout by rollout."""
+        rollouts = tuple(self._rollouts.values())
+        yield from ((rollout.again, rollout.allowance) for rollout in rollouts)
+        yield from ((rollout.waiting, rollout.allowance) for rollout in rollouts)
+
+    def _num_held(self, rollout: LiveRollout) -> int:
+        """How many queued samples their run does not admit now. Rollouts of one run are admitted in their order."""
+        if rollout.allowance is None:
+            return 0
+        num_queued = 0
+        for other in self._rollouts.values():
+            num_queued += other.num_queued if other.allowance is rollout.allowance else 0
+            if other is rollout:
+                break
+        return max(0, min(rollout.num_queued, num_queued - rollout.allowance.room(self._versions)))
+
+    def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
+        """Nobody runs it any more: queue it first in line, or hold it for its record."""
+        worker = self._workers.get(sample.worker_id or COORDINATOR)
+        if worker is not None:
+            worker.running.pop(sample.assignment_id, None)
+        self._set_state(sample, SampleState.QUEUED)
+        sample.count_begun(False, self._versions.served)
+        sample.worker_id = None
+        sample.attempt += 1
+        sample.error = f"{error}, attempt {sample.attempt} of {self._max_attempts}"
+        sample.lost_reason = reason
+        if sample.rollout.is_cancelled or sample.attempt >= self._max_attempts:
+            self._run(sample, COORDINATOR)
+        else:
+            sample.rollout.queue_again(sample)
+
+    def _set_state(self, sample: Sample, state: SampleState) -> None:
+        if state not in MOVES[sample.state]:
+            raise InvariantBroken(f"{sample.assignment_id} cannot go from {sample.state} to {state}")
+        rollout = sample.rollout
+        rollout.num_queued += (state is SampleState.QUEUED) - (sample.state is SampleState.QUEUED)
+        rollout.num_running += (state is SampleState.RUNNING) - (sample.state is SampleState.RUNNING)
+        sample.state = state
+
+    def _to_end(self, worker: _Worker) -> set[str]:
+        cancelled = {name for name, sample in worker.running.items() if sample.rollout.is_cancelled}
+        return cancelled | worker.strays
+
+
+def _takes_a_place(sample: Sample) -> bool:
+    return sample.rollout.allowance is not None and sample.worker_id not in (None, COORDINATOR)

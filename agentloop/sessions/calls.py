@@ -1,0 +1,249 @@
+"""The calls of one session: those that run, what became of the others, and which of them a retry means.
+
+All methods decide synchronously. A call runs once, however many clients wait for it: the first one and its retries.
+It is given up when the last of them has left, and from that moment no retry joins it.
+
+A retry means the latest call with its digest: it joins one that runs, gets the answer of one that was committed,
+and runs anew after one that failed. A failed call is made good by a later one with its digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from agentloop.chat import CallDelta, CallKey, ChatCall, ChatPiece, ChatResult, arguments_text, finish_of
+from agentloop.errors import AgentLoopError, DeadlineExceeded
+from agentloop.trajectory import CallRecord, CallState, Node
+
+_RECORD_BYTES = 360  # a settled record with its entries in two dicts
+_PROMPT_TOKEN_BYTES = 40  # while a call is open: its place in a tuple, and an int
+
+
+class LiveCall:
+    """A call that runs: who waits for it, what was streamed so far, and its outcome."""
+
+    def __init__(self, call_id: str, chat: ChatCall, key: CallKey, *, created_at: int, is_streamed: bool) -> None:
+        """Inside a running loop: the call's deadline begins now."""
+        loop = asyncio.get_running_loop()
+        self.call_id = call_id
+        self.chat = chat
+        self.digest = key.digest
+        self.created_at = created_at
+        self.is_streamed = is_streamed
+        self.deadline_at = loop.time() + chat.timeout_s
+        self.is_begun = False  # in the journal
+        self.is_settling = False  # sampled: it will be committed, whoever waits
+        self.num_prompt_tokens = 0
+        self.num_new_tokens = 0  # of its prompt, stored once it is committed
+        self.generate_s = 0.0
+        self.result: ChatResult | None = None
+        self.lost: BaseException | None = None  # why it fails, as soon as that is known
+        self.pieces: list[ChatPiece] = []  # bounded by the reply
+        self.task: asyncio.Task[None] | None = None
+        self._held: list[ChatPiece] = []  # a choice's last piece says that it is good: it waits for the journal
+        self._num_waiting = 0
+        self._outcome: asyncio.Future[ChatResult] = loop.create_future()
+        self._readers: set[asyncio.Event] = set()
+        self._scope: asyncio.Timeout | None = None
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether a retry may still wait for it."""
+        return self.lost is None
+
+    def join(self) -> None:
+        """One more waits."""
+        self._num_waiting += 1
+
+    def leave(self) -> None:
+        """One has its answer, or does not want it any more."""
+        self._num_waiting -= 1
+        if self._num_waiting == 0:
+            self.give_up(AgentLoopError("its client left before the answer"))
+
+    def give_up(self, error: AgentLoopError) -> None:
+        """End the call with `error`, unless it is sampled already. Idempotent."""
+        if self.lost is not None or self.is_settling or self._outcome.done():
+            return
+        self.lost = error
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def interruptible(self) -> AsyncIterator[None]:
+        """A part of the call's work that its deadline or `give_up` may end, with DeadlineExceeded or the reason."""
+        if self.lost is not None:
+            raise self.lost
+        scope = asyncio.timeout_at(self.deadline_at)
+        try:
+            async with scope:
+                self._scope = scope
+                try:
+                    yield
+                finally:
+                    self._scope = None
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            late = DeadlineExceeded(f"no answer within {self.chat.timeout_s:g} s")
+            raise (self.lost if self.lost is not None else late) from error
+        if self.lost is not None:
+            raise self.lost  # given up in the moment it was done
+
+    def add_piece(self, piece: ChatPiece) -> None:
+        """Show a piece to those who stream."""
+        if piece.finish is not None:
+            self._held.append(piece)
+            return
+        self.pieces.append(piece)
+        self._wake()
+
+    def succeed(self, result: ChatResult) -> None:
+        self.pieces += sorted(self._held, key=lambda piece: piece.choice_index)
+        self._outcome.set_result(result)
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        self._outcome.set_exception(error)
+        self._outcome.exception()  # seen: all that waited may have left
+        self._wake()
+
+    async def answer(self) -> ChatResult:
+        """The outcome. Cancelling this does not touch the call."""
+        return await asyncio.shield(self._outcome)
+
+    async def read(self) -> AsyncGenerator[ChatPiece | ChatResult, None]:
+        """All pieces from the first on, then the result. Of a call that does not stream: a piece a choice."""
+        news = asyncio.Event()
+        self._readers.add(news)
+        position = 0
+        try:
+            while True:
+                while position < len(self.pieces):
+                    yield self.pieces[position]
+                    position += 1
+                if self._outcome.done():
+                    break
+                news.clear()
+                await news.wait()
+        finally:
+            self._readers.discard(news)
+        result = self._outcome.result()
+        if not self.is_streamed:
+            for piece in whole_pieces(result.choices):
+                yield piece
+        yield result
+
+    def _wake(self) -> None:
+        for news in self._readers:
+            news.set()
+
+
+class CallTable:
+    """Every call of a session, in the order in which they began."""
+
+    def __init__(self, records: Iterable[CallRecord] = ()) -> None:
+        """`records` of an earlier process, in the journal's order. Those it left open are lost."""
+        self.live: dict[str, LiveCall] = {}
+        self._records: dict[str, CallRecord] = {}
+        self._by_digest: dict[bytes, list[str]] = {}  # ids of its calls, the latest last
+        for record in records:
+            if record.state is CallState.OPEN:
+                record = replace(record, state=CallState.FAILED, error="the process that ran it ended")
+            self._records[record.call_id] = record
+            self._by_digest.setdefault(record.digest, []).append(record.call_id)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were ever begun, and those that are about to."""
+        return len(self._records) + sum(not live.is_begun for live in self.live.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of the memory it takes up."""
+        num_prompt_tokens = sum(live.num_prompt_tokens for live in self.live.values())
+        return _RECORD_BYTES * (len(self._records) + len(self.live)) + _PROMPT_TOKEN_BYTES * num_prompt_tokens
+
+    @property
+    def records(self) -> tuple[CallRecord, ...]:
+        """Calls that were begun, in that order."""
+        return tuple(self._records.values())
+
+    def latest(self, digest: bytes) -> LiveCall | CallRecord | None:
+        """The call that a retry with this digest means."""
+        call_ids = self._by_digest.get(digest)
+        if not call_ids:
+            return None
+        return self.live.get(call_ids[-1]) or self._records[call_ids[-1]]
+
+    def lost(self) -> list[CallRecord]:
+        """The calls that failed and were not made good by a later one."""
+        found = []
+        healed: set[bytes] = set()
+        for record in reversed(self._records.values()):
+            if record.state is CallState.COMMITTED and not record.error:
+                healed.add(record.digest)
+            elif record.state is CallState.FAILED and record.digest not in healed:
+                found.append(record)
+        return found[::-1]
+
+    def enter(self, live: LiveCall) -> None:
+        """A call is about to begin."""
+        self.live[live.call_id] = live
+        self._by_digest.setdefault(live.digest, []).append(live.call_id)
+
+    def begin(self, live: LiveCall) -> None:
+        """It is the latest now, as it will be in the journal."""
+        live.is_begun = True
+        call_ids = self._by_digest[live.digest]
+        call_ids.remove(live.call_id)
+        call_ids.append(live.call_id)
+        self._records[live.call_id] = record_of(live, CallState.OPEN)
+
+    def forget(self, live: LiveCall) -> None:
+        """It was refused before it began."""
+        live.is_begun = False
+        self._records.pop(live.call_id, None)
+        call_ids = self._by_digest[live.digest]
+        call_ids.remove(live.call_id)
+        if not call_ids:
+            del self._by_digest[live.digest]
+
+    def settle(self, record: CallRecord) -> None:
+        """What became of a call that was begun."""
+        self._records[record.call_id] = record
+
+    def leave(self, live: LiveCall) -> None:
+        """It does not run any more."""
+        del self.live[live.call_id]
+
+
+def record_of(live: LiveCall, state: CallState, *, error: str = "") -> CallRecord:
+    """The call as the journal keeps it."""
+    return CallRecord(live.call_id, live.digest, live.created_at, state, error, live.generate_s)
+
+
+def whole_pieces(choices: Iterable[Node]) -> list[ChatPiece]:
+    """An answer as a stream of one piece a choice."""
+    return [_whole_piece(node) for node in choices]
+
+
+def _whole_piece(node: Node) -> ChatPiece:
+    reply, message = node.reply, node.reply.message
+    calls = []
+    for index, call in enumerate(message.tool_calls):
+        calls += [CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call))]
+    return ChatPiece(
+        node.choice_index,
+        message.content,
+        message.reasoning,
+        tuple(calls),
+        tuple(reply.token_ids.tolist()),
+        tuple(reply.logprobs.tolist()),
+        reply.top_logprobs,
+        reply.weight_versions,
+        finish_of(reply),
+    )

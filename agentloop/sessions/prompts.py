@@ -1,0 +1,212 @@
+"""From a chat call to what an engine is asked: the prompt's ids, how they extend the session, and how to sample.
+
+Everything here may refuse a call, and changes nothing: a call that is refused leaves no trace. Stored ids are taken
+as they are; only what is new is rendered, and long texts leave the event loop. Where a template cannot append what
+came (it is not prefix-stable, or an assistant's message follows the reply), the whole prompt is rendered, and
+extends the stored ids only if it begins with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agentloop.chat import ChatCall, ToolChoice
+from agentloop.checks import check_sampling
+from agentloop.constraint import Constraint
+from agentloop.errors import (
+    AgentLoopError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    TemplateNotPrefixStable,
+    UnsupportedParameter,
+)
+from agentloop.rendering import Renderer
+from agentloop.rollout import LONG_RENDER_CHARS
+from agentloop.sessions.facts import SessionParts
+from agentloop.trajectory import Match, MessageGraph, Node, Split
+from agentloop.types import JSON, IntArray, Message, SamplingParams
+
+_BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
+_MAX_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A call's prompt: `ids` are the whole of it, `observed_ids` what it has more than the path of `parent_id`."""
+
+    ids: tuple[int, ...]
+    parent_id: str | None
+    observed: tuple[Message, ...]
+    observed_ids: IntArray
+    tools_key: bytes
+    split: Split | None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the engine is asked for choice 0; the other choices differ in their seed."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    reads_calls: bool
+
+
+async def make_question(chat: ChatCall, graph: MessageGraph, parts: SessionParts) -> Question:
+    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError."""
+    sampling, reads_calls = _sampling(chat, parts)
+    if chat.prompt_ids is not None:
+        prompt = _given_prompt(chat.prompt_ids, graph, parts)
+    else:
+        prompt = await make_prompt(
+            chat.messages,
+            chat.tools,
+            graph,
+            parts.renderer,
+            is_strict=chat.is_strict,
+            keys=chat.keys,
+            tools_key=chat.tools_key,
+        )
+    num_prompt = len(prompt.ids)
+    room = parts.max_context_tokens - num_prompt
+    if room <= 0:
+        raise ContextLengthExceeded(
+            f"a prompt of {num_prompt} tokens leaves no room in a context of {parts.max_context_tokens}",
+            param="messages" if chat.prompt_ids is None else "prompt",
+        )
+    max_tokens = room if chat.max_tokens is None else min(chat.max_tokens, room)
+    sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+    # The ids are within the vocabulary: they were rendered, stored, or checked above.
+    check_sampling(sampling, parts.vocab_size, can_constrain=parts.can_constrain, engine="session")
+    return Question(prompt, sampling, reads_calls)
+
+
+async def make_prompt(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, JSON]],
+    graph: MessageGraph,
+    renderer: Renderer,
+    *,
+    is_strict: bool = False,
+    keys: Sequence[bytes] = (),
+    tools_key: bytes | None = None,
+) -> Prompt:
+    """The prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises InvalidRequest and
+    TemplateError."""
+    if not messages:
+        raise InvalidRequest("there are no messages", param="messages")
+    match = graph.match(messages, tools, is_strict=is_strict, keys=keys, tools_key=tools_key)
+    if match.parent is None:
+        ids = await _rendered(messages, lambda: renderer.render(messages, tools))
+        return _root(ids, messages, match.tools_key, match.split)
+    prompt = await _bridged(match.parent, match, tools, graph, renderer)
+    if prompt is not None:
+        return prompt
+    ids = await _rendered(messages, lambda: renderer.render(messages, tools))
+    parent_id = match.parent.node_id
+    split = graph.mark_template_split(parent_id, ids, renderer.decode)
+    if split is not None:
+        return _root(ids, messages, match.tools_key, split)
+    num_known = len(graph.context_ids(parent_id))
+    observed_ids = _array(ids[num_known:])
+    return Prompt(tuple(ids), parent_id, match.appended, observed_ids, match.tools_key, match.split)
+
+
+async def _bridged(
+    parent: Node, match: Match, tools: Sequence[Mapping[str, JSON]], graph: MessageGraph, renderer: Renderer
+) -> Prompt | None:
+    """The prompt as the parent's ids and what is new; None if this template cannot append it."""
+    appended = match.appended
+    if not renderer.is_prefix_stable or not appended or appended[0].role == "assistant":
+        return None
+    try:
+        bridge = await _rendered(
+            appended, lambda: renderer.bridge(appended, tools, is_closed=parent.reply.is_closed)
+        )
+    except TemplateNotPrefixStable:
+        return None
+    ids = (*graph.context_ids(parent.node_id), *bridge)
+    return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split)
+
+
+def _given_prompt(prompt_ids: tuple[int, ...], graph: MessageGraph, parts: SessionParts) -> Prompt:
+    if not prompt_ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= min(parts.vocab_size, _MAX_ID):
+        bad = next(i for i in prompt_ids if not 0 <= i < parts.vocab_size)
+        raise InvalidRequest(f"token id {bad} is outside [0, {parts.vocab_size})", param="prompt")
+    parent, new_ids, split = graph.match_ids(prompt_ids, decode=parts.renderer.decode)
+    parent_id = None if parent is None else parent.node_id
+    return Prompt(prompt_ids, parent_id, (), _array(new_ids), b"", split)
+
+
+def _root(ids: Sequence[int], messages: Sequence[Message], tools_key: bytes, split: Split | None) -> Prompt:
+    return Prompt(tuple(ids), None, tuple(messages), _array(ids), tools_key, split)
+
+
+def _array(ids: Sequence[int]) -> IntArray:
+    return np.array(ids, dtype=np.int32)
+
+
+async def _rendered(messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
+    if sum(map(_num_chars, messages)) > LONG_RENDER_CHARS:
+        return await asyncio.to_thread(work)
+    return work()
+
+
+def _num_chars(message: Message) -> int:
+    """How long a message is, arguments counted by their first level: their strings are what can be long."""
+    values = (value for call in message.tool_calls for value in (call.text, *call.arguments.values()))
+    nested = sum(len(value) if isinstance(value, str) else 1 for value in values)
+    return len(message.content) + len(message.reasoning) + nested
+
+
+# --- how to sample ----------------------------------------------------------------------------------------
+
+
+def _sampling(chat: ChatCall, parts: SessionParts) -> tuple[SamplingParams, bool]:
+    """The call's sampling without its number of tokens, and whether the reply's calls are read."""
+    if chat.max_tokens is not None and chat.max_tokens <= 0:
+        raise InvalidRequest(f"max_tokens is {chat.max_tokens}, not positive", param="max_tokens")
+    if chat.num_choices <= 0:
+        raise InvalidRequest(f"n is {chat.num_choices}, not positive", param="n")
+    given = chat.sampling
+    if given.constraint is not None and not parts.can_constrain:
+        raise UnsupportedParameter("this service's engine cannot constrain its output", param="constraint")
+    stops = tuple(dict.fromkeys((*parts.renderer.stop_token_ids, *given.stop_token_ids)))
+    sampling = replace(given, stop_token_ids=stops)
+    if chat.tool_choice is ToolChoice.REQUIRED:
+        return replace(sampling, constraint=_call_constraint(chat, parts)), True
+    if chat.tool_choice is ToolChoice.NONE:
+        return replace(sampling, logit_bias=_bias_without_calls(chat, parts)), False
+    return sampling, bool(chat.tools) and chat.prompt_ids is None
+
+
+def _call_constraint(chat: ChatCall, parts: SessionParts) -> Constraint:
+    if not parts.can_constrain:
+        raise UnsupportedParameter("this service's engine cannot be made to call a tool", param="tool_choice")
+    if chat.sampling.constraint is not None:
+        raise InvalidRequest("a reply is either a tool call or of a response format", param="tool_choice")
+    return parts.parser.call_constraint(chat.tools, forced=chat.forced_tool, is_parallel=chat.is_parallel)
+
+
+def as_asked(error: BaseException, chat: ChatCall) -> BaseException:
+    """The error, naming the field that the client sent where its `constraint` is at fault."""
+    if not isinstance(error, AgentLoopError) or error.param != "constraint":
+        return error
+    param = "tool_choice" if chat.tool_choice is ToolChoice.REQUIRED else chat.constraint_param
+    return type(error)(error.message, param=param)
+
+
+def _bias_without_calls(chat: ChatCall, parts: SessionParts) -> tuple[tuple[int, float], ...]:
+    """The call's bias with a ban of the mark that opens a tool call, where the model has one token for it."""
+    bias = chat.sampling.logit_bias
+    if not chat.tools:
+        return bias
+    opening = parts.renderer.ids(parts.parser.opening)
+    if len(opening) != 1:
+        return bias
+    return (*((token_id, value) for token_id, value in bias if token_id != opening[0]), (opening[0], _BAN))

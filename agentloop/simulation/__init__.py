@@ -1,0 +1,11 @@
+"""The simulated engine: a seeded policy, KV cache and scheduler in virtual or real time."""
+
+from __future__ import annotations
+
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.kv_cache import KVSubscription
+from agentloop.simulation.policy import LatencyModel
+from agentloop.simulation.spec import SimulatedSpec
+from agentloop.simulation.weights import WeightSource
+
+__all__ = ["KVSubscription", "LatencyModel", "SimulatedEngine", "SimulatedSpec", "WeightSource"]

@@ -1,0 +1,383 @@
+"""An engine without a model, for tests, load tests and simulation: the whole Engine port, token by token.
+
+One task (owned: made by `start`, ended by `close`) runs the engine step: admit what fits, let the step's time pass
+on the injected clock, give every running request one token. All other methods change state synchronously between
+two steps, so none ever sees half a token. Everything is seeded: under a VirtualClock two runs are equal.
+
+Requests wait in order of arrival, take KV blocks when admitted, and give them back when they end. If a running
+request finds no block, the one admitted last is preempted: it goes back to the head of the queue without KV and
+is prefilled again later. With a zero-latency model there is no time to model, so a step takes tokens request by
+request up to a bound, after which other tasks run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from enum import Enum
+
+from agentloop.checks import check_request, room_tokens
+from agentloop.clock import Clock, RealClock
+from agentloop.engine import (
+    ALL_MEMORY,
+    CommitReport,
+    Delta,
+    EngineInfo,
+    KVEvent,
+    MemoryTag,
+    PushSource,
+    StageReport,
+    WeightUpdate,
+)
+from agentloop.errors import Conflict, EngineError, EngineLost, EngineUnusable, InvalidRequest, InvariantBroken
+from agentloop.simulation.kv_cache import KVCache, KVSequence
+from agentloop.simulation.policy import (
+    Faults,
+    HashPolicy,
+    LatencyModel,
+    Malformation,
+    ScriptedPolicy,
+    TokenPolicy,
+    malformed,
+)
+from agentloop.simulation.scheduler import LiveRequest, Scheduler
+from agentloop.simulation.spec import SimulatedSpec
+from agentloop.simulation.weights import NoPushes, SimulatedWeights, WeightSource
+from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
+
+__all__ = [
+    "Faults",
+    "HashPolicy",
+    "LatencyModel",
+    "Malformation",
+    "ScriptedPolicy",
+    "SimulatedEngine",
+    "SimulatedSpec",
+    "TokenPolicy",
+    "WeightSource",
+]
+
+# Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
+_ZERO_LATENCY_TOKENS_PER_STEP = 256
+_ZERO_LATENCY_ADMISSIONS_PER_STEP = 8
+
+
+class _State(Enum):
+    NEW = "new"
+    SERVING = "serving"
+    DRAINING = "draining"  # a pause(WAIT) lets what began run to its end, and admits nothing else
+    PAUSED = "paused"
+    CLOSED = "closed"
+
+
+_MOVES = {
+    _State.NEW: {_State.SERVING, _State.CLOSED},
+    _State.SERVING: {_State.DRAINING, _State.PAUSED, _State.CLOSED},
+    _State.DRAINING: {_State.SERVING, _State.PAUSED, _State.CLOSED},
+    _State.PAUSED: {_State.SERVING, _State.CLOSED},
+    _State.CLOSED: set(),
+}
+
+
+class SimulatedEngine:
+    """An Engine whose tokens come from a `TokenPolicy`. `faults` may be armed at any time."""
+
+    def __init__(
+        self,
+        spec: SimulatedSpec | None = None,
+        *,
+        clock: Clock | None = None,
+        policy: TokenPolicy | None = None,
+        faults: Faults | None = None,
+        weight_source: WeightSource | None = None,
+    ) -> None:
+        """`weight_source` brings pushed weights; without one, a push is refused."""
+        self._spec = spec = spec if spec is not None else SimulatedSpec()
+        if spec.num_blocks * spec.block_size < spec.max_context_tokens:
+            raise InvalidRequest("the KV cache must hold one full context", param="num_blocks")
+        self._clock = clock if clock is not None else RealClock()
+        self._policy = policy if policy is not None else HashPolicy(spec.vocab_size, spec.seed)
+        self.faults = faults if faults is not None else Faults()
+        self._kv = KVCache(spec.num_blocks, spec.block_size)
+        self._scheduler = Scheduler(self._kv, spec.max_running)
+        self._state = _State.NEW
+        source = weight_source if weight_source is not None else NoPushes()
+        self._weights = SimulatedWeights(spec.initial_version, self._clock, self.faults, source)
+        self._has_work = asyncio.Event()
+        self._drain_ended = asyncio.Event()
+        self._swap_lock = asyncio.Lock()  # a resume, sleep or wake waits for a commit under way
+        self._task: asyncio.Task[None] | None = None
+        self._end_reason = ""
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._spec.info
+
+    @property
+    def weight_version(self) -> int | None:
+        """None also after a failed commit and a sleep(2): nobody knows what the weights are."""
+        return self._weights.version
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens whose KV was computed a second time, after a preemption or a RECOMPUTE."""
+        return self._scheduler.num_recomputed_tokens
+
+    @property
+    def is_paused(self) -> bool:
+        return self._state is _State.PAUSED
+
+    @property
+    def is_usable(self) -> bool:
+        return self._weights.version is not None and self._state is not _State.CLOSED
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        return self._weights.asleep
+
+    async def start(self) -> None:
+        self._move(_State.SERVING)
+        self._task = asyncio.create_task(self._serve(), name="simulated engine")
+
+    async def close(self) -> None:
+        self.kill("the engine was closed")
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def kill(self, reason: str = "the engine died") -> None:
+        """Die between two tokens, as a process does that is killed: everything raises EngineLost from now on."""
+        if self._state is _State.CLOSED:
+            return
+        self._move(_State.CLOSED)
+        self._end_reason = reason
+        self._fail_all(EngineLost, reason)
+        self._kv.close()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        live = self._submit(request, is_streamed=False)
+        try:
+            return await live.done
+        finally:
+            self._drop(live)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+        live = self._submit(request, is_streamed=True)
+        has_progress = live.has_progress
+        assert has_progress is not None
+        start = 0
+        try:
+            while not live.done.done():
+                await has_progress.wait()
+                has_progress.clear()
+                if len(live.token_ids) > start:
+                    delta = live.delta(start)
+                    start += len(delta.token_ids)
+                    yield delta
+            if len(live.token_ids) > start:
+                yield live.delta(start)
+            yield live.done.result()
+        finally:
+            self._drop(live)
+
+    async def abort(self, request_id: str) -> None:
+        live = self._scheduler.find(request_id)
+        if live is not None:
+            self._finish(live, FinishReason.ABORT)
+
+    async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
+        """As the port says. A second pause may tighten the first: ABORT ends what KEEP froze, RECOMPUTE drops KV;
+        WAIT after a completed pause changes nothing. Raises Conflict if a resume ends a WAIT."""
+        self._require_alive()
+        if mode is PauseMode.ABORT:
+            for live in self._scheduler.all():
+                self._finish(live, FinishReason.ABORT)
+        if mode is PauseMode.WAIT and self._state is _State.SERVING:
+            self._drain_ended.clear()
+            self._move(_State.DRAINING)
+        if mode is PauseMode.WAIT and self._state is _State.DRAINING:
+            await self._drain_ended.wait()
+            self._require_alive()
+            if not self.is_paused:
+                raise Conflict("a resume came while the pause waited for requests to end")
+        if self._state is not _State.PAUSED:
+            self._move(_State.PAUSED)
+        self._scheduler.kv_floor.paused(kv_policy)
+        if kv_policy is KVPolicy.RECOMPUTE:
+            self._scheduler.drop_kv()
+
+    async def resume(self) -> None:
+        async with self._swap_lock:
+            self._require_alive()
+            if self.asleep:
+                raise Conflict("an engine whose memory is asleep cannot go on")
+            self._scheduler.kv_floor.resumed()
+            if self._state is not _State.SERVING:
+                self._move(_State.SERVING)
+
+    async def stage(self, update: WeightUpdate) -> StageReport:
+        self._require_alive()
+        report = await self._weights.stage(update)
+        self._require_alive()
+        return report
+
+    async def commit(self, version: int) -> CommitReport:
+        async with self._swap_lock:
+            self._require_alive()
+            if self._state is not _State.PAUSED:
+                raise Conflict("weights are committed to a paused engine only")
+            try:
+                report = await self._weights.commit(version)
+            except Conflict:  # nothing has begun
+                raise
+            except BaseException:
+                self._fail_all(EngineUnusable, "its weights are of unknown state")
+                raise
+            self._require_alive()
+            self._scheduler.kv_floor.committed(version)
+            return report
+
+    async def offer(self) -> PushSource | None:
+        self._require_alive()
+        return await self._weights.offer()
+
+    async def sleep(self, level: int) -> None:
+        if level not in (1, 2):
+            raise InvalidRequest(f"sleep levels are 1 and 2, not {level}", param="level")
+        if not self._spec.can_sleep:
+            raise InvalidRequest("this engine was started without sleep")
+        async with self._swap_lock:
+            self._require_alive()
+            if self._state is not _State.PAUSED:
+                self._move(_State.PAUSED)
+            self._scheduler.drop_kv()
+            self._weights.give_back(level)
+
+    async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
+        async with self._swap_lock:
+            self._require_alive()
+            self._weights.take_back(tags)
+
+    def load(self) -> Load:
+        return Load(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_used_tokens=self._kv.num_held_blocks * self._spec.block_size,
+            kv_capacity_tokens=self._spec.num_blocks * self._spec.block_size,
+            weight_version=self._weights.version,
+        )
+
+    def kv_events(self) -> AsyncIterator[KVEvent]:
+        return self._kv.subscribe()
+
+    async def check_health(self) -> None:
+        self._require_alive()
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def _submit(self, request: GenerateRequest, *, is_streamed: bool) -> LiveRequest:
+        self._require_alive()
+        if self.faults.num_lost:
+            self.faults.num_lost -= 1
+            raise EngineLost("injected: the connection broke")
+        check_request(request, self.info)
+        if self._weights.version is None:
+            raise EngineUnusable("the engine holds no weights of a known version")
+        if self._scheduler.find(request.request_id) is not None:
+            raise Conflict(f"request {request.request_id} is already running", param="request_id")
+        live = LiveRequest(
+            request=request,
+            stream=self._policy.open(request),
+            max_tokens=room_tokens(request, self.info),
+            done=asyncio.get_running_loop().create_future(),
+            malformation=self.faults.malformed.pop(0) if self.faults.malformed else None,
+            has_progress=asyncio.Event() if is_streamed else None,
+            sequence=KVSequence(self._weights.version),
+        )
+        is_hung = self.faults.num_hung > 0
+        if is_hung:
+            self.faults.num_hung -= 1
+        self._scheduler.submit(live, is_hung=is_hung)
+        self._refresh()
+        return live
+
+    def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
+        """Answer a request and forget it."""
+        self._drop(live)
+        generation = live.generation(reason, self.load())
+        if live.malformation is not None and live.token_ids:
+            generation = malformed(generation, live.malformation, self._spec.vocab_size)
+        if not live.done.done():
+            live.done.set_result(generation)
+
+    def _fail_all(self, kind: type[EngineError], reason: str) -> None:
+        for live in self._scheduler.all():
+            self._drop(live)
+            if not live.done.done():
+                live.done.set_exception(kind(f"request {live.request.request_id}: {reason}"))
+                live.done.exception()  # marks it as seen: a caller that has left must not cause a log line
+
+    def _drop(self, live: LiveRequest) -> None:
+        self._scheduler.remove(live)
+        if live.has_progress is not None:
+            live.has_progress.set()
+        self._refresh()
+
+    # --- the engine's task --------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                await self._has_work.wait()
+                await self._step()
+        except Exception as error:
+            # A bug, or a policy that raised: all callers hear of it, now and later, rather than wait for ever.
+            self.kill(f"its step failed: {error!r}")
+
+    async def _step(self) -> None:
+        """Admit, let the step's time pass, and sample, unless a pause came meanwhile."""
+        latency, version = self._spec.latency, self._weights.version
+        if version is None:
+            raise InvariantBroken("a request runs without weights")
+        num_prefilled = self._scheduler.admit(
+            version,
+            only_begun=self._state is _State.DRAINING,
+            max_admitted=_ZERO_LATENCY_ADMISSIONS_PER_STEP if latency.is_zero else self._spec.max_running,
+        )
+        if latency.is_zero:
+            await self._clock.sleep(0)
+        else:
+            await self._clock.sleep(latency.step_s(num_prefilled, *self._scheduler.decoding_tokens()))
+        if self._state is _State.PAUSED or self._weights.version is None:
+            return
+        max_burst = _ZERO_LATENCY_TOKENS_PER_STEP if latency.is_zero else 1
+        for live, reason in self._scheduler.step(self._weights.version, max_burst):
+            self._finish(live, reason)
+        self._refresh()
+
+    # --- states -------------------------------------------------------------------------------------------
+
+    def _move(self, state: _State) -> None:
+        if state not in _MOVES[self._state]:
+            raise Conflict(f"the engine is {self._state.value} and cannot become {state.value}")
+        self._state = state
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring the events in line with the state; called after every change of state or of the queues."""
+        if self._state is _State.DRAINING and not self._scheduler.has_begun:
+            self._state = _State.PAUSED
+        if self._state is not _State.DRAINING:
+            self._drain_ended.set()
+        is_running = self._state in (_State.SERVING, _State.DRAINING)
+        if is_running and self._scheduler.can_step(only_begun=self._state is _State.DRAINING):
+            self._has_work.set()
+        else:
+            self._has_work.clear()
+
+    def _require_alive(self) -> None:
+        if self._state is _State.NEW:
+            raise EngineLost("the engine was not started")
+        if self._state is _State.CLOSED:
+            raise EngineLost(self._end_reason)

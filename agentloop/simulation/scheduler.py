@@ -1,0 +1,225 @@
+"""Continuous batching of a simulated engine: who waits, who runs, who gives way. Synchronous; see `simulate.py`.
+
+Owned here: the queues, each request's tokens, and the KV a running request holds. Invariants: a request is in
+exactly one of waiting, running and hung; only a running one holds KV; one that ever ran waits before all that
+did not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentloop.engine import Delta
+from agentloop.kv_floor import KVFloor
+from agentloop.simulation.kv_cache import KVCache, KVSequence
+from agentloop.simulation.policy import Malformation, TokenStream
+from agentloop.types import FinishReason, GenerateRequest, Generation, Load, WeightVersionSpan
+
+_PREFILL_TOKENS_PER_STEP = 4096  # admission stops there, as a real scheduler's budget does
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request from its arrival to its end. What is known of its tokens grows together, in `sample`."""
+
+    request: GenerateRequest
+    stream: TokenStream
+    max_tokens: int
+    done: asyncio.Future[Generation]
+    malformation: Malformation | None
+    has_progress: asyncio.Event | None  # set for a streamed request whenever there is something to read
+    sequence: KVSequence
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty unless asked for
+    version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+    has_run: bool = False
+    cached_tokens: int = 0
+    num_lost_tokens: int = 0  # tokens whose KV the last preemption took
+
+    def sample(self, version: int) -> FinishReason | None:
+        """Append one sampled token. Returns how the request ended, if it did."""
+        sampling, state = self.request.sampling, self.sequence.state
+        if sampling.num_top_logprobs:
+            self.top_logprobs.append(self.stream.alternatives(state, version)[: sampling.num_top_logprobs])
+        token_id, logprob = self.stream.sample(state, version)
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, len(self.token_ids)))
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if self.has_progress is not None:
+            self.has_progress.set()
+        if token_id in sampling.stop_token_ids and len(self.token_ids) >= sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
+
+    def spans(self, start: int, end: int) -> tuple[WeightVersionSpan, ...]:
+        """Versions of sampled tokens [start, end), as offsets from `start`."""
+        lasts = [first for _, first in self.version_starts[1:]] + [len(self.token_ids)]
+        cut = [
+            (version, max(first, start) - start, min(last, end) - start)
+            for (version, first), last in zip(self.version_starts, lasts, strict=False)
+        ]
+        return tuple(WeightVersionSpan(version, a, b) for version, a, b in cut if a < b)
+
+    def delta(self, start: int) -> Delta:
+        """Everything from token `start` on."""
+        ids, logprobs = tuple(self.token_ids[start:]), tuple(self.logprobs[start:])
+        return Delta(ids, logprobs, self.spans(start, len(self.token_ids)), tuple(self.top_logprobs[start:]))
+
+    def generation(self, reason: FinishReason, load: Load) -> Generation:
+        """The answer, as it is now."""
+        return Generation(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            weight_versions=self.spans(0, len(self.token_ids)),
+            finish_reason=reason,
+            cached_tokens=self.cached_tokens,
+            load=load,
+            top_logprobs=tuple(self.top_logprobs),
+        )
+
+
+class Scheduler:
+    """The requests of one engine."""
+
+    def __init__(self, kv: KVCache, max_running: int) -> None:
+        self.num_recomputed_tokens = 0
+        self._kv = kv
+        self._max_running = max_running
+        self._live: dict[str, LiveRequest] = {}
+        self._waiting: deque[LiveRequest] = deque()  # bounded by the callers that wait, one each
+        self._running: dict[str, LiveRequest] = {}  # in order of admission
+        self.kv_floor = KVFloor()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are not waiting; hung ones look like this from outside."""
+        return len(self._live) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request that began has not ended."""
+        return self.num_running > 0 or (bool(self._waiting) and self._waiting[0].has_run)
+
+    def can_step(self, *, only_begun: bool) -> bool:
+        """Whether a step would do something; `only_begun`: requests that never ran may not start."""
+        return bool(self._running) or (bool(self._waiting) and (not only_begun or self._waiting[0].has_run))
+
+    def find(self, request_id: str) -> LiveRequest | None:
+        return self._live.get(request_id)
+
+    def all(self) -> tuple[LiveRequest, ...]:
+        """Every request, oldest first."""
+        return tuple(self._live.values())
+
+    def submit(self, live: LiveRequest, *, is_hung: bool) -> None:
+        """Queue a request under an id that is not in use. A hung one is never queued."""
+        self._live[live.request.request_id] = live
+        if not is_hung:
+            self._waiting.append(live)
+
+    def remove(self, live: LiveRequest) -> None:
+        """Take a request out, wherever it is. Idempotent."""
+        request_id = live.request.request_id
+        if self._live.get(request_id) is not live:
+            return
+        del self._live[request_id]
+        if self._running.pop(request_id, None) is None and live in self._waiting:
+            self._waiting.remove(live)
+        self._kv.release(live.sequence)
+
+    def drop_kv(self) -> None:
+        """Take the KV of everything: running requests wait to be prefilled again, the prefix cache is empty."""
+        for live in reversed(tuple(self._running.values())):
+            self._preempt(live)
+        self._kv.clear()
+
+    def admit(self, version: int, *, only_begun: bool, max_admitted: int) -> int:
+        """Move waiting requests to running, with KV of all their ids. Returns how many tokens were computed."""
+        num_prefilled = 0
+        max_running = min(self._max_running, len(self._running) + max_admitted)
+        while self._waiting and len(self._running) < max_running:
+            live = self._waiting[0]
+            if num_prefilled >= _PREFILL_TOKENS_PER_STEP or (only_begun and not live.has_run):
+                break
+            ids = (*live.request.token_ids, *live.token_ids)
+            num_cached = self._acquire(live, ids, version)
+            if num_cached is None:
+                break
+            self._running[live.request.request_id] = self._waiting.popleft()
+            if not live.has_run:
+                live.has_run, live.cached_tokens = True, num_cached
+            self.num_recomputed_tokens += max(0, live.num_lost_tokens - num_cached)
+            num_prefilled += len(ids) - num_cached
+        return num_prefilled
+
+    def _acquire(self, live: LiveRequest, ids: tuple[int, ...], version: int) -> int | None:
+        # A preempted request comes back under today's version: KV is named after the weights that made it.
+        salt = self.kv_floor.version_for(live.request.kv_version, version)
+        if live.sequence.kv_version != salt:
+            live.sequence = KVSequence(salt)
+
+        def read(state: int, token_ids: Sequence[int]) -> int:
+            return live.stream.advance(state, token_ids, version)
+
+        return self._kv.admit(live.sequence, ids, read)
+
+    def decoding_tokens(self) -> tuple[int, int]:
+        """How many requests decode in the next step (not counting those just prefilled), and their KV tokens."""
+        lengths = [live.sequence.num_tokens for live in self._running.values() if live.token_ids]
+        return len(lengths), sum(lengths)
+
+    def step(self, version: int, max_burst: int) -> list[tuple[LiveRequest, FinishReason]]:
+        """Sample one token for every running request; or, with `max_burst` > 1, up to that many tokens in all,
+        request by request. Returns those that ended, already removed."""
+        ended = []
+        budget = max_burst
+        for live in tuple(self._running.values()):
+            reason, num_sampled = self._sample(live, version, max(1, budget))
+            if reason is not None:
+                self.remove(live)
+                ended.append((live, reason))
+            if max_burst > 1:
+                budget -= num_sampled
+                if budget <= 0:
+                    break
+        return ended
+
+    def _sample(self, live: LiveRequest, version: int, max_tokens: int) -> tuple[FinishReason | None, int]:
+        """Give one request up to `max_tokens` tokens. Returns how it ended, if it did, and how many it got."""
+        if live.request.request_id not in self._running:
+            return None, 0  # it gave way to one that came earlier in this step
+        prompt_len, sequence = len(live.request.token_ids), live.sequence
+        for num_sampled in range(max_tokens):
+            if sequence.num_tokens < prompt_len + len(live.token_ids) and not self._grow(live, version):
+                return None, num_sampled
+            reason = live.sample(version)
+            if reason is not None:
+                return reason, num_sampled + 1
+        return None, max_tokens
+
+    def _grow(self, live: LiveRequest, version: int) -> bool:
+        """Compute the KV of the last sampled token. False if the request itself had to give way."""
+        last = live.token_ids[-1]
+        state = live.stream.advance(live.sequence.state, (last,), version)
+        while not self._kv.append(live.sequence, last, state):
+            victim = next(reversed(self._running.values()))
+            self._preempt(victim)
+            if victim is live:
+                return False
+        return True
+
+    def _preempt(self, live: LiveRequest) -> None:
+        live.num_lost_tokens = live.sequence.num_tokens
+        self._kv.release(live.sequence)
+        del self._running[live.request.request_id]
+        self._waiting.appendleft(live)

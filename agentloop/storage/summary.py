@@ -1,0 +1,190 @@
+"""The summary of a run: what `summary.json` holds. Computed from the records alone, in one pass."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from agentloop import codec
+from agentloop.api import UpdateReport
+from agentloop.types import StopReason, Trajectory
+
+_STALE_COUNTS = ("dropped_attempts", "given_up", "masked", "finished", "late", "masked_tokens")
+MIXED = "mixed"
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSuccess:
+    """How the trajectories sampled under one version did; `success` is the mean reward of those that have one."""
+
+    num_trajectories: int
+    num_rewarded: int
+    success: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StaleSummary:
+    """Trajectories that fell further behind than their run allows, by what became of them.
+
+    `dropped_attempts` were thrown away and begun anew; `given_up` samples have no attempt left; `masked` and
+    `finished` ones lost the rest of their tokens, or their end; `late` ones were well when they ended, and too old
+    when the coordinator took them: they are whole, and `Trajectory.staleness` tells.
+    """
+
+    dropped_attempts: int
+    given_up: int
+    masked: int
+    finished: int
+    late: int
+    masked_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSummary:
+    """One weight update: `pause_to_resume_ms` is the longest stall of any replica."""
+
+    version: int
+    pause_to_resume_ms: float
+    total_ms: float
+    num_failed_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in numbers. `lost` counts accepted samples without a readable record and must be 0.
+
+    Keys of `success_by_version` are versions as text, "mixed" for trajectories with tokens of several, "none"
+    for those that sampled nothing. Shares are of all records (`partial_share`) and of all prompt tokens
+    (`prefix_cache_hit_share`); both are None where there is nothing to divide by.
+    """
+
+    accepted: int
+    records: int
+    lost: int
+    complete: int
+    stop_reasons: dict[str, int]
+    prompt_tokens: int
+    sampled_tokens: int
+    observed_tokens: int
+    wall_s: float
+    sampled_tokens_per_s: float | None
+    success: float | None
+    success_by_version: dict[str, VersionSuccess]
+    partial: int
+    partial_share: float | None
+    recovered_from_tool_error: int
+    prefix_cache_hit_share: float | None
+    updates: tuple[UpdateSummary, ...]
+    stale: StaleSummary | None  # None: no record has a limit
+
+    def write(self, path: Path) -> None:
+        """Write `summary.json`, whole or not at all."""
+        unfinished = path.with_name(f".{path.name}.part")
+        unfinished.write_bytes(orjson.dumps(codec.to_builtins(self), option=orjson.OPT_INDENT_2) + b"\n")
+        os.replace(unfinished, path)
+
+
+def version_key(trajectory: Trajectory) -> str:
+    """The weight version a trajectory counts for: its only one as text, "mixed", or "none"."""
+    versions = trajectory.versions
+    if not versions:
+        return NONE
+    return MIXED if len(versions) > 1 else str(versions[0])
+
+
+def summarize(
+    trajectories: Iterable[Trajectory],
+    *,
+    num_accepted: int,
+    wall_s: float,
+    updates: Sequence[UpdateReport] = (),
+) -> Summary:
+    """The summary of a run's records. A key seen twice counts once: the first record is the record."""
+    seen: set[tuple[str, str, int]] = set()
+    stop_reasons: Counter[str] = Counter()
+    by_version: dict[str, list[float | None]] = defaultdict(list)
+    stale: Counter[str] | None = None
+    prompt = sampled = observed = computed = cached = complete = recovered = 0
+    for trajectory in trajectories:
+        key = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        if key in seen:
+            continue
+        seen.add(key)
+        stop_reasons[trajectory.stop_reason.value] += 1
+        complete += trajectory.is_complete
+        by_version[version_key(trajectory)].append(trajectory.reward)
+        recovered += trajectory.num_tool_errors > 0 and trajectory.reward == 1
+        num_sampled = trajectory.num_sampled_tokens
+        sampled += num_sampled
+        observed += sum(len(path.response_ids) for path in trajectory.paths) - num_sampled
+        prompt += sum(len(path.prompt_ids) for path in trajectory.paths)
+        turns = [turn for path in trajectory.paths for turn in path.turns]
+        computed += sum(turn.prompt_len for turn in turns)
+        cached += sum(turn.cached_tokens for turn in turns)
+        if trajectory.max_staleness is not None:
+            stale = Counter() if stale is None else stale
+            stale.update(_stale(trajectory))
+    partial = len(by_version.get(MIXED, ()))
+    return Summary(
+        accepted=num_accepted,
+        records=len(seen),
+        lost=num_accepted - len(seen),
+        complete=complete,
+        stop_reasons=dict(sorted(stop_reasons.items())),
+        prompt_tokens=prompt,
+        sampled_tokens=sampled,
+        observed_tokens=observed,
+        wall_s=round(wall_s, 3),
+        sampled_tokens_per_s=_share(sampled, wall_s),
+        success=_success([reward for rewards in by_version.values() for reward in rewards]).success,
+        success_by_version={key: _success(by_version[key]) for key in sorted(by_version, key=_version_order)},
+        partial=partial,
+        partial_share=_share(partial, len(seen)),
+        recovered_from_tool_error=recovered,
+        prefix_cache_hit_share=_share(cached, computed),
+        updates=tuple(_update(report) for report in updates),
+        stale=None if stale is None else StaleSummary(**{name: stale[name] for name in _STALE_COUNTS}),
+    )
+
+
+def _stale(trajectory: Trajectory) -> dict[str, int]:
+    """What one record of a limited run adds to the counts of `StaleSummary`."""
+    is_ended = trajectory.stop_reason is StopReason.STALE
+    limit, staleness = trajectory.max_staleness, trajectory.staleness
+    is_over = limit is not None and staleness is not None and staleness > limit
+    return {
+        "dropped_attempts": trajectory.num_stale_attempts,
+        "given_up": int(is_ended and not trajectory.is_complete),
+        "masked": int(trajectory.num_masked_tokens > 0 and not is_ended),
+        "finished": int(is_ended and trajectory.is_complete),
+        "late": int(is_over and trajectory.is_complete and not is_ended),
+        "masked_tokens": trajectory.num_masked_tokens,
+    }
+
+
+def _success(rewards: list[float | None]) -> VersionSuccess:
+    known = [reward for reward in rewards if reward is not None]
+    return VersionSuccess(len(rewards), len(known), _share(sum(known), len(known)))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole > 0 else None
+
+
+def _version_order(key: str) -> tuple[int, int]:
+    return (0, int(key)) if key.isdigit() else (1, len(key))
+
+
+def _update(report: UpdateReport) -> UpdateSummary:
+    return UpdateSummary(
+        version=report.version,
+        pause_to_resume_ms=round(report.stall_ms, 3),
+        total_ms=round(report.total_ms, 3),
+        num_failed_replicas=sum(replica.error is not None for replica in report.replicas),
+    )

@@ -1,0 +1,27 @@
+"""Token-exact records: the turn graph, its paths, and how a history finds its place."""
+
+from __future__ import annotations
+
+from agentloop.trajectory.builder import TrajectoryBuilder
+from agentloop.trajectory.message_key import message_key, tools_key
+from agentloop.trajectory.node import CallRecord, CallState, Node, Reply, Split
+from agentloop.trajectory.sizes import json_bytes, message_bytes
+from agentloop.trajectory.token_paths import messages_of, token_paths
+from agentloop.trajectory.turn_graph import Match, MessageGraph
+
+__all__ = [
+    "CallRecord",
+    "CallState",
+    "Match",
+    "MessageGraph",
+    "Node",
+    "Reply",
+    "Split",
+    "TrajectoryBuilder",
+    "json_bytes",
+    "message_bytes",
+    "message_key",
+    "messages_of",
+    "token_paths",
+    "tools_key",
+]

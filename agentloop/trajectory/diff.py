@@ -1,0 +1,78 @@
+"""Differences as people read them: where two histories part, what stood there and what came. Bounded in length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from agentloop.trajectory.message_key import canonical_json
+from agentloop.types import CallStatus, IntArray, Message, ToolCall
+
+MAX_DETAIL_CHARS = 300
+Decode = Callable[[Sequence[int]], str]
+
+_CHARS_BEFORE, _CHARS_AFTER = 24, 48
+_MAX_SHOWN_CHARS = 96  # of one side, quotes and escapes included
+_MAX_ROLE_CHARS = 12
+_BLOCK_CHARS = 4096
+_TOKENS_BEFORE, _TOKENS_AFTER = 6, 12
+
+
+def message_difference(index: int, there: Message | None, came: Message | None, *, is_strict: bool = False) -> str:
+    """Message `index` of a history, as the session has it and as it came; None for nothing."""
+    old, new = _text(there, is_strict), _text(came, is_strict)
+    at = 0 if old == new else _first_difference(old, new)
+    sides = f"{_side(there, old, at)} was there, {_side(came, new, at)} came"
+    return f"messages[{index}]: {sides}"[:MAX_DETAIL_CHARS]
+
+
+def token_difference(there: IntArray, came: IntArray, decode: Decode | None) -> str:
+    """The first token that differs, decoded with what stands around it; as ids without `decode`."""
+    num_common = min(len(there), len(came))
+    unequal = np.flatnonzero(there[:num_common] != came[:num_common])
+    at = int(unequal[0]) if len(unequal) else num_common
+    window = slice(max(0, at - _TOKENS_BEFORE), at + _TOKENS_AFTER)
+    old, new = there[window].tolist(), came[window].tolist()
+    old_shown = _shown(repr(old if decode is None else decode(old)))
+    new_shown = _shown(repr(new if decode is None else decode(new)))
+    return f"tokens[{at}]: {old_shown} was there, {new_shown} came"[:MAX_DETAIL_CHARS]
+
+
+def _side(message: Message | None, text: str, at: int) -> str:
+    if message is None:
+        return "nothing"
+    start, end = max(0, at - _CHARS_BEFORE), at + _CHARS_AFTER
+    window = f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+    return f"{message.role[:_MAX_ROLE_CHARS]} {_shown(repr(window))}"
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 1]}…"
+
+
+def _text(message: Message | None, is_strict: bool) -> str:
+    if message is None:
+        return ""
+    content = message.content if is_strict else message.content.strip()
+    if is_strict and message.tool_call_id is not None:
+        content = f"[{message.tool_call_id}] {content}"
+    return " ".join(
+        [*([content] if content else []), *(_call_text(call, is_strict) for call in message.tool_calls)]
+    )
+
+
+def _call_text(call: ToolCall, is_strict: bool) -> str:
+    mark = f"[{call.id}] " if is_strict else ""
+    if call.status is CallStatus.MALFORMED:
+        return f"{mark}{call.text}"
+    return f"{mark}{call.name}({canonical_json(call.arguments)})"
+
+
+def _first_difference(one: str, two: str) -> int:
+    num_common = min(len(one), len(two))
+    for start in range(0, num_common, _BLOCK_CHARS):
+        end = min(start + _BLOCK_CHARS, num_common)
+        if one[start:end] != two[start:end]:
+            return next(i for i in range(start, end) if one[i] != two[i])
+    return num_common

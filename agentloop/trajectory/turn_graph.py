@@ -1,0 +1,309 @@
+"""MessageGraph: what a session has sampled, as a graph of turns, and where a request goes on in it.
+
+Ownership: the graph owns the session's nodes; it is not shared between threads. Invariants, checked as nodes come
+in (InvariantBroken otherwise): a parent is there before its children; one logprob a sampled id; spans tile them.
+Nodes never change and never go. Matching decides by messages, or by ids for raw completions, and never re-encodes
+anything. It costs the request's length, not the graph's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentloop.errors import InvalidRequest, InvariantBroken
+from agentloop.trajectory.ambiguity import told_apart
+from agentloop.trajectory.diff import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
+from agentloop.trajectory.history_match import HistoryIndex, Walk, opening_of
+from agentloop.trajectory.message_key import tools_key as key_of_tools
+from agentloop.trajectory.node import Node, Split, SplitReason
+from agentloop.trajectory.prefix_index import ContextIds
+from agentloop.trajectory.sizes import node_bytes
+from agentloop.trajectory.tool_sets import ToolSets
+from agentloop.types import JSON, IntArray, Message
+
+_MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say that only the tools changed
+_NODE_BYTES = 110  # of a node's entries in the dicts here
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where a request goes on: after `parent`'s reply with `appended`, or as a root with all of its messages."""
+
+    parent: Node | None
+    appended: tuple[Message, ...]
+    split: Split | None
+    tools_key: bytes = b""  # of the request
+
+
+class MessageGraph:
+    """The turns of one session. `add` takes nodes in the order they were committed."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+        self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
+        self._last_child: dict[str, str] = {}
+        self._ids = ContextIds()
+        self._loose = HistoryIndex(is_strict=False)
+        self._strict: HistoryIndex | None = None  # made when a strict call first needs it
+        self._tool_sets = ToolSets()
+        self._num_node_bytes = 0
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """All nodes in the order they were added, a copy."""
+        return tuple(self._nodes.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of the memory the graph takes up, with all its messages and arrays."""
+        strict = 0 if self._strict is None else self._strict.num_bytes
+        own = len(self._nodes) * _NODE_BYTES + self._num_node_bytes
+        return own + self._ids.num_bytes + self._loose.num_bytes + strict + self._tool_sets.num_bytes
+
+    def node(self, node_id: str) -> Node:
+        """The node of this id. Raises KeyError."""
+        return self._nodes[node_id]
+
+    def context_ids(self, node_id: str) -> tuple[int, ...]:
+        """The whole path up to the node's reply: what the next prompt begins with. Raises KeyError."""
+        return tuple(self._ids.ids(node_id).tolist())
+
+    def add(self, node: Node) -> None:
+        """Take a node in. Raises InvariantBroken: an unknown parent, an id twice, arrays that do not align."""
+        if node.node_id in self._nodes:
+            raise InvariantBroken(f"the session has a turn {node.node_id} already")
+        if node.parent_id is not None and node.parent_id not in self._nodes:
+            raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which the session does not have")
+        _check_reply(node)
+        path_key = self._ids.add(node)
+        self._nodes[node.node_id] = node
+        before = 0 if node.parent_id is None else self._num_messages[node.parent_id]
+        self._num_messages[node.node_id] = before + len(node.observed) + 1
+        if node.parent_id is not None:
+            self._last_child[node.parent_id] = node.node_id
+        self._loose.add(node, path_key)
+        if self._strict is not None:
+            self._strict.add(node, path_key)
+        self._num_node_bytes += node_bytes(node)
+
+    def match(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        *,
+        is_strict: bool = False,
+        keys: Sequence[bytes] = (),
+        tools_key: bytes | None = None,
+    ) -> Match:
+        """Where a request goes on: the deepest turn whose whole history it echoes, under the same tools.
+
+        `keys` are the messages' loose keys, `tools_key` that of the tools, where they are known already. Changes
+        nothing that a later match depends on. Raises InvalidRequest for no messages, or for arguments that are
+        nested too deeply.
+        """
+        if not messages:
+            raise InvalidRequest("there are no messages", param="messages")
+        known_tools = key_of_tools(tools) if tools_key is None else tools_key
+        self._tool_sets.note(known_tools, tools)
+        if not self._nodes:
+            return Match(None, tuple(messages), None, known_tools)
+        index = self._index(is_strict)
+        if is_strict or len(keys) != len(messages):
+            keys = index.keys(messages)
+        walk = index.walk(known_tools, keys, messages)
+        if walk is None or not walk.turns:
+            split = self._split_of_root(index, known_tools, keys, messages, walk)
+            return Match(None, tuple(messages), split, known_tools)
+        turns = [self._nodes[turn] for turn in walk.turns]
+        if len(turns) > 1:
+            turns = told_apart(turns, walk.num_matched, messages, self._nodes)
+        if len(turns) > 1:
+            names = " and ".join(turn.node_id for turn in turns[-2:])
+            detail = f"messages[:{walk.num_matched}] fit turns {names}, which say the same in other tokens"
+            split = Split(SplitReason.AMBIGUOUS, turns[-1].node_id, detail[:MAX_DETAIL_CHARS])
+            return Match(None, tuple(messages), split, known_tools)
+        appended = tuple(messages[walk.num_matched :])
+        child_split = self._split_of_child(index, turns[0], appended, messages, walk)
+        return Match(turns[0], appended, child_split, known_tools)
+
+    def match_ids(
+        self, prompt_ids: Sequence[int], *, decode: Decode | None = None
+    ) -> tuple[Node | None, tuple[int, ...], Split | None]:
+        """The turn whose whole path `prompt_ids` begin with, the longest; the ids that are new; the split.
+
+        Ids are below 2**31. `decode` makes the split's detail readable.
+        """
+        if not self._nodes:
+            return None, tuple(prompt_ids), None
+        prompt = np.array(prompt_ids, dtype=np.int32)
+        found = self._ids.find(prompt)
+        if found.path_of is not None:
+            num_shared = self._ids.path_key(found.path_of)[0]
+            child = self._last_child.get(found.path_of)
+            split = None
+            if child is not None:
+                split = self._token_split(SplitReason.BRANCH, found.path_of, child, prompt, decode)
+            return self._nodes[found.path_of], tuple(prompt_ids[num_shared:]), split
+        if found.prompt_of is None:
+            latest = next(reversed(self._nodes))
+            detail = token_difference(self._ids.ids(latest), prompt, decode)
+            return None, tuple(prompt_ids), Split(SplitReason.NEW_CONVERSATION, None, detail)
+        num_prompt = self._ids.path_key(found.prompt_of)[0] - len(self._nodes[found.prompt_of].reply.token_ids)
+        reason = SplitReason.BRANCH if num_prompt == len(prompt) else SplitReason.HISTORY_EDIT
+        split = self._token_split(reason, found.prompt_of, found.prompt_of, prompt, decode)
+        return None, tuple(prompt_ids), split
+
+    def mark_template_split(
+        self, parent_id: str, prompt_ids: Sequence[int], decode: Decode | None = None
+    ) -> Split | None:
+        """Whether a prompt that was rendered whole goes on from `parent_id`: None if it begins with its path.
+
+        Otherwise the new root's split. For templates that are not prefix-stable; the graph itself does not change.
+        """
+        prompt = np.array(prompt_ids, dtype=np.int32)
+        path = self._ids.ids(parent_id)
+        if np.array_equal(prompt[: len(path)], path):
+            return None
+        return self._token_split(SplitReason.TEMPLATE, parent_id, parent_id, prompt, decode)
+
+    def path_of(self, node_id: str) -> list[Node]:
+        """The nodes from the root to `node_id`. Raises KeyError."""
+        path = [self._nodes[node_id]]
+        while (parent_id := path[-1].parent_id) is not None:
+            path.append(self._nodes[parent_id])
+        return path[::-1]
+
+    def has_children(self, node_id: str) -> bool:
+        """Whether a turn goes on from this one."""
+        return node_id in self._last_child
+
+    def _index(self, is_strict: bool) -> HistoryIndex:
+        if not is_strict:
+            return self._loose
+        if self._strict is None:
+            self._strict = HistoryIndex(is_strict=True)
+            for node in self._nodes.values():
+                self._strict.add(node, self._ids.path_key(node.node_id))
+        return self._strict
+
+    def _split_of_child(
+        self,
+        index: HistoryIndex,
+        parent: Node,
+        appended: Sequence[Message],
+        messages: Sequence[Message],
+        walk: Walk,
+    ) -> Split | None:
+        child = self._last_child.get(parent.node_id)
+        if child is None:
+            return None
+        # A client that tells of replies which the session does not know here has rewritten what was said.
+        is_edited = any(message.role == "assistant" for message in appended)
+        nearest = index.latest_at(walk.place) if walk.num_known > walk.num_matched else child
+        detail = self._difference(index, nearest, walk.num_known, messages)
+        reason = SplitReason.HISTORY_EDIT if is_edited else SplitReason.BRANCH
+        return Split(reason, parent.node_id, detail)
+
+    def _split_of_root(
+        self,
+        index: HistoryIndex,
+        tools: bytes,
+        keys: Sequence[bytes],
+        messages: Sequence[Message],
+        walk: Walk | None,
+    ) -> Split:
+        """Why a request begins anew; the graph is not empty."""
+        opening = opening_of(messages)
+        num_known = 0 if walk is None else walk.num_known
+        if walk is not None and num_known == len(messages):
+            # All of it was said before: asked once more, or it ends with what was replied.
+            is_answered = messages[-1].role == "assistant"
+            nearest = index.latest_at(walk.place)
+            detail = self._difference(index, nearest, num_known, messages)
+            return Split(SplitReason.HISTORY_EDIT if is_answered else SplitReason.BRANCH, nearest, detail)
+        if (other := self._under_other_tools(index, tools, keys, messages)) is not None:
+            known_tools = self._root_of(other).tools_key
+            return Split(SplitReason.TOOLS_CHANGED, other, self._tool_sets.difference(known_tools, tools))
+        if walk is not None and opening is not None and num_known > opening:
+            nearest = index.latest_at(walk.place)
+            return Split(SplitReason.HISTORY_EDIT, nearest, self._difference(index, nearest, num_known, messages))
+        if opening is not None and (root := index.root_opened_by(keys[opening])) is not None:
+            differs_at = self._num_common(index, root, keys)
+            reason = SplitReason.SYSTEM_CHANGED if differs_at <= opening else SplitReason.HISTORY_EDIT
+            return Split(reason, root, self._difference(index, root, differs_at, messages))
+        for at in range(len(messages) - 1, -1, -1):
+            if messages[at].role == "assistant" and (turn := index.turn_that_replied(keys[at])) is not None:
+                differs_at = self._num_common(index, turn, keys)
+                return Split(SplitReason.HISTORY_EDIT, turn, self._difference(index, turn, differs_at, messages))
+        latest = next(reversed(self._nodes))
+        differs_at = self._num_common(index, latest, keys)
+        return Split(SplitReason.NEW_CONVERSATION, None, self._difference(index, latest, differs_at, messages))
+
+    def _under_other_tools(
+        self, index: HistoryIndex, tools: bytes, keys: Sequence[bytes], messages: Sequence[Message]
+    ) -> str | None:
+        """A turn that the request goes on from, or asks once more, but for its tools."""
+        others = [known for known in index.tools if known != tools][-_MAX_OTHER_TOOLS:]
+        for other in reversed(others):
+            walk = index.walk(other, keys, messages)
+            if walk is not None and walk.turns:
+                return walk.turns[-1]
+            if walk is not None and walk.num_known == len(messages):
+                return index.latest_at(walk.place)
+        return None
+
+    def _difference(self, index: HistoryIndex, node_id: str, at: int, messages: Sequence[Message]) -> str:
+        there = self._message_at(node_id, at)
+        came = messages[at] if at < len(messages) else None
+        if there is None and came is None:
+            return f"messages[{at - 1}]: a reply was echoed, and nothing that answers it"
+        return message_difference(at, there, came, is_strict=index.is_strict)
+
+    def _message_at(self, node_id: str, at: int) -> Message | None:
+        """Message `at` of the node's path; after its end, what came first after it."""
+        if at >= self._num_messages[node_id]:
+            child = self._last_child.get(node_id)
+            return None if child is None else (*self._nodes[child].observed, self._nodes[child].reply.message)[0]
+        node = self._nodes[node_id]
+        while (start := self._num_messages[node.node_id] - len(node.observed) - 1) > at and node.parent_id:
+            node = self._nodes[node.parent_id]
+        return (*node.observed, node.reply.message)[at - start]
+
+    def _num_common(self, index: HistoryIndex, node_id: str, keys: Sequence[bytes]) -> int:
+        """How many messages from the first on the request and the node's path have in common."""
+        num_common = 0
+        for node in self.path_of(node_id):
+            for key in index.keys((*node.observed, node.reply.message)):
+                if num_common == len(keys) or keys[num_common] != key:
+                    return num_common
+                num_common += 1
+        return num_common
+
+    def _token_split(
+        self, reason: SplitReason, from_node: str, nearest: str, prompt: IntArray, decode: Decode | None
+    ) -> Split:
+        return Split(reason, from_node, token_difference(self._ids.ids(nearest), prompt, decode))
+
+    def _root_of(self, node_id: str) -> Node:
+        return self.path_of(node_id)[0]
+
+
+def _check_reply(node: Node) -> None:
+    reply = node.reply
+    num_ids = len(reply.token_ids)
+    if len(reply.logprobs) != num_ids:
+        raise InvariantBroken(f"turn {node.node_id} has {len(reply.logprobs)} logprobs for {num_ids} ids")
+    if reply.top_logprobs and len(reply.top_logprobs) != num_ids:
+        raise InvariantBroken(
+            f"turn {node.node_id} has alternatives for {len(reply.top_logprobs)} of {num_ids} ids"
+        )
+    covered = 0
+    for span in reply.weight_versions:
+        if span.start != covered or span.end <= span.start:
+            raise InvariantBroken(f"version spans of turn {node.node_id} do not tile its {num_ids} ids")
+        covered = span.end
+    if covered != num_ids:
+        raise InvariantBroken(f"version spans of turn {node.node_id} cover {covered} of {num_ids} ids")

@@ -1,0 +1,24 @@
+"""The entry of the `agentloop` command: light, so that Ctrl-C ends it cleanly from the first moment.
+
+The commands import Ray and the whole service, which takes seconds; an interrupt in there would end in a
+traceback from the middle of somebody's import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """The console script."""
+    signal.signal(signal.SIGINT, _leave)
+    commands = importlib.import_module("agentloop_servers.cli.commands")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the one that asyncio replaces by its own
+    commands.app()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(130)  # nothing has been started or written yet

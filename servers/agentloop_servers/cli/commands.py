@@ -1,0 +1,323 @@
+"""The commands of `agentloop`. Each is a few lines over the SDK, the store or the local service.
+
+Exit codes: 0 good; 1 a clear error, lost trajectories, or something needed is broken; 2 wrong usage; 130 Ctrl-C;
+143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agentloop.api import ServiceStatus, UpdateReport
+from agentloop.client import RolloutClient
+from agentloop.engine import MemoryTag
+from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.export import export
+from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.storage import STORE_NAME
+from agentloop.types import KVPolicy, OnStale, StalenessLimit
+from agentloop_servers.cli.agent_run import AgentCollect, load_program
+from agentloop_servers.cli.doctor import examine
+from agentloop_servers.cli.progress import summary_table
+from agentloop_servers.cli.run import RunOptions, WeightPush, end_on_sigterm, link_latest, run_rollout
+from agentloop_servers.config import ServiceConfig, located
+from agentloop_servers.local import running_service
+from agentloop_servers.run_dir import new_run_dir
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Asynchronous rollouts of language-model agents for reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+weights = typer.Typer(help="Weights of a running service.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
+
+
+class Format(StrEnum):
+    """What `export` writes."""
+
+    PARQUET = "parquet"
+    JSONL = "jsonl"
+
+
+Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
+Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
+Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The service.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user key.")]
+AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="AGENTLOOP_ADMIN_KEY", help="The admin key.")]
+
+SHIPPED_PUSH = Path("examples/tiny_policy/v1")
+DEFAULT_CONFIG = Path("servers/cpu.yaml")
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@app.command()
+def serve(config: Config = DEFAULT_CONFIG, out: Out = Path("runs")) -> None:
+    """Run the service on a local Ray of its own, until Ctrl-C."""
+    with _clear_errors():
+        settings = ServiceConfig.load(located(str(config)))
+        _run(_serve(settings, out))
+
+
+@app.command()
+def rollout(
+    tasks: Annotated[Path, typer.Option(help="Tasks, one JSON object a line.")] = Path("examples/data/tasks.jsonl"),
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories of each task.")] = 2,
+    config: Config = DEFAULT_CONFIG,
+    push: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Weights to push while trajectories are in flight; {SHIPPED_PUSH} for the shipped config."
+        ),
+    ] = None,
+    no_push: Annotated[bool, typer.Option("--no-push", help="Push nothing.")] = False,
+    push_version: Annotated[int, typer.Option(min=0, help="The version they become.")] = 1,
+    push_after: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Push once this share of the trajectories has finished.")
+    ] = 0.25,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="How many weight versions a trajectory may fall behind; 0: on-policy.")
+    ] = None,
+    on_stale: Annotated[
+        OnStale | None, typer.Option(help="What becomes of one that falls further behind; finish if left out.")
+    ] = None,
+    trajectories_per_version: Annotated[
+        int | None, typer.Option(min=1, help="Begin no more than a trainer of this many a version takes in time.")
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own agent, my_module:run, as run(task, base_url, api_key); it returns a reward or None."
+        ),
+    ] = None,
+    agent_command: Annotated[
+        str | None,
+        typer.Option(help="Your own agent as a command; it finds OPENAI_BASE_URL, OPENAI_API_KEY, AGENTLOOP_TASK."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Runs of your agent at once.")] = 16,
+    out: Out = Path("runs"),
+) -> None:
+    """Start a service, roll out a task file, write a run directory, stop everything."""
+    console = _console()
+    limit = _limit(max_staleness, on_stale, trajectories_per_version)
+    if limit is not None and (agent is not None or agent_command is not None):
+        raise typer.BadParameter("--max-staleness is for the service's own loops, not for --agent")
+    with _clear_errors():
+        settings = ServiceConfig.load(located(str(config)))
+        source = SHIPPED_PUSH if push is None and config == DEFAULT_CONFIG else push
+        is_pushing = source is not None and not no_push
+        weight_push = WeightPush(located(str(source)), push_version, push_after) if is_pushing else None
+        options = RunOptions(located(str(tasks)), samples, out, weight_push, limit)
+        program = load_program(agent, agent_command, settings)
+        collect_with = None if program is None else AgentCollect(program, concurrency)
+        try:
+            result = _run(run_rollout(settings, options, console, collect_with))
+        finally:
+            if program is not None:
+                program.close()
+    console.print(summary_table(result.summary))
+    console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
+    if not result.is_good:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export_run(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
+    format: Annotated[Format, typer.Option(help="The file format.")] = Format.PARQUET,
+    out: Annotated[Path | None, typer.Option(help="The file; beside the store if left out.")] = None,
+    rollout_id: Annotated[str | None, typer.Option(help="Only this rollout.")] = None,
+) -> None:
+    """Write a run's trajectories, also while it is running."""
+    with _clear_errors():
+        store = _store_of(run)
+        target = out if out is not None else store.parent / f"trajectories.{format.value}"
+        num_rows = export(store, target, format.value, rollout_id)
+    _console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Show a running service."""
+
+    async def ask() -> ServiceStatus:
+        async with RolloutClient(url, api_key=api_key, timeout_s=10.0, retry_timeout_s=2.0) as client:
+            return await client.status()
+
+    with _clear_errors():
+        _show_status(_console(), _run(ask()))
+
+
+@weights.command("push")
+def push_weights(
+    directory: Annotated[Path, typer.Argument(help="A folder of safetensors files that the service can read.")],
+    version: Annotated[int, typer.Option(min=0, help="The version they become.")],
+    url: Url = DEFAULT_URL,
+    kv_policy: Annotated[KVPolicy | None, typer.Option(help="What happens to older KV.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The folder holds a LoRA adapter (PEFT).")] = False,
+    admin_key: AdminKey = None,
+) -> None:
+    """Bring every replica to new weights."""
+
+    async def send(client: RolloutClient) -> UpdateReport:
+        if adapter:
+            return await client.update_adapter(directory, version=version, kv_policy=kv_policy)
+        return await client.update_weights(directory, version=version, kv_policy=kv_policy)
+
+    with _clear_errors():
+        report = _run(_as_admin(url, admin_key, send))
+    console = _console()
+    for replica in report.replicas:
+        outcome = f"failed: {replica.error}" if replica.error else f"stood still for {replica.stall_ms:.0f} ms"
+        console.print(f"{replica.replica_id}  {outcome}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"version {report.version} live after {report.total_ms:.0f} ms", highlight=False)
+
+
+@app.command()
+def sleep(
+    level: Annotated[int, typer.Option(min=1, max=2, help="2 also discards the weights.")] = 1,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Freeze all replicas and give their memory back, until `wake`."""
+    with _clear_errors():
+        _run(_as_admin(url, admin_key, lambda client: client.sleep(level)))
+    _console().print(f"asleep at level {level}", highlight=False)
+
+
+@app.command()
+def wake(
+    tag: Annotated[list[MemoryTag] | None, typer.Option(help="Only this memory; may be repeated.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Take memory back; once all of it is, generation goes on."""
+    with _clear_errors():
+        _run(_as_admin(url, admin_key, lambda client: client.wake(tag or None)))
+    _console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine. Exits with 1 if something needed is broken."""
+    checks = examine()
+    table = Table("check", "", "found", box=None)
+    for check in checks:
+        mark = "ok" if check.is_ok else "BROKEN" if check.is_needed else "-"
+        table.add_row(check.name, mark, check.detail)
+    _console().print(table)
+    if any(check.is_needed and not check.is_ok for check in checks):
+        raise typer.Exit(1)
+
+
+def _limit(
+    max_staleness: int | None, on_stale: OnStale | None, trajectories_per_version: int | None
+) -> StalenessLimit | None:
+    if max_staleness is not None:
+        return StalenessLimit(max_staleness, on_stale or OnStale.FINISH, trajectories_per_version)
+    if on_stale is not None or trajectories_per_version is not None:
+        raise typer.BadParameter("--on-stale and --trajectories-per-version need --max-staleness")
+    return None
+
+
+async def _as_admin(url: str, admin_key: str | None, ask: Callable[[RolloutClient], Awaitable[T]]) -> T:
+    async with RolloutClient(url, admin_key=admin_key, retry_timeout_s=5.0) as client:
+        return await ask(client)
+
+
+async def _serve(config: ServiceConfig, out: Path) -> None:
+    run_dir = new_run_dir(out)
+    link_latest(run_dir)
+    configure_logging(run_dir / LOG_NAME)
+    console = _console()
+    console.print(f"starting; log and trajectories in {run_dir}", highlight=False, soft_wrap=True)
+    async with running_service(config, run_dir) as url:
+        end_on_sigterm()  # again: Ray has set its own handler
+        console.print(f"ready at {url}   (Ctrl-C stops it)", highlight=False, soft_wrap=True)
+        console.print(f"chat     {url}/v1", highlight=False, soft_wrap=True)
+        await asyncio.Event().wait()  # until a signal cancels it
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; Ctrl-C and SIGTERM cancel it and are answered once everything has been cleaned up."""
+
+    async def guarded() -> T:
+        end_on_sigterm()
+        return await work
+
+    try:
+        return asyncio.run(guarded())
+    except KeyboardInterrupt as stop:
+        Console(stderr=True).print("interrupted; everything that was started is stopped")
+        raise typer.Exit(130) from stop
+    except asyncio.CancelledError as stop:
+        raise typer.Exit(143) from stop
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """One line for what went wrong, instead of a traceback."""
+    try:
+        yield
+    except* (AgentLoopError, OSError) as group:
+        for error in _leaves(group):
+            Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from group
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _console() -> Console:
+    return Console()
+
+
+def _store_of(run: str) -> Path:
+    for path in (Path(run), Path("runs") / run):
+        if (path / STORE_NAME).is_file():
+            return path / STORE_NAME
+        if path.is_file():
+            return path
+    raise InvalidRequest(f"no run {run!r}: no {STORE_NAME} there, nor in runs/{run}")
+
+
+def _show_status(console: Console, service: ServiceStatus) -> None:
+    state = "paused" if service.is_paused else "ready" if service.is_ready else "not ready"
+    if service.asleep:
+        state = f"asleep ({', '.join(service.asleep)})"
+    version = "none" if service.weight_version is None else str(service.weight_version)
+    console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
+    replicas = Table("replica", "state", "engine", "version", "running", "waiting", "leases", box=None)
+    for replica in service.replicas:
+        own = "none" if replica.weight_version is None else str(replica.weight_version)
+        numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
+        replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers))
+    console.print(replicas)
+    for replica in service.replicas:
+        if replica.error is not None:
+            line = f"{replica.replica_id}: {replica.error}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    rollouts = Table("rollout", "accepted", "finished", "running", "queued", "", box=None)
+    for one in service.rollouts:
+        numbers4 = (one.num_accepted, one.num_finished, one.num_running, one.num_queued)
+        held = f"{one.num_held} of them held for the next version" if one.num_held > 0 else ""
+        rollouts.add_row(one.rollout_id, *map(str, numbers4), held)
+    if service.rollouts:
+        console.print(rollouts)

@@ -1,0 +1,287 @@
+"""`agentloop rollout`: a whole run, from task file to summary.
+
+It owns the run directory and talks to the service through `RolloutClient` alone; starting and stopping the
+service is `local.running_service`. What was finished is in the store whatever happens here: an interrupted run
+can still be exported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import structlog
+from rich.console import Console
+
+from agentloop.api import UpdateReport
+from agentloop.client import Rollout, RolloutClient, load_tasks
+from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.export import export, read_all
+from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.storage import STORE_NAME, Summary, TrajectoryStore, summarize
+from agentloop.types import KVPolicy, RolloutTask, StalenessLimit
+from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.local import running_service
+from agentloop_servers.run_dir import new_run_dir
+
+PARQUET_NAME = "trajectories.parquet"
+SUMMARY_NAME = "summary.json"
+LATEST_NAME = "latest"
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPush:
+    """New weights in the middle of a run: once `after_share` of the trajectories have finished."""
+
+    directory: Path
+    version: int
+    after_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What to run and where to put it."""
+
+    tasks: Path
+    num_samples: int
+    out: Path
+    push: WeightPush | None
+    limit: StalenessLimit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What came back over HTTP; the records themselves are in the store."""
+
+    num_accepted: int
+    num_received: int
+    wall_s: float
+    updates: tuple[UpdateReport, ...]
+    push_error: AgentLoopError | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run. `push_error` is set if the weights could not be pushed; the trajectories are complete."""
+
+    run_dir: Path
+    summary: Summary
+    push_error: AgentLoopError | None
+
+    @property
+    def is_good(self) -> bool:
+        return self.summary.lost == 0 and self.push_error is None
+
+
+class Collect(Protocol):
+    """The part of a run between a ready service and its end: `collect`, or an agent's (`agent_run.py`)."""
+
+    async def __call__(
+        self, client: RolloutClient, tasks: list[RolloutTask], options: RunOptions, progress: ProgressView
+    ) -> Collected:
+        """Have every sample rolled out, and push when it is time."""
+
+
+async def run_rollout(
+    config: ServiceConfig, options: RunOptions, console: Console, collect_with: Collect | None = None
+) -> RunResult:
+    """Start a service, roll out, push in the middle, stop, and write the run directory.
+
+    The service's own loops run the tasks, unless `collect_with` does.
+
+    Raises InvalidRequest for tasks or a model that cannot be read, and for a limit under which the run could not
+    end, before anything is started.
+    """
+    tasks = load_tasks(options.tasks)
+    config.model_path()
+    check_can_end(options, len(tasks) * options.num_samples, config.model_version)
+    run_dir = new_run_dir(options.out)
+    link_latest(run_dir)
+    configure_logging(run_dir / LOG_NAME)
+    console.print(f"run      {run_dir}", highlight=False)
+    console.print(f"service  starting {config.replicas} replica(s) of {config.model} …", highlight=False)
+    started_at = time.monotonic()
+    # The service is this run's own: on a free port, so that runs side by side do not meet.
+    private = config.model_copy(update={"port": 0, "run_dir": None})
+    async with running_service(private, run_dir) as url:
+        end_on_sigterm()  # again: Ray has set its own handler
+        console.print(f"service  ready after {time.monotonic() - started_at:.0f} s at {url}", highlight=False)
+        keys = (os.environ.get(config.keys.user_key_env), os.environ.get(config.keys.admin_key_env))
+        async with RolloutClient(url, api_key=keys[0], admin_key=keys[1]) as client:
+            await client.wait_until_ready()
+            with open_progress(console) as progress:
+                collected = await (collect_with or collect)(client, tasks, options, progress)
+    summary = await asyncio.to_thread(write_results, run_dir, collected)
+    return RunResult(run_dir, summary, collected.push_error)
+
+
+async def collect(
+    client: RolloutClient, tasks: list[RolloutTask], options: RunOptions, progress: ProgressView
+) -> Collected:
+    """Submit everything, take every trajectory, push when it is time."""
+    started_at = time.monotonic()
+    rollout = await _submit(client, tasks, options)
+    tally = Tally(rollout.num_trajectories, started_at)
+    progress.show(tally)
+    doomed = rollout.rollout_ids if rollout.num_trajectories > _room(options.limit) else ()
+    async with MidRunPush(client, options.push, rollout.num_trajectories, progress, doomed) as pushing:
+        async for trajectory in rollout:
+            tally.add(trajectory)
+            progress.show(tally)
+            pushing.look(tally.num_finished)
+        wall_s = time.monotonic() - started_at
+    return pushing.collected(tally, wall_s)
+
+
+class MidRunPush:
+    """The push of a run, begun once enough trajectories have finished; leaving the context waits for its end.
+
+    `doomed` rollouts hold back until the version comes what would without it never begin: if the push fails, they
+    are cancelled.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        push: WeightPush | None,
+        num_trajectories: int,
+        progress: ProgressView,
+        doomed: tuple[str, ...] = (),
+    ) -> None:
+        self._client = client
+        self._push = push
+        self._push_at = _push_at(push, num_trajectories)
+        self._progress = progress
+        self._doomed = doomed
+        self._group = asyncio.TaskGroup()
+        self._pushing: asyncio.Task[UpdateReport | AgentLoopError] | None = None
+
+    async def __aenter__(self) -> MidRunPush:
+        await self._group.__aenter__()
+        self.look(0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._group.__aexit__(kind, error, trace)
+
+    def look(self, num_finished: int) -> None:
+        """Push if it is time and not done yet."""
+        if self._push is not None and self._pushing is None and num_finished >= self._push_at:
+            pushing = _push(self._client, self._push, self._progress, self._doomed)
+            self._pushing = self._group.create_task(pushing)
+
+    def collected(self, tally: Tally, wall_s: float) -> Collected:
+        """What the run gave, once the context has been left."""
+        outcome = self._pushing.result() if self._pushing is not None else None
+        return Collected(
+            num_accepted=tally.num_trajectories,
+            num_received=tally.num_finished,
+            wall_s=wall_s,
+            updates=(outcome,) if isinstance(outcome, UpdateReport) else (),
+            push_error=outcome if isinstance(outcome, AgentLoopError) else None,
+        )
+
+
+async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunOptions) -> Rollout:
+    limit = options.limit
+    if limit is None:
+        return await client.submit(tasks, num_samples=options.num_samples)
+    return await client.submit(
+        tasks,
+        num_samples=options.num_samples,
+        max_staleness=limit.max_staleness,
+        on_stale=limit.on_stale,
+        trajectories_per_version=limit.trajectories_per_version,
+    )
+
+
+async def _push(
+    client: RolloutClient, push: WeightPush, progress: ProgressView, doomed: tuple[str, ...]
+) -> UpdateReport | AgentLoopError:
+    """The report, or the error as a value: trajectories in flight go on under the weights there are."""
+    try:
+        # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version alone.
+        report = await client.update_weights(push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE)
+    except AgentLoopError as error:
+        _log.error("push_failed", code=error.code, reason=error.message)
+        progress.say(f"weights  version {push.version} not pushed: {error.message}")
+        for rollout_id in doomed:
+            await client.cancel(rollout_id)
+        return error
+    progress.say(f"weights  version {report.version} live, decoding stood still for {report.stall_ms:.0f} ms")
+    return report
+
+
+def check_can_end(options: RunOptions, num_trajectories: int, model_version: int) -> None:
+    """Raises InvalidRequest if the limit would hold some back for ever: a run pushes once, or not at all."""
+    room, push = _room(options.limit), options.push
+    push_at = _push_at(push, num_trajectories)
+    if room < push_at:
+        raise _never_ends(room, num_trajectories, "reach its push")
+    # A push at once may go before the first trajectory, whose version is the one that versions are counted from.
+    if push is not None and push_at > 0:
+        room = _room(options.limit, max(0, push.version - model_version))
+    if room < num_trajectories:
+        raise _never_ends(room, num_trajectories, "end")
+
+
+def _never_ends(room: float, num_trajectories: int, what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the staleness limit lets {room} of {num_trajectories} trajectories begin: the run would never {what}",
+        param="trajectories_per_version",
+    )
+
+
+def _room(limit: StalenessLimit | None, num_versions: int = 0) -> float:
+    """How many trajectories may begin once the fleet is `num_versions` further; infinite without an allowance."""
+    if limit is None or limit.trajectories_per_version is None:
+        return math.inf
+    return (limit.max_staleness + 1 + num_versions) * limit.trajectories_per_version
+
+
+def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
+    """How many trajectories have finished when it is time to push."""
+    return math.ceil(push.after_share * num_trajectories) if push is not None else 0
+
+
+def write_results(run_dir: Path, collected: Collected) -> Summary:
+    """Export the store and summarise it: the files hold what is on disk, not what was seen on the way."""
+    export(run_dir / STORE_NAME, run_dir / PARQUET_NAME, "parquet")
+    store = TrajectoryStore(run_dir / STORE_NAME, is_read_only=True)
+    try:
+        summary = summarize(
+            read_all(store),
+            num_accepted=collected.num_accepted,
+            wall_s=collected.wall_s,
+            updates=collected.updates,
+        )
+    finally:
+        store.close()
+    summary.write(run_dir / SUMMARY_NAME)
+    return summary
+
+
+def link_latest(run_dir: Path) -> None:
+    """Point `latest`, beside the run directory, to it; readers see the old link or the new one."""
+    link = run_dir.parent / f".{LATEST_NAME}.{run_dir.name}"
+    link.symlink_to(run_dir.name)
+    os.replace(link, run_dir.parent / LATEST_NAME)
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM cancel the current task, so that everything it started is stopped."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

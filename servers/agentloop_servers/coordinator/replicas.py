@@ -1,0 +1,246 @@
+"""FleetDesk: the coordinator's side towards replicas: their comings and goings, their weights, and places on them.
+
+Ownership: the Fleet, the Balancer and the WeightController, and one catch-up task for each replica that is behind.
+It notifies `changed` whenever places may have become free or taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from structlog.typing import FilteringBoundLogger
+
+from agentloop.api import ReplicaRegistration, ReplicaStatus, UpdateReport
+from agentloop.clock import Clock
+from agentloop.engine import MemoryTag, WeightUpdate
+from agentloop.errors import InvariantBroken, NoHealthyReplica
+from agentloop.fleet import Connect, Fleet, Replica, ReplicaState, WeightController
+from agentloop.scheduling import Balancer
+from agentloop.types import KVPolicy, Lease, Load, PauseMode
+from agentloop_servers.coordinator.config import CoordinatorConfig
+from agentloop_servers.coordinator.wakeup import Wakeup, deadline_after
+
+
+class FleetDesk:
+    """Construct, then call `look` now and then; `close` ends the catch-ups."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        config: CoordinatorConfig,
+        clock: Clock,
+        log: FilteringBoundLogger,
+        changed: Wakeup,
+        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]],
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._log = log
+        self._changed = changed
+        self._fleet = Fleet(config.fleet)
+        self.balancer = Balancer(self._fleet, config.balancer)
+        self._weights = WeightController(
+            self._fleet,
+            connect,
+            clock,
+            config.weights,
+            on_commit=self.balancer.begin_epoch,
+            on_staged=on_staged,
+            initial=None if config.initial_weights is None else (config.initial_weights, config.kv_policy),
+        )
+        self._catching_up: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether anybody takes traffic."""
+        return bool(self._fleet.placeable())
+
+    @property
+    def is_paused(self) -> bool:
+        return self._weights.is_paused
+
+    @property
+    def asleep(self) -> tuple[MemoryTag, ...]:
+        return tuple(sorted(self._weights.asleep))
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._fleet.weight_version
+
+    @property
+    def reports(self) -> tuple[UpdateReport, ...]:
+        return self._weights.reports
+
+    def check_health(self) -> None:
+        """Raises what ended a task that only a bug can end."""
+        for task in self._catching_up.values():
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        tasks = tuple(self._catching_up.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- coming and going ---
+
+    def register(self, registration: ReplicaRegistration) -> None:
+        known = self._fleet.get(registration.replica_id)
+        replica = self._fleet.register(registration, self._clock.now())
+        if known is not None and known.incarnation != replica.incarnation:
+            self.balancer.drop_replica(replica.replica_id)
+        self._log.info("replica_registered", replica=replica.replica_id, version=registration.weight_version)
+        self._not_before.pop(replica.replica_id, None)
+        self._fleet_changed()
+
+    def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
+        before = self._fleet.get(replica_id)
+        is_known = self._fleet.heartbeat(replica_id, load, is_usable, self._clock.now())
+        after = self._fleet.get(replica_id)
+        if before is not None and after is not None and before.state is not after.state:
+            self._log.info("replica_state", replica=replica_id, state=after.state, before=before.state)
+            self._fleet_changed()
+        return is_known
+
+    def deregister(self, replica_id: str) -> None:
+        if self._fleet.deregister(replica_id):
+            self._forget(replica_id, "left")
+
+    def look(self, now: float) -> None:
+        """Count the silence, and end direct leases that nobody gave back."""
+        for replica_id in self._fleet.expire(now):
+            self._forget(replica_id, "silent")
+        self.balancer.expire(now)
+        self._fleet_changed()
+
+    def statuses(self) -> tuple[ReplicaStatus, ...]:
+        """The fleet as a table."""
+        now = self._clock.now()
+        return tuple(
+            ReplicaStatus(
+                replica_id=replica.replica_id,
+                state=replica.state.value,
+                engine=replica.registration.info.name,
+                weight_version=replica.weight_version,
+                load=replica.load,
+                num_leases=self.balancer.num_leases(replica.replica_id),
+                heartbeat_age_s=now - replica.seen_at,
+                num_workers=replica.registration.info.num_workers,
+                weight_dtype=replica.registration.info.weight_dtype,
+                error=replica.error,
+            )
+            for replica in self._fleet.replicas
+        )
+
+    # --- places ---
+
+    async def placed(self, grant: Callable[[], Lease]) -> Lease:
+        """Grant a lease, now or as soon as a replica that is about to come back takes traffic again.
+
+        Raises NoHealthyReplica.
+        """
+        deadline_at = deadline_after(self._config.placement_wait_s, self._config.placement_wait_s)
+        while True:
+            try:
+                return grant()
+            except NoHealthyReplica:
+                if not self._fleet.may_recover_soon() or not await self._changed.wait_until(deadline_at):
+                    raise
+
+    def report_failure(self, lease: Lease) -> None:
+        """A call under this lease got no answer."""
+        replica = self._fleet.get(lease.replica_id)
+        if replica is not None and replica.url == lease.url:
+            self._fleet.report_failure(lease.replica_id)
+
+    def end_lease(self, holder_id: str, num_tokens: int | None = None) -> None:
+        """Release what a holder has, if it has a lease."""
+        lease = self.balancer.lease_of(holder_id)
+        if lease is not None:
+            self.balancer.release(lease, num_tokens)
+
+    # --- weights ---
+
+    def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Before any replica registers: what an earlier coordinator was bringing the fleet to."""
+        self._weights.restore(update, kv_policy)
+
+    async def update(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
+        self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
+        try:
+            report = await self._weights.update(update, kv_policy)
+        finally:
+            for replica in self._fleet.replicas:
+                if replica.state is ReplicaState.QUARANTINED:
+                    self.balancer.drop_replica(replica.replica_id)
+                    self._log.warning("replica_quarantined", replica=replica.replica_id, error=replica.error)
+            self._fleet_changed()
+        self._log.info("update_done", version=report.version, stall_ms=round(report.stall_ms, 1))
+        return report
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._ordered(self._weights.pause(mode), f"pause {mode}")
+
+    async def resume(self) -> None:
+        await self._ordered(self._weights.resume(), "resume")
+
+    async def sleep(self, level: int) -> None:
+        await self._ordered(self._weights.sleep(level), f"sleep {level}")
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        await self._ordered(self._weights.wake(tags), f"wake {', '.join(sorted(tags))}")
+
+    # --- inside ---
+
+    async def _ordered(self, order: Awaitable[None], name: str) -> None:
+        try:
+            await order
+        finally:
+            self._fleet_changed()  # also for those that did not follow: they are behind now
+        self._log.info("fleet_ordered", order=name)
+
+    def _forget(self, replica_id: str, reason: str) -> None:
+        self._log.warning("replica_gone", replica=replica_id, reason=reason)
+        self.balancer.drop_replica(replica_id)
+        self._weights.forget(replica_id)
+        self._not_before.pop(replica_id, None)
+        self._fleet_changed()
+
+    def _fleet_changed(self) -> None:
+        """Wake who waits for a place, and see to the replicas that are behind."""
+        self._changed.notify()
+        now = self._clock.now()
+        for replica in self._fleet.behind():
+            replica_id = replica.replica_id
+            tried, not_before = self._not_before.get(replica_id, (None, 0.0))
+            if replica_id in self._catching_up or (tried == self._tried(replica) and now < not_before):
+                continue
+            task = asyncio.create_task(self._catch_up(replica_id), name=f"catch-up {replica_id}")
+            self._catching_up[replica_id] = task
+
+    async def _catch_up(self, replica_id: str) -> None:
+        try:
+            is_ready = await self._weights.catch_up(replica_id)
+        except InvariantBroken:
+            raise  # stays in the table, for `check_health`
+        except Exception as error:  # the weight controller has tried often enough: a round later, again
+            self._log.warning("catch_up_failed", replica=replica_id, error=repr(error))
+            is_ready = False
+        del self._catching_up[replica_id]
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return
+        if is_ready:
+            self._log.info("replica_ready", replica=replica_id, version=replica.weight_version)
+        else:
+            next_round_at = self._clock.now() + self._config.catch_up_pause_s
+            self._not_before[replica_id] = (self._tried(replica), next_round_at)
+        self._fleet_changed()
+
+    def _tried(self, replica: Replica) -> object:
+        """What an attempt to bring a replica up depends on: if it changes, it is worth trying at once."""
+        of_replica = (replica.incarnation, replica.weight_version)
+        return of_replica, self._fleet.weight_version, self._weights.asleep, self.is_ready  # it may have a peer now

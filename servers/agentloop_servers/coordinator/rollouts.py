@@ -1,0 +1,355 @@
+"""WorkDesk: the coordinator's side towards clients and workers: what was accepted, who runs it, what became of it.
+
+Ownership: the RolloutQueue and the store. A submission is durable before it is queued, a record before it counts as
+finished; the queue alone decides who owns a sample. Leases come from, and go back to, the FleetDesk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from structlog.typing import FilteringBoundLogger
+
+from agentloop.api import Orders, Page, RolloutStatus, WorkerReport
+from agentloop.clock import Clock
+from agentloop.errors import Conflict, InvalidRequest, NotFound
+from agentloop.scheduling import COORDINATOR, FleetVersions, Handout, Owed, RolloutQueue, assignment_id, group_key
+from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
+from agentloop_servers.coordinator.config import CoordinatorConfig
+from agentloop_servers.coordinator.replicas import FleetDesk
+from agentloop_servers.coordinator.store import MAX_BATCH, StoreThread
+from agentloop_servers.coordinator.wakeup import Wakeup, deadline_after, is_set_by
+
+_CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
+_GIVEN_UP = FAILURES | {StopReason.CANCELLED}
+
+
+@dataclass(slots=True)
+class _Poll:
+    """A worker's place at the door. Only its newest `take` is answered with work."""
+
+    seen_at: float
+    number: int = 0
+
+
+class WorkDesk:
+    """Construct, `await restore()`, then call `look` and `write_owed` now and then."""
+
+    def __init__(
+        self,
+        store: StoreThread,
+        fleet: FleetDesk,
+        config: CoordinatorConfig,
+        clock: Clock,
+        log: FilteringBoundLogger,
+        changed: Wakeup,
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._config = config
+        self._clock = clock
+        self._log = log
+        self._changed = changed
+        self.queue = RolloutQueue(
+            max_queued=config.max_queued_trajectories,
+            max_attempts=config.max_attempts,
+            missing_after_s=config.worker_timeout_s,
+        )
+        self._polls: dict[str, _Poll] = {}
+        self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
+        self._grace_until: float | None = None
+        self._coming: list[
+            int
+        ] = []  # versions that updates under way are to bring; a refused one is here for a moment
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._polls)
+
+    async def restore(self) -> None:
+        """Queue what an earlier coordinator left unfinished. It is given out after a grace period, in which
+        workers may say that they still run it."""
+        now = self._clock.now()
+        by_rollout: dict[str, list[tuple[RolloutGroup, tuple[int, ...]]]] = {}
+        for group, sample_indexes in await self._store.unfinished():
+            by_rollout.setdefault(group.rollout_id, []).append((group, sample_indexes))
+        for rollout_id, work in by_rollout.items():
+            _, num_finished = await self._store.counts(rollout_id)
+            limit = work[0][0].staleness
+            is_counted = limit is not None and limit.trajectories_per_version is not None
+            trained = await self._trained(rollout_id) if is_counted else (0, None)
+            self.queue.restore(rollout_id, work, now, num_finished, *trained)
+        if by_rollout:
+            self._grace_until = now + self._config.restart_grace_s
+            self._log.info("work_restored", num_rollouts=len(by_rollout), num_queued=self.queue.num_queued)
+
+    @contextmanager
+    def update_under_way(self, version: int) -> Iterator[None]:
+        """While this lasts, nothing is begun that the update would make too stale; then it goes out at once."""
+        self._coming.append(version)
+        try:
+            yield
+        finally:
+            self._coming.remove(version)
+            self._changed.notify()
+
+    # --- workers ---
+
+    async def take(self, report: WorkerReport, wait_s: float) -> Orders:
+        worker_id, now = report.worker_id, self._clock.now()
+        if worker_id == COORDINATOR:
+            raise InvalidRequest("a worker needs an id", param="worker_id")
+        poll = self._polls.setdefault(worker_id, _Poll(now))
+        poll.seen_at = now
+        poll.number += 1
+        number = poll.number
+        self._lost(self.queue.report(worker_id, report.running, now))
+        deadline_at = deadline_after(wait_s, self._config.worker_timeout_s / 2)
+        while True:
+            start = self._assign(worker_id, report.num_free)
+            if start or self.queue.has_new_cancels(worker_id):
+                break
+            is_changed = await self._changed.wait_until(deadline_at)
+            if poll.number != number:
+                return Orders()  # a newer call of this worker is answered in its place
+            if not is_changed:
+                break
+        self._polls.setdefault(worker_id, poll).seen_at = self._clock.now()
+        cancel = self.queue.cancels(worker_id)
+        self.queue.cancels_told(worker_id, cancel)
+        return Orders(start, cancel)
+
+    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
+        name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        if not self.queue.is_live(name):
+            await self._store.counts(trajectory.rollout_id)  # raises NotFound; else it is a repeat, and stored
+            return
+        if _is_dropped(trajectory):
+            if self.queue.drop_stale(worker_id, name, trajectory.attempt):
+                self._log.info("trajectory_dropped", assignment=name, attempt=trajectory.attempt)
+                self._lost((name,))
+            return  # else it is queued or run by another worker already
+        if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(name):
+            if not self.queue.is_running_at(worker_id, name):
+                return  # it is queued, or another worker runs it: a failure here is not its end
+            if trajectory.stop_reason is StopReason.CANCELLED:
+                self.queue.give_back(worker_id, name)  # nobody had asked for that: somebody else shall run it
+                self._lost((name,))
+                return
+        trajectory = self._aged(trajectory)
+        await self._store.commit(trajectory)
+        self._recorded(name, trajectory)
+
+    def look(self, now: float) -> None:
+        """Count the silence of workers, and end the grace of a restart."""
+        self._tell_versions()
+        for worker_id, poll in list(self._polls.items()):
+            if now - poll.seen_at >= self._config.worker_timeout_s:
+                del self._polls[worker_id]
+                lost = self.queue.worker_lost(worker_id)
+                self._log.warning("worker_lost", worker=worker_id, num_running=len(lost))
+                self._lost(lost)
+        if self._grace_until is not None and now >= self._grace_until:
+            self._grace_until = None
+            self._changed.notify()
+
+    async def write_owed(self) -> None:
+        """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
+        owed = self.queue.owed(self._clock.now())
+        for start in range(0, len(owed), MAX_BATCH):
+            batch = [(item.handout.assignment_id, _record(item)) for item in owed[start : start + MAX_BATCH]]
+            await self._store.commit_all([trajectory for _, trajectory in batch])
+            for name, trajectory in batch:
+                self._recorded(name, trajectory)
+
+    # --- clients ---
+
+    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+        num_new = sum(group.num_samples for group in groups)
+        try:
+            known = await self._status(rollout_id)
+        except NotFound:
+            self.queue.reserve(rollout_id, groups)
+        else:
+            is_live = self.queue.status(rollout_id) is not None
+            if not is_live and await self._store.holds_sessions(rollout_id):
+                raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
+            if known.num_accepted == num_new and (not is_live or self.queue.is_repeat(rollout_id, groups)):
+                return known  # the same submission again: its answer was lost
+            raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
+        try:
+            await self._store.accept(rollout_id, groups)
+            self.queue.add(rollout_id, self._clock.now())
+        finally:
+            self.queue.unreserve(rollout_id)
+        self._changed.notify()
+        self._log.info("rollout_accepted", rollout=rollout_id, num_groups=len(groups), num_trajectories=num_new)
+        return await self._status(rollout_id)
+
+    async def record(self, trajectory: Trajectory) -> None:
+        """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
+        if await self._store.record(self._aged(trajectory)):
+            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("session_recorded", assignment=name, is_complete=trajectory.is_complete)
+
+    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
+        if after < 0:
+            raise InvalidRequest("a cursor is not negative", param="after")
+        if limit < 1:
+            raise InvalidRequest("a page holds at least one record", param="limit")
+        limit = min(limit, self._config.max_page)
+        deadline_at = deadline_after(wait_s, self._config.max_wait_s)
+        while True:
+            # The status first, then the records: who sees `is_done` and no record has seen them all. A record
+            # that is committed from here on sets the event.
+            is_live = self.queue.status(rollout_id) is not None
+            event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
+            status = await self._status(rollout_id)
+            rows = await self._store.read(rollout_id, after, limit)
+            if rows or event is None or not await is_set_by(event, deadline_at):
+                cursor = rows[-1][0] if rows else after
+                return Page(tuple(trajectory for _, trajectory in rows), cursor, status)
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        await self._status(rollout_id)  # raises NotFound
+        cancellation = self.queue.cancel(rollout_id)
+        self._changed.notify()
+        await self.write_owed()
+        num_dropped, num_running = len(cancellation.dropped), len(cancellation.running)
+        self._log.info("rollout_cancelled", rollout=rollout_id, num_queued=num_dropped, num_running=num_running)
+        return await self._status(rollout_id)
+
+    # --- leases of trajectories and sessions ---
+
+    def move(self, name: str, lease: Lease, is_failed: bool) -> Lease:
+        """Raises NoHealthyReplica, or NotFound for a holder that has nothing to move."""
+        balancer = self._fleet.balancer
+        holder_id = name if self.queue.is_live(name) else session_holder(name)
+        held = balancer.lease_of(holder_id)
+        if held is None and holder_id != name:
+            raise NotFound(f"{name} is neither running nor a session with a lease", param="assignment_id")
+        if held is None:  # granted by a coordinator before this one
+            balancer.adopt(name, group_key(name), 0, lease)
+        elif held.lease_id != lease.lease_id:
+            return held  # it has moved already; that answer was lost
+        return balancer.move(lease, is_failed)
+
+    # --- inside ---
+
+    def _assign(self, worker_id: str, num_free: int) -> tuple[Assignment, ...]:
+        """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
+        if self._grace_until is not None or not self._fleet.is_ready:
+            return ()
+        self._tell_versions()
+        handouts = self.queue.take(worker_id, num_free, self._clock.now())
+        return tuple(self._assignment(handout) for handout in handouts)
+
+    def _assignment(self, handout: Handout) -> Assignment:
+        name, group = handout.assignment_id, handout.group
+        lease = self._fleet.balancer.acquire(name, group_key(name), _num_prompt_tokens(group.task))
+        return Assignment(
+            assignment_id=name,
+            group_id=group.group_id,
+            sample_index=handout.sample_index,
+            task=group.task,
+            lease=lease,
+            attempt=handout.attempt,
+            queue_s=handout.queued_s,
+            rollout_id=name.partition("/")[0],
+            staleness=group.staleness,
+            num_stale_attempts=handout.num_stale_attempts,
+        )
+
+    def _tell_versions(self) -> None:
+        coming = max(self._coming, default=None)
+        self.queue.set_versions(FleetVersions(self._fleet.weight_version, coming))
+
+    def _aged(self, trajectory: Trajectory) -> Trajectory:
+        """The record with its staleness by what the fleet serves now: an update may have come since its worker
+        judged it, and it is then told, not dropped."""
+        served, oldest = self._fleet.weight_version, trajectory.oldest_trained_version
+        if served is None or oldest is None:
+            return trajectory
+        staleness = max(0, served - oldest)  # a replica commits a moment before the fleet does
+        limit = trajectory.max_staleness
+        if limit is not None and staleness > limit:
+            name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+            self._log.info("record_is_stale", assignment=name, staleness=staleness, max_staleness=limit)
+        return replace(trajectory, staleness=staleness)
+
+    async def _trained(self, rollout_id: str) -> tuple[int, int | None]:
+        """How many stored records of a rollout can be trained on, and the oldest version in them."""
+        num_trained, oldest, cursor = 0, [], 0
+        while page := await self._store.read(rollout_id, cursor, MAX_BATCH):
+            cursor = page[-1][0]
+            trained = [trajectory for _, trajectory in page if _is_trained(trajectory)]
+            num_trained += len(trained)
+            oldest += [version for one in trained if (version := one.oldest_trained_version) is not None]
+        return num_trained, min(oldest, default=None)
+
+    def _recorded(self, name: str, trajectory: Trajectory) -> None:
+        """A record is durable: the sample is finished, its place is free, its readers may look."""
+        if not self.queue.finished(name, is_trained=_is_trained(trajectory)):
+            return
+        num_tokens = sum(len(path.response_ids) for path in trajectory.paths)
+        self._fleet.end_lease(name, num_tokens if trajectory.is_complete else None)
+        self._changed.notify()
+        event = self._readers.pop(trajectory.rollout_id, None)
+        if event is not None:
+            event.set()
+
+    def _lost(self, names: tuple[str, ...]) -> None:
+        """These left their worker: queued again or owed a record, in either case without a place."""
+        for name in names:
+            self._fleet.end_lease(name)
+        if names:
+            self._changed.notify()
+
+    async def _status(self, rollout_id: str) -> RolloutStatus:
+        self._tell_versions()
+        live = self.queue.status(rollout_id)
+        if live is not None:
+            return live
+        num_accepted, num_finished = await self._store.counts(rollout_id)
+        return RolloutStatus(rollout_id, num_accepted, num_finished, 0, 0)
+
+
+def session_holder(session_id: str) -> str:
+    """The holder name of a direct lease: no assignment's, which begin with the id of a rollout."""
+    return f"/{session_id}"
+
+
+def _is_dropped(trajectory: Trajectory) -> bool:
+    """Whether a worker threw its tokens away for their age. A record of FINISH is complete, and keeps them."""
+    return trajectory.stop_reason is StopReason.STALE and not trajectory.is_complete
+
+
+def _is_trained(trajectory: Trajectory) -> bool:
+    """Whether the trainer consumes it: what failed, or was masked whole, is none of its batch."""
+    return trajectory.is_complete and trajectory.oldest_trained_version is not None
+
+
+def _record(owed: Owed) -> Trajectory:
+    handout = owed.handout
+    return Trajectory(
+        task_id=handout.group.task.task_id,
+        group_id=handout.group.group_id,
+        sample_index=handout.sample_index,
+        paths=(),
+        messages=handout.group.task.messages,
+        stop_reason=owed.stop_reason,
+        is_complete=False,
+        error=owed.error,
+        attempt=handout.attempt,
+        timings=Timings(queue_s=handout.queued_s),
+        rollout_id=handout.assignment_id.partition("/")[0],
+        num_stale_attempts=handout.num_stale_attempts,
+        max_staleness=handout.group.staleness.max_staleness if handout.group.staleness is not None else None,
+    )
+
+
+def _num_prompt_tokens(task: RolloutTask) -> int:
+    return sum(len(message.content) for message in task.messages) // _CHARS_PER_TOKEN

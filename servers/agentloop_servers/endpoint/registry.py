@@ -1,0 +1,397 @@
+"""The registry of sessions: who has which, from their creation to the record in the run's store.
+
+    created ──► open ──► finished ──► gone        spilled and restored in between, as memory asks for
+                  └───────── deleted ──┘
+
+Ownership: the sessions of one process, their file, their leases, and the watch that expires, spills and records.
+An answer leaves after what it says is on disk. A session that ends is recorded by the coordinator exactly once:
+what was finished but not recorded when the process died, or while the coordinator was away, is recorded later. Ids
+are never used twice. A one-off session is finished by its time; without a turn it leaves no record, and it never
+leaves a tombstone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import sqlite3
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+
+import structlog
+
+from agentloop.api import ID_PATTERN, CoordinatorApi
+from agentloop.errors import (
+    AgentLoopError,
+    Conflict,
+    Gone,
+    InvalidRequest,
+    Overloaded,
+    ServiceUnavailable,
+    SessionNotFound,
+)
+from agentloop.generation import Connect
+from agentloop.sessions import Journal, Session, SessionFacts, SessionParts, SessionState, to_its_end
+from agentloop.trajectory import CallRecord, Node
+from agentloop.types import StopReason, Trajectory
+from agentloop_servers.endpoint.counting_journal import CountingJournal
+from agentloop_servers.endpoint.keyed_locks import KeyedLocks
+from agentloop_servers.endpoint.leases import LeaseConfig, SessionLeases
+from agentloop_servers.endpoint.residents import Residents
+from agentloop_servers.endpoint.session_keys import SessionKeys
+from agentloop_servers.endpoint.session_rows import RowState, StoredSession
+from agentloop_servers.endpoint.session_store import SessionStore
+from agentloop_servers.endpoint.session_values import (
+    NewSession,
+    SessionLimits,
+    SessionStats,
+    gone,
+    not_found,
+    owned,
+)
+
+__all__ = ["NewSession", "SessionLimits", "SessionStats", "Sessions"]
+
+_PAGE = 64  # sessions that the watch reads at a time
+_SESSION_ID = re.compile(ID_PATTERN)
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class Sessions:
+    """All sessions of one process. `await start()`, and in the end `await close()`, on one event loop."""
+
+    def __init__(
+        self,
+        store_path: str | Path,
+        *,
+        parts_of: Callable[[Journal], SessionParts],
+        coordinator: CoordinatorApi,
+        connect: Connect,
+        secret: str,
+        limits: SessionLimits = SessionLimits(),  # noqa: B008 - frozen
+        leases: LeaseConfig = LeaseConfig(),  # noqa: B008 - frozen
+        new_id: Callable[[], str] = lambda: f"s-{uuid.uuid4().hex}",
+        executor: Executor | None = None,
+    ) -> None:
+        """`parts_of` makes what sessions share around the journal that it is given, and says by which clocks time
+        goes; `executor` runs the store, in a thread of its own by default."""
+        self._coordinator = coordinator
+        self._limits = limits
+        self._new_id = new_id
+        self._keys = SessionKeys(secret)
+        # By the clocks of the parts, which need the journal first.
+        self._store = SessionStore(store_path, lambda: self._parts.unix_time(), executor)
+        self._residents = Residents(lambda: self._parts.clock.now(), limits.max_resident_bytes, limits.idle_s)
+        self._parts = parts = parts_of(CountingJournal(self._store, self._residents, self._one_finished))
+        self._leases = SessionLeases(
+            coordinator, connect, vocab_size=parts.vocab_size, clock=parts.clock, config=leases
+        )
+        self._locks = KeyedLocks()
+        self._watching: asyncio.Task[None] | None = None
+        self._num_open = self._num_restored = self._num_expired = 0
+
+    async def start(self) -> None:
+        """Open the file, and begin to watch. Raises InvalidRequest if the file is no session store."""
+        self._num_open = await self._store.start()
+        self._watching = asyncio.create_task(self._watch(), name="sessions-watch")
+
+    async def close(self) -> None:
+        """End the watch and every open call, give the leases back and let go of the file. Idempotent."""
+        if self._watching is not None:
+            watching, self._watching = self._watching, None
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        stopping = ServiceUnavailable("the service is stopping")
+        await asyncio.gather(*(session.close(stopping) for session in self._residents.sessions))
+        await self._leases.close()
+        await self._store.close()
+
+    def check_health(self) -> None:
+        """Raises what ended the watch, if something did."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+
+    def stats(self) -> SessionStats:
+        """How many sessions there are, and what they take."""
+        residents = self._residents
+        return SessionStats(
+            num_open=self._num_open,
+            num_resident=len(residents),
+            resident_bytes=residents.num_bytes,
+            num_spilled=residents.num_spilled,
+            num_restored=self._num_restored,
+            num_expired=self._num_expired,
+            num_corrupt_rows=self._store.num_corrupt_rows,
+        )
+
+    def api_key(self, session_id: str) -> str:
+        """The key that opens this session and no other."""
+        return self._keys.key_of(session_id)
+
+    def session_of_key(self, key: str) -> str | None:
+        """The session that a key opens; None for what is no session key of this run."""
+        return self._keys.session_of(key)
+
+    # --- requests ---
+
+    async def create(self, wanted: NewSession, owner: str) -> Session:
+        """A new session. The same request again, before the first call, gives the same session.
+
+        Raises Conflict for an id that was used, Overloaded, InvalidRequest.
+        """
+        facts = self._facts(wanted, owner, is_one_off=False)
+        async with self._locks.of(facts.session_id):
+            created = await self._create(facts)
+            if created is not None:
+                return created
+            try:
+                known = await self._found(facts.session_id, owner)
+            except AgentLoopError as error:
+                raise Conflict(f"session id {facts.session_id!r} was used", param="session_id") from error
+            if (
+                dataclasses.replace(known.facts, created_at=facts.created_at) != facts
+                or known.calls
+                or known.num_open_calls
+            ):
+                raise Conflict(f"session {facts.session_id!r} exists", param="session_id")
+            return known
+
+    def resident(self, session_id: str, owner: str | None) -> Session | None:
+        """The session, if it is in memory. Raises SessionNotFound for another owner's."""
+        session = self._residents.get(session_id)
+        return None if session is None else owned(session, owner)
+
+    async def find(self, session_id: str, owner: str | None) -> Session:
+        """A session that exists, open or finished; with an owner of None whoever made it.
+
+        Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
+        """
+        if (session := self.resident(session_id, owner)) is not None:
+            return session
+        async with self._locks.of(session_id):
+            return await self._found(session_id, owner)
+
+    async def find_or_create(self, session_id: str | None, owner: str) -> Session:
+        """The session of this id, made at its first use; None: a one-off session. Raises as `find`, Overloaded."""
+        if session_id is None:
+            session = await self._create(self._facts(NewSession(), owner, is_one_off=True))
+            if session is None:
+                raise ServiceUnavailable("a new session id was taken")
+            return session
+        if (session := self.resident(session_id, owner)) is not None:
+            return session
+        async with self._locks.of(session_id):
+            session = await self._create(self._facts(NewSession(session_id), owner, is_one_off=False))
+            return session if session is not None else await self._found(session_id, owner)
+
+    async def finish(
+        self,
+        session_id: str,
+        owner: str | None,
+        *,
+        stop_reason: StopReason = StopReason.COMPLETED,
+        error: str = "",
+        reward: float | None = None,
+        reward_error: str = "",
+        wait_s: float = 0.0,
+    ) -> Trajectory:
+        """End a session, and return its trajectory once the run's store has it. A repeat changes nothing.
+
+        Raises as `find`, Conflict if another session's record has its place, and ServiceUnavailable: the session is
+        finished then, and its record follows.
+        """
+        session = await self.find(session_id, owner)
+        trajectory = await session.finish(
+            stop_reason=stop_reason, error=error, reward=reward, reward_error=reward_error, wait_s=wait_s
+        )
+        self._leases.engine(session_id).close()
+        async with self._locks.of(session_id):
+            await self._record(session_id, trajectory)
+        return trajectory
+
+    async def delete(self, session_id: str, owner: str | None) -> None:
+        """Throw a session away for good: no record, and its id is never used again. Calls under way are lost.
+
+        Raises as `find`.
+        """
+        async with self._locks.of(session_id):
+            session = await self._found(session_id, owner)
+            await self._bury(session, RowState.DELETED, not_found(session_id))
+
+    # --- inside ---
+
+    def _facts(self, wanted: NewSession, owner: str, *, is_one_off: bool) -> SessionFacts:
+        limits = self._limits
+        session_id = self._new_id() if wanted.session_id is None else wanted.session_id
+        if _SESSION_ID.fullmatch(session_id) is None:
+            raise InvalidRequest("a session id is 1 to 128 letters, digits, `.`, `_` or `-`", param="session_id")
+        usual_s = limits.one_off_ttl_s if is_one_off else limits.ttl_s
+        ttl_s = usual_s if wanted.ttl_s is None else wanted.ttl_s
+        if not 0 < ttl_s <= limits.max_ttl_s:
+            raise InvalidRequest(f"ttl_s is not in (0, {limits.max_ttl_s:g}]", param="ttl_s")
+        return SessionFacts(
+            session_id=session_id,
+            created_at=self._parts.unix_time(),
+            ttl_s=ttl_s,
+            owner=owner,
+            rollout_id=wanted.rollout_id,
+            group_id=wanted.group_id,
+            task_id=wanted.task_id,
+            sample_index=wanted.sample_index,
+            is_one_off=is_one_off,
+        )
+
+    async def _create(self, facts: SessionFacts) -> Session | None:
+        """A new session, durably; None if its id was used. Raises Overloaded."""
+        if self._num_open >= self._limits.max_sessions:
+            if await self._store.load(facts.session_id) is not None:
+                return None
+            raise Overloaded(f"{self._limits.max_sessions} sessions are open")
+        self._make_room()
+        return self._resident(facts) if await to_its_end(self._store_new(facts)) else None
+
+    async def _store_new(self, facts: SessionFacts) -> bool:  # what is stored is counted, whoever leaves
+        self._num_open += 1  # its place, before anybody else runs
+        is_new = False
+        try:
+            is_new = await self._store.create(facts)
+        finally:
+            self._num_open -= not is_new
+        return is_new
+
+    async def _found(self, session_id: str, owner: str | None) -> Session:
+        """The session, from memory or disk. The caller holds its lock."""
+        session = self._residents.get(session_id)
+        if session is not None:
+            return owned(session, owner)
+        stored = await self._store.load(session_id)
+        if stored is None or stored.state is RowState.DELETED or owner not in (None, stored.owner):
+            raise not_found(session_id)
+        if stored.state is RowState.GONE:
+            raise gone(session_id)
+        if stored.expires_at <= self._parts.unix_time():
+            await self._expire(session_id, self._restored(session_id, stored))
+            raise gone(session_id)
+        self._make_room()
+        return self._restored(session_id, stored)
+
+    def _restored(self, session_id: str, stored: StoredSession) -> Session:
+        if stored.facts is None:
+            raise Gone(f"what the disk had of session {session_id!r} is damaged", param="session_id")
+        self._num_restored += 1
+        return self._resident(stored.facts, stored.nodes, stored.calls)
+
+    def _resident(
+        self, facts: SessionFacts, nodes: Sequence[Node] = (), calls: Sequence[CallRecord] = ()
+    ) -> Session:
+        engine = self._leases.engine(facts.session_id)
+        session = Session(facts, parts=self._parts, engine=engine, nodes=nodes, calls=calls)
+        self._residents.add(session)
+        return session
+
+    def _one_finished(self) -> None:
+        self._num_open -= 1
+
+    def _make_room(self) -> None:
+        """Raises Overloaded if sessions with open calls use up the memory."""
+        if self._residents.is_full:
+            self._spill()
+            if self._residents.is_full:
+                raise Overloaded("the open sessions use up the endpoint's memory")
+
+    def _spill(self) -> None:
+        for session_id in self._residents.spill():
+            self._leases.engine(session_id).release()
+
+    async def _record(self, session_id: str, trajectory: Trajectory) -> None:
+        """Give a finished session's trajectory to the run's store, unless it has it."""
+        if await self._store.is_recorded(session_id):
+            return
+        try:
+            async with asyncio.timeout(self._limits.record_timeout_s):
+                await self._coordinator.record(trajectory)
+        except TimeoutError as error:
+            raise ServiceUnavailable("the coordinator did not take the record in time") from error
+        except sqlite3.Error as error:  # of a coordinator in this process
+            raise ServiceUnavailable(f"the run's store failed: {error}") from error
+        await self._store.mark_recorded(session_id)
+
+    async def _bury(self, session: Session, state: RowState | None, error: AgentLoopError) -> None:
+        """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
+        session_id = session.facts.session_id
+        await session.close(error)
+        self._leases.engine(session_id).close()
+        self._residents.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
+        await to_its_end(self._store_end(session_id, state))
+
+    async def _store_end(self, session_id: str, state: RowState | None) -> None:
+        self._num_open -= await self._store.bury(session_id, state)
+
+    # --- the watch ---
+
+    async def _watch(self) -> None:
+        while True:
+            await self._parts.clock.sleep(self._limits.watch_interval_s)
+            self._spill()
+            try:
+                await self._expire_all()
+                await self._record_owed()
+            except AgentLoopError as error:  # the disk or the coordinator may come back; what is owed stays owed
+                _log.error("sessions_not_settled", code=error.code, error=str(error))
+
+    async def _expire_all(self) -> None:
+        while expired := await self._store.expired(_PAGE):
+            for session_id in expired:
+                async with self._locks.of(session_id):
+                    session = self._residents.get(session_id)
+                    if session is None:
+                        stored = await self._store.load(session_id)
+                        if stored is None or stored.state not in (RowState.OPEN, RowState.FINISHED):
+                            continue  # somebody was faster
+                        if stored.facts is None:
+                            await self._store_end(session_id, RowState.GONE)
+                            continue
+                        session = self._restored(session_id, stored)
+                    await self._expire(session_id, session)
+
+    async def _expire(self, session_id: str, session: Session) -> None:
+        """End a session whose time is over; the caller holds its lock. It lives on while calls are open."""
+        if session.num_open_calls:
+            await self._store.extend(session_id)
+            return
+        is_open, is_one_off = session.facts.state is SessionState.OPEN, session.facts.is_one_off
+        if not (is_open and is_one_off and session.num_turns == 0):
+            # Nobody was to finish a one-off session: its time is its natural end.
+            reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
+            error = "" if is_one_off else "the session expired"
+            await self._record_or_settle(session_id, await session.finish(stop_reason=reason, error=error))
+        await self._bury(session, None if is_one_off else RowState.GONE, gone(session_id))
+        self._num_expired += 1
+        _log.info("session_expired", session=session_id, was_open=is_open)
+
+    async def _record_owed(self) -> None:
+        """Record what was finished while the coordinator, or this process, was not there."""
+        after = ""
+        while owed := await self._store.owed(after, _PAGE):
+            after = owed[-1]
+            for session_id in owed:
+                async with self._locks.of(session_id):
+                    try:
+                        session = await self._found(session_id, None)
+                    except (SessionNotFound, Gone):
+                        continue
+                    await self._record_or_settle(session_id, await session.finish())
+
+    async def _record_or_settle(self, session_id: str, trajectory: Trajectory) -> None:
+        """Record, or know that it will never be possible. Raises what may pass."""
+        try:
+            await self._record(session_id, trajectory)
+        except AgentLoopError as error:
+            if error.retryable:
+                raise
+            _log.error("session_not_recorded", session=session_id, code=error.code, error=str(error))
+            await self._store.mark_recorded(session_id)

@@ -1,0 +1,229 @@
+"""The OpenAI routes: chat completions, completions, models, tokens, and a look at how a prompt would be rendered.
+
+All stand at the root and under `/sessions/{session_id}`. They hold no state: a call's life is in `exchange.py`,
+what a body means in `agentloop/chat/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from agentloop.chat import (
+    STREAMED,
+    ChatAnswer,
+    ChatBody,
+    ChatCall,
+    ChatPiece,
+    ChatResult,
+    CompletionAnswer,
+    CompletionBody,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    Known,
+    ModelAnswer,
+    ModelsAnswer,
+    PreviewAnswer,
+    TokenizeAnswer,
+    TokenizeBody,
+    TokenTexts,
+    openai_completions,
+    read_body,
+)
+from agentloop.chat import openai as openai_chat
+from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.rollout import LONG_RENDER_CHARS
+from agentloop_servers.endpoint.call_handler import Exchange, as_call
+from agentloop_servers.endpoint.carriers import SECURED, admit, names_session, session_of
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.http import DONE, Keys, body_schema, json_body, read_json_body, sse
+
+PREFIXES = ("", "/sessions/{session_id}")
+
+Completion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
+Tokenize = Annotated[TokenizeBody, Depends(json_body(TokenizeBody, read_body))]
+Detokenize = Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody, read_body))]
+
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+
+
+def endpoint_routes(endpoint: Endpoint, keys: Keys, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+    """The routes, open to user keys and to the keys of sessions."""
+    routes = OpenAiRoutes(endpoint)
+    guard = [Depends(admit(keys, endpoint.sessions))]
+    router = APIRouter(dependencies=guard, responses=errors, tags=["openai"])
+    for prefix in PREFIXES:
+        router.include_router(_routes_under(prefix, routes))
+    return router
+
+
+def _routes_under(prefix: str, routes: OpenAiRoutes) -> APIRouter:
+    router = APIRouter(prefix=prefix)
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
+    posts: list[tuple[str, Any, type[Any], type[Any], dict[int | str, dict[str, Any]]]] = [
+        ("/v1/chat/completions", routes.chat, ChatBody, ChatAnswer, streamed),
+        ("/v1/completions", routes.complete, CompletionBody, CompletionAnswer, streamed),
+        ("/v1/chat/completions/render", routes.render, ChatBody, PreviewAnswer, {}),
+        ("/v1/tokenize", routes.tokenize, TokenizeBody, TokenizeAnswer, {}),
+        ("/v1/detokenize", routes.detokenize, DetokenizeBody, DetokenizeAnswer, {}),
+        ("/tokenize", routes.tokenize, TokenizeBody, TokenizeAnswer, {}),
+        ("/detokenize", routes.detokenize, DetokenizeBody, DetokenizeAnswer, {}),
+    ]
+    for path, route, body, answer, responses in posts:
+        router.add_api_route(
+            path,
+            route,
+            methods=["POST"],
+            response_model=answer,
+            responses=responses,
+            openapi_extra={**body_schema(body), **SECURED},
+        )
+    router.add_api_route("/v1/models", routes.models, response_model=ModelsAnswer, openapi_extra=SECURED)
+    router.add_api_route("/v1/models/{model:path}", routes.model, response_model=ModelAnswer, openapi_extra=SECURED)
+    return router
+
+
+class OpenAiRoutes:
+    """The handlers of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._texts = TokenTexts(endpoint.renderer)
+        self._read_chat = partial(openai_chat.read_chat, known=Known())
+
+    async def chat(self, request: Request) -> Response:
+        """One answer, or `n`, to a conversation; streamed as server-sent events if asked."""
+        asked = await read_json_body(request, self._read_chat)
+        call, body = await self._chat_call(asked), asked.body
+        exchange = await Exchange.open(request, self._endpoint, body.named_session)
+        if body.stream:
+            return exchange.stream(call, partial(self._chat_events, body), error_event)
+        return await exchange.answer(call, lambda result: openai_chat.render_chat(result, body, self._texts))
+
+    async def complete(self, request: Request, body: Completion) -> Response:
+        """What follows a raw prompt."""
+        endpoint = self._endpoint
+        endpoint.check_model(body.model)
+        reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)
+        prompt_ids = await asyncio.to_thread(reading) if len(body.prompt) > LONG_RENDER_CHARS else reading()
+        call = openai_completions.to_call(body, prompt_ids, endpoint.renderer.vocab_size, endpoint.limits.timeout_s)
+        exchange = await Exchange.open(request, endpoint, body.named_session)
+        if body.stream:
+            return exchange.stream(call, partial(self._completion_events, body), error_event)
+        return await exchange.answer(
+            call, lambda result: openai_completions.render_completion(result, body, self._texts)
+        )
+
+    async def models(self) -> Response:
+        """The one model that is served."""
+        return _json({"object": "list", "data": [self._model(self._endpoint.model_name)]})
+
+    async def model(self, model: str) -> Response:
+        """The model, by its name or as `default`."""
+        self._endpoint.check_model(model)
+        return _json(self._model(model))
+
+    async def render(self, request: Request) -> Response:
+        """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
+
+        In a named session also how the history is matched with what the session has.
+        """
+        asked = await read_json_body(request, self._read_chat)
+        call, body = await self._chat_call(asked), asked.body
+        endpoint = self._endpoint
+        if names_session(request) or body.named_session is not None:
+            session = await session_of(request, endpoint, body.named_session)
+            preview = await session.preview(call.messages, call.tools)
+            ids, parent, split = list(preview.ids), preview.parent_id, preview.split
+        else:
+            ids = await asyncio.to_thread(endpoint.renderer.render, call.messages, call.tools)
+            parent, split = None, None
+        text = await asyncio.to_thread(endpoint.renderer.decode, ids)
+        answer = {
+            "prompt_token_ids": ids,
+            "prompt": text,
+            "parent_turn_id": parent,
+            "split_reason": None if split is None else split.reason.value,
+            "split_detail": None if split is None else split.detail,
+        }
+        return _json(answer)
+
+    async def tokenize(self, body: Tokenize) -> Response:
+        """The ids of a text, or of a conversation as the chat template renders it."""
+        endpoint = self._endpoint
+        if body.model is not None:
+            endpoint.check_model(body.model)
+        ids = await asyncio.to_thread(self._ids_of, body)
+        strings = [self._texts.of(token_id)[0] for token_id in ids] if body.return_token_strs else None
+        answer = {"count": len(ids), "max_model_len": endpoint.max_model_len, "tokens": ids, "token_strs": strings}
+        return _json(answer)
+
+    async def detokenize(self, body: Detokenize) -> Response:
+        """The text of ids, control tokens included."""
+        if body.model is not None:
+            self._endpoint.check_model(body.model)
+        renderer = self._endpoint.renderer
+        if max(body.tokens, default=0) >= renderer.vocab_size:
+            raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="tokens")
+        text = await asyncio.to_thread(renderer.decode, body.tokens)
+        return _json({"prompt": text})
+
+    async def _chat_call(self, asked: openai_chat.ChatRequest) -> ChatCall:
+        endpoint = self._endpoint
+        endpoint.check_model(asked.body.model)
+        reading = partial(
+            openai_chat.to_call,
+            asked,
+            endpoint.parser,
+            endpoint.renderer.vocab_size,
+            endpoint.limits.timeout_s,
+        )
+        return await as_call(reading, len(asked.messages))
+
+    async def _chat_events(
+        self, body: ChatBody, pieces: AsyncIterator[ChatPiece | ChatResult]
+    ) -> AsyncIterator[bytes]:
+        created_at = int(self._endpoint.unix_time())
+        async for chunk in openai_chat.chat_chunks(pieces, body, self._texts, created_at):
+            yield sse(chunk)
+        yield DONE
+
+    async def _completion_events(
+        self, body: CompletionBody, pieces: AsyncIterator[ChatPiece | ChatResult]
+    ) -> AsyncIterator[bytes]:
+        created_at = int(self._endpoint.unix_time())
+        async for chunk in openai_completions.completion_chunks(pieces, body, self._texts, created_at):
+            yield sse(chunk)
+        yield DONE
+
+    def _ids_of(self, body: TokenizeBody) -> list[int]:
+        renderer = self._endpoint.renderer
+        if body.prompt is not None:
+            return renderer.ids(body.prompt)
+        messages, tools = openai_chat.conversation_of(body.messages or (), body.tools)
+        return renderer.render(messages, tools)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        endpoint = self._endpoint
+        return {
+            "id": name,
+            "object": "model",
+            "created": endpoint.created_at,
+            "owned_by": "agentloop",
+            "max_model_len": endpoint.max_model_len,
+        }
+
+
+def error_event(error: AgentLoopError) -> bytes:
+    """A failure in the middle of a stream: the envelope as an event, and the end mark."""
+    return sse(error.to_wire()) + DONE
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")

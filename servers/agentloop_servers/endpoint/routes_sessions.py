@@ -1,0 +1,230 @@
+"""The routes of sessions themselves: create, look, read, reward, finish, delete; and ids in, ids out in a session.
+
+A session key opens the routes of its session; only a user key creates sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from agentloop import codec
+from agentloop.api import (
+    DeletedAnswer,
+    FinishBody,
+    GenerateAnswer,
+    GenerateBody,
+    NewSessionAnswer,
+    NewSessionBody,
+    RewardBody,
+    SessionAnswer,
+    TrajectoryBody,
+    encode_trajectories,
+)
+from agentloop.chat import ChatCall, ChatResult
+from agentloop.errors import DeadlineExceeded, SessionNotFound
+from agentloop.types import Trajectory
+from agentloop_servers.endpoint.call_handler import Exchange
+from agentloop_servers.endpoint.carriers import SECURED, admit, caller_of, require_owner
+from agentloop_servers.endpoint.endpoint import Endpoint, RecordedSession
+from agentloop_servers.endpoint.session_values import NewSession
+from agentloop_servers.http import Keys, body_schema, json_body, unless_client_leaves
+
+T = TypeVar("T")
+
+MSGPACK = "application/msgpack"
+BODIES = (NewSessionBody, RewardBody, FinishBody)
+
+New = Annotated[NewSessionBody, Depends(json_body(NewSessionBody))]
+Reward = Annotated[RewardBody, Depends(json_body(RewardBody))]
+Finish = Annotated[FinishBody, Depends(json_body(FinishBody))]
+Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
+
+
+def session_routes(endpoint: Endpoint, keys: Keys, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+    """The routes; those of one session are open to its key."""
+    routes = SessionRoutes(endpoint)
+    guard = [Depends(admit(keys, endpoint.sessions))]
+    router = APIRouter(dependencies=guard, responses=errors, tags=["sessions"])
+    one = "/sessions/{session_id}"
+    posts: list[tuple[str, Any, type[Any], Any]] = [
+        ("/sessions", routes.create, NewSessionBody, NewSessionAnswer),
+        (f"{one}/reward", routes.reward, RewardBody, SessionAnswer),
+        (f"{one}/finish", routes.finish, FinishBody, list[TrajectoryBody]),
+        (f"{one}/generate", routes.generate, GenerateBody, GenerateAnswer),
+        (f"{one}/v1/generate", routes.generate, GenerateBody, GenerateAnswer),
+    ]
+    for path, route, body, answer in posts:
+        extra = {**body_schema(body), **SECURED}
+        router.add_api_route(path, route, methods=["POST"], response_model=answer, openapi_extra=extra)
+    router.add_api_route(one, routes.session, response_model=SessionAnswer, openapi_extra=SECURED)
+    router.add_api_route(
+        one, routes.delete, methods=["DELETE"], response_model=DeletedAnswer, openapi_extra=SECURED
+    )
+    router.add_api_route(
+        f"{one}/trajectories",
+        routes.trajectories,
+        response_model=list[TrajectoryBody],
+        openapi_extra=SECURED,
+    )
+    return router
+
+
+class SessionRoutes:
+    """The handlers of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def create(self, request: Request, body: New) -> Response:
+        """A new session, durably. With an id of the caller's own it can be repeated."""
+        endpoint, owner = self._endpoint, require_owner(request)
+        if body.session_id is not None:
+            endpoint.check_own(body.session_id)
+        wanted = NewSession(
+            session_id=body.session_id,
+            ttl_s=body.ttl_s,
+            rollout_id=body.rollout_id,
+            group_id=body.group_id or "",
+            task_id=body.task_id or "",
+            sample_index=body.sample_index,
+        )
+        session = await self._in_time(endpoint.sessions.create(wanted, owner))
+        session_id = session.facts.session_id
+        request.scope["state"]["session_id"] = session_id
+        path = f"/sessions/{session_id}/v1"
+        answer = NewSessionAnswer(
+            session_id=session_id,
+            base_url=f"{str(request.base_url).rstrip('/')}{path}",
+            api_key=endpoint.sessions.api_key(session_id),
+            direct_url=None if endpoint.direct_url is None else f"{endpoint.direct_url}{path}",
+        )
+        return _json(answer.model_dump())
+
+    async def session(self, request: Request) -> Response:
+        """Its facts and counts."""
+        return _json(_described(await self._found(request)))
+
+    async def trajectories(self, request: Request) -> Response:
+        """What it has recorded by now; incomplete while a call is open. JSON, or msgpack if accepted."""
+        session = await self._found(request)
+        return await _written(request, await asyncio.to_thread(session.trajectory))
+
+    async def reward(self, request: Request, body: Reward) -> Response:
+        """Set the reward; a later one replaces it until the session is finished."""
+        session = await self._found(request)
+        await self._in_time(session.set_reward(body.reward))
+        return _json(_described(session))
+
+    async def finish(self, request: Request, body: Finish) -> Response:
+        """End it; the record is durable when the answer leaves. A repeat gets the same record."""
+        session_id, owner = self._named(request)
+        finishing = self._endpoint.sessions.finish(
+            session_id,
+            owner,
+            stop_reason=body.reason,
+            error=body.error,
+            reward=body.reward,
+            reward_error=body.reward_error,
+            wait_s=body.wait_s,
+        )
+        trajectory = await unless_client_leaves(request, self._in_time(finishing, body.wait_s))
+        if trajectory is None:
+            return Response(status_code=499)  # nobody reads it
+        return await _written(request, trajectory)
+
+    async def delete(self, request: Request) -> Response:
+        """Throw it away; it never comes back, and leaves no record."""
+        session_id, owner = self._named(request)
+        await self._in_time(self._endpoint.sessions.delete(session_id, owner))
+        return _json(DeletedAnswer(session_id=session_id).model_dump())
+
+    async def generate(self, request: Request, body: Generate) -> Response:
+        """Token ids in, token ids out, recorded as a turn of the session."""
+        asked = body.to_request("")
+        chat = ChatCall(
+            messages=(),
+            prompt_ids=asked.token_ids,
+            sampling=asked.sampling,
+            max_tokens=asked.sampling.max_tokens,
+            timeout_s=asked.timeout_s,
+        )
+        exchange = await Exchange.open(request, self._endpoint, None)
+        return await exchange.answer(chat, render_generation)
+
+    async def _found(self, request: Request) -> RecordedSession:
+        return await self._in_time(self._endpoint.sessions.find(*self._named(request)))
+
+    def _named(self, request: Request) -> tuple[str, str | None]:
+        """The session in the path, and the owner who may have it. Raises SessionNotFound for another's key."""
+        session_id: str = request.path_params["session_id"]
+        caller = caller_of(request)
+        if caller.session_id not in (None, session_id):
+            raise SessionNotFound(f"there is no session {session_id[:128]!r}", param="session_id")
+        self._endpoint.check_own(session_id)
+        request.scope["state"]["session_id"] = session_id
+        return session_id, caller.reaches
+
+    async def _in_time(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
+        try:
+            async with asyncio.timeout(self._endpoint.limits.registry_timeout_s + extra_s):
+                return await work
+        except TimeoutError as error:
+            raise DeadlineExceeded("the session's process did not answer in time") from error
+
+
+def render_generation(result: ChatResult) -> dict[str, Any]:
+    """`GenerateAnswer` of a turn that a session recorded."""
+    reply = result.choices[0].reply
+    return {
+        "request_id": result.call_id,
+        "token_ids": reply.token_ids.tolist(),
+        "logprobs": reply.logprobs.tolist(),
+        "weight_versions": [codec.to_builtins(span) for span in reply.weight_versions],
+        "finish_reason": reply.finish_reason.value,
+        "cached_tokens": reply.cached_tokens,
+        "replica_id": reply.replica_id,
+        "top_logprobs": reply.top_logprobs,
+    }
+
+
+def _described(session: RecordedSession) -> dict[str, Any]:
+    facts = session.facts
+    answer = SessionAnswer(
+        session_id=facts.session_id,
+        state=facts.state.value,
+        created_at=facts.created_at,
+        ttl_s=facts.ttl_s,
+        rollout_id=facts.rollout_id,
+        group_id=facts.group_id or facts.session_id,
+        task_id=facts.task_id,
+        sample_index=facts.sample_index,
+        reward=facts.reward,
+        stop_reason=None if facts.stop_reason is None else facts.stop_reason.value,
+        error=facts.error,
+        num_turns=session.num_turns,
+        num_open_calls=session.num_open_calls,
+        num_bytes=session.num_bytes,
+        is_complete=session.is_complete,
+    )
+    return answer.model_dump()
+
+
+async def _written(request: Request, trajectory: Trajectory) -> Response:
+    if MSGPACK in request.headers.get("accept", ""):
+        return Response(encode_trajectories([trajectory]), media_type=MSGPACK)
+    # Millions of numbers as text, maybe: keep that off the event loop.
+    return Response(await asyncio.to_thread(_as_json, trajectory), media_type="application/json")
+
+
+def _as_json(trajectory: Trajectory) -> bytes:
+    return orjson.dumps(codec.to_builtins([trajectory]))
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,156 @@
+"""How one vLLM engine is set up: its configuration, its environment, and vLLM's arguments made from them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """One engine. `initial_version` is the version `model`'s weights are; None exactly with dummy weights."""
+
+    model: str  # a Hugging Face folder
+    initial_version: int | None
+    load_format: str = "auto"
+    device: str = "cpu"  # "cpu" or "cuda": which build of vLLM is installed
+    dtype: str = "bfloat16"
+    max_model_len: int = 4096
+    max_num_seqs: int = 128
+    block_size: int = 32  # on CPU a multiple of 32
+    kv_cache_memory_bytes: int | None = None  # required on CPU
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
+    can_sleep: bool = False  # its memory can be given back; CUDA only
+    weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
+    lora_rank: int | None = None  # the largest; None: no adapters
+    enforce_eager: bool = False  # always on on CPU
+    seed: int = 0
+    num_threads: int = 1  # CPU only
+    control_timeout_s: float = 60.0  # pause, resume
+    drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
+    commit_timeout_s: float = 300.0
+    stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
+    worker_extension: str = WORKER_EXTENSION  # the import path of our half inside vLLM's workers
+
+    def __post_init__(self) -> None:
+        if (self.load_format == "dummy") != (self.initial_version is None):
+            raise ValueError("initial_version is None exactly when load_format is 'dummy'")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device is 'cpu' or 'cuda', not {self.device!r}")
+        if self.device == "cpu" and self.block_size % 32:
+            raise ValueError(f"block_size on CPU is a multiple of 32, not {self.block_size}")
+        if self.device == "cpu" and self.kv_cache_memory_bytes is None:
+            # vLLM would reserve a share of all memory, 92 % unless told otherwise.
+            raise ValueError("kv_cache_memory_bytes is required on CPU")
+        if self.device == "cpu" and self.can_sleep:
+            # vLLM would only log a warning, and keep everything.
+            raise ValueError("memory cannot be given back on CPU")
+
+    @property
+    def can_constrain(self) -> bool:
+        """Whether all that vLLM needs to constrain is there: the model's tokenizer, and xgrammar."""
+        return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold weights."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+
+def prepare_environment(config: VllmConfig) -> None:
+    """Set what vLLM reads from the environment. Call before its first import; what the user set stays."""
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",  # no calls home
+        "HF_HUB_OFFLINE": "1",  # models are folders
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings of every start would bury ours
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "3",  # then a worker that is closing is killed; it holds no state
+        "VLLM_HOST_IP": "127.0.0.1",  # its internal sockets stay on loopback; all workers are on this host
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork copies our threads' locks in whatever state they are
+    }
+    if config.device == "cpu":
+        wanted |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a host on the same cores
+            "OMP_NUM_THREADS": str(config.num_threads),
+        }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    from vllm.config import KVEventsConfig, StructuredOutputsConfig
+
+    is_cpu = config.device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "load_format": config.load_format,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "block_size": config.block_size,
+        **_parallel_arguments(config),
+        "seed": config.seed,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        # A compiled graph keeps the packed weights it was traced with: on CPU an update would not reach it.
+        "enforce_eager": config.enforce_eager or is_cpu,
+        # Token ids in, token ids out: the tokenizer is for constraints only.
+        "skip_tokenizer_init": not config.can_constrain,
+        # Left to "auto", vLLM 0.32 picks a backend a request and then uses the first one's for all.
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
+        "generation_config": "vllm",  # the model folder's sampling defaults must not apply
+        "logprobs_mode": "processed_logprobs",  # under the distribution that was sampled from
+        "enable_prefix_caching": True,
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=kv_endpoint),
+        "worker_extension_cls": config.worker_extension,
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics
+        "enable_log_requests": False,
+    }
+    if config.can_sleep:
+        arguments["enable_sleep_mode"] = True
+    if config.lora_rank is not None:
+        # One adapter is served at a time, always under the same id (`vllm_lora.py`).
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": config.lora_rank,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+        }
+    if is_cpu:
+        # A seeded request whose prefill is cut in chunks kills vLLM 0.32's CPU worker ("CPU Generator does not
+        # use offset").
+        arguments["enable_chunked_prefill"] = False
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return arguments
+
+
+def kv_endpoints(endpoint: str, data_parallel_size: int) -> tuple[str, ...]:
+    """Where each data-parallel rank publishes its KV events when vLLM is given `endpoint` (`kv_endpoint`)."""
+    return (endpoint, *(f"{endpoint}_dp{rank}" for rank in range(1, data_parallel_size)))
+
+
+def kv_endpoint(socket_dir: str) -> str:
+    """An endpoint in a private directory. Its name has "inproc" in it: vLLM 0.32 gives each data-parallel rank a
+    socket of its own only if that word or "tcp" is in the endpoint, and fails on others."""
+    return f"ipc://{socket_dir}/inproc-kv"
+
+
+def _parallel_arguments(config: VllmConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"tensor_parallel_size": config.tensor_parallel_size}
+    if config.data_parallel_size > 1:
+        arguments["data_parallel_size"] = config.data_parallel_size
+    if config.expert_parallel:
+        arguments["enable_expert_parallel"] = True
+    if config.num_workers > 1:
+        # All of a replica's GPUs are on its host. Under Ray, vLLM would choose its Ray executor by itself.
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments

@@ -1,0 +1,228 @@
+"""Our requests as vLLM's, vLLM's outputs and errors as ours. Values only: no state, nothing awaited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+from agentloop.checks import LOGPROB_SENTINEL, MAX_BIAS
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.errors import (
+    AgentLoopError,
+    EngineError,
+    EngineLost,
+    EnginePaused,
+    InvalidRequest,
+    MalformedEngineResponse,
+    Overloaded,
+)
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Load,
+    SamplingParams,
+    TopLogprobs,
+    WeightVersionSpan,
+)
+
+MAX_WHITESPACE_CHARS = 8
+"""In a row, between the parts of constrained JSON: enough to indent it."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The tokens of one request so far. Its lists grow together, in `add`."""
+
+    num_top_logprobs: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty unless asked for
+
+    def add(self, completion: Any) -> None:
+        """Append what one vLLM CompletionOutput brings."""
+        token_ids, flat = list(completion.token_ids), completion.logprobs
+        if not token_ids:
+            return
+        starts = range(len(token_ids)) if not self.num_top_logprobs or flat is None else flat.start_indices
+        if flat is None or [flat.token_ids[start] for start in starts] != token_ids:
+            raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
+        self.token_ids += token_ids
+        self.logprobs += [flat.logprobs[start] for start in starts]
+        if self.num_top_logprobs:
+            self.top_logprobs += map(self._alternatives, repeat(flat), starts, flat.end_indices)
+
+    def _alternatives(self, flat: Any, start: int, end: int) -> tuple[tuple[int, float], ...]:
+        """One position of vLLM's FlatLogprobs: the sampled token, then the likeliest ones; it is not repeated
+        among these where vLLM has merged pieces."""
+        first = start + (end - start > self.num_top_logprobs)
+        places = sorted(range(first, end), key=flat.ranks.__getitem__)
+        # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
+        return tuple(
+            (flat.token_ids[place], flat.logprobs[place])
+            for place in places
+            if flat.logprobs[place] > LOGPROB_SENTINEL
+        )
+
+    def part(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...], TopLogprobs]:
+        """Ids, logprobs and alternatives from token `start` on."""
+        return tuple(self.token_ids[start:]), tuple(self.logprobs[start:]), tuple(self.top_logprobs[start:])
+
+
+def sampling_params(
+    sampling: SamplingParams, max_tokens: int, *, is_streamed: bool, eos_token_id: int | None = None
+) -> Any:
+    """vLLM's SamplingParams. Stops at `stop_token_ids` and nowhere else; `eos_token_id` is the tokenizer's."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    constraint, bias = sampling.constraint, dict(sampling.logit_bias)
+    if constraint is not None and eos_token_id is not None and eos_token_id not in sampling.stop_token_ids:
+        # vLLM lets it end a constraint all the same; it would not end the request, and anything could follow it.
+        bias[eos_token_id] = -MAX_BIAS
+
+    return VllmSamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(sampling.min_tokens, max_tokens),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=bias or None,
+        structured_outputs=structured_outputs(constraint) if constraint is not None else None,
+        logprobs=sampling.num_top_logprobs,  # 0: the sampled token's only
+        flat_logprobs=True,
+        detokenize=False,
+        # One final output costs the front end about half of what a stream of deltas does.
+        output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def structured_outputs(constraint: Constraint) -> Any:
+    """vLLM's form of a constraint."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return StructuredOutputsParams(structural_tag=_json_tag(constraint.text))
+        case ConstraintKind.JSON_OBJECT:
+            return StructuredOutputsParams(structural_tag=_json_tag('{"type": "object"}'))
+        case ConstraintKind.STRUCTURAL_TAG:
+            return StructuredOutputsParams(structural_tag=constraint.text)
+        case ConstraintKind.REGEX:
+            return StructuredOutputsParams(regex=constraint.text)
+
+
+def _json_tag(schema: str) -> str:
+    """vLLM's own forms for JSON put no bound on whitespace: a policy may fill its turn with it."""
+    return (
+        '{"type": "structural_tag", "format": {"type": "json_schema", '
+        f'"max_whitespace_cnt": {MAX_WHITESPACE_CHARS}, "json_schema": {schema}}}}}'
+    )
+
+
+def tokens_prompt(request: GenerateRequest, kv_version: int | None) -> Any:
+    """A rendered prompt, which vLLM takes without a detour over a thread; the salt keeps KV versions apart."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(list(request.token_ids), cache_salt=str(kv_version))
+
+
+def spans_from_starts(starts: list[tuple[str, int]], end: int) -> tuple[WeightVersionSpan, ...]:
+    """Spans that tile `[0, end)` from the (version label, first token) pairs that vLLM keeps."""
+    ends = [first for _, first in starts[1:]] + [end]
+    pairs = zip(starts, ends, strict=True)
+    return tuple(WeightVersionSpan(int(label), start, stop) for (label, start), stop in pairs if start < stop)
+
+
+def clip(spans: tuple[WeightVersionSpan, ...], start: int, end: int) -> tuple[WeightVersionSpan, ...]:
+    """The part of `spans` over `[start, end)`, as offsets from `start`."""
+    cut = ((span.version, max(span.start, start), min(span.end, end)) for span in spans)
+    return tuple(WeightVersionSpan(version, a - start, b - start) for version, a, b in cut if a < b)
+
+
+def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
+    """How vLLM says a generation ended. Raises EngineError for what is not an end."""
+    reason = completion.finish_reason
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"request {request.request_id}: vLLM ended it with {reason!r}")
+    return FinishReason(reason)
+
+
+def final_spans(completion: Any) -> tuple[WeightVersionSpan, ...]:
+    """The version spans of a finished CompletionOutput."""
+    starts = [(span.version, span.start) for span in completion.weight_versions or ()]
+    return spans_from_starts(starts, completion.weight_versions[-1].end) if starts else ()
+
+
+def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tuple[WeightVersionSpan, ...] | None:
+    """Version spans of a streamed request's first `num_tokens` tokens; None if vLLM has forgotten it meanwhile.
+
+    vLLM publishes spans with the final output only. Its own record is read here because the version at the time
+    of reading may be newer than a piece that waited to be read.
+    """
+    if output.finished:
+        return final_spans(output.outputs[0])
+    processor = llm.output_processor
+    for internal_id in processor.external_req_ids.get(request_id, ()):
+        starts = processor.request_states[internal_id].weight_version_starts
+        return spans_from_starts([pair for pair in starts if pair[1] < num_tokens], num_tokens)
+    return None
+
+
+def is_unbegun(llm: Any, request_id: str) -> bool:
+    """Whether vLLM has given out no token of a request that it knows."""
+    processor = llm.output_processor
+    states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
+    return bool(states) and all(state is not None and state.is_prefilling for state in states)
+
+
+def to_generation(request: GenerateRequest, output: Any, sampled: Sampled, load: Load) -> Generation:
+    """The finished vLLM RequestOutput as a Generation; its tokens may have come in pieces."""
+    completion = output.outputs[0]
+    token_ids, logprobs, top_logprobs = sampled.part(0)
+    return Generation(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        weight_versions=final_spans(completion),
+        finish_reason=finish_reason(request, completion),
+        # A request that was preempted and prefilled again reports that prefill's hits, past its prompt too.
+        cached_tokens=min(output.num_cached_tokens or 0, len(request.token_ids)),
+        load=load,
+        top_logprobs=top_logprobs,
+    )
+
+
+def nothing(request: GenerateRequest, load: Load) -> Generation:
+    """The answer to a request that was aborted before vLLM saw it."""
+    return Generation(request.request_id, (), (), (), FinishReason.ABORT, load=load)
+
+
+def translate(error: Exception) -> AgentLoopError:
+    """Our error for one that vLLM raised."""
+    from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if isinstance(error, AgentLoopError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return EngineLost("the vLLM engine process is gone")
+    if isinstance(error, RetryableRequestError):
+        return EnginePaused(one_line(error))
+    if isinstance(error, VLLMClientError):
+        return InvalidRequest(one_line(error))
+    if isinstance(error, GracefulHTTPError):
+        return Overloaded(one_line(error))
+    return EngineError(f"vLLM: {one_line(error)}")
+
+
+def one_line(error: BaseException) -> str:
+    """The error's last line, which is where a worker's traceback names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

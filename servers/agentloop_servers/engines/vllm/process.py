@@ -1,0 +1,168 @@
+"""The vLLM process behind an engine: AsyncLLM, its event feed and its statistics, started and ended as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import AsyncIterator
+from typing import Any
+
+from agentloop.engine import EngineInfo
+from agentloop.errors import AgentLoopError, EngineError
+from agentloop_servers.engines.vllm.config import (
+    VllmConfig,
+    engine_arguments,
+    kv_endpoint,
+    kv_endpoints,
+    prepare_environment,
+)
+from agentloop_servers.engines.vllm.convert import one_line, translate
+from agentloop_servers.engines.vllm.kv_events import KVEventFeed
+
+_IMPORT_LOCK = threading.Lock()
+
+EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded takes seconds to leave on busy cores
+
+
+class SchedulerStats:
+    """vLLM's stat-logger interface, reduced to the latest figures. They freeze while vLLM is idle or paused."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.kv_cache_usage = 0.0  # share of the blocks that requests hold
+
+    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None: ...
+    def log(self) -> None: ...
+    def record_sleep_state(self, *_: Any) -> None: ...
+
+
+class VllmProcess:
+    """One AsyncLLM (`llm`, valid after `start`), which is its engine process's only client."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._socket_dir: str | None = None
+        self.llm: Any = None
+        self.stats = SchedulerStats()
+        self.feed = KVEventFeed()
+
+    async def start(self) -> None:
+        """Raises EngineError if vLLM does not come up; nothing is left behind then, or if it is cancelled."""
+        # A socket file: no port, and only this user can read it.
+        self._socket_dir = tempfile.mkdtemp(prefix="agentloop-")
+        endpoint = kv_endpoint(self._socket_dir)
+        # In a thread, so that the loop (health checks, other tasks) goes on meanwhile.
+        construction = asyncio.create_task(asyncio.to_thread(self._construct, endpoint))
+        try:
+            self.llm = await asyncio.shield(construction)
+            self.feed.start(kv_endpoints(endpoint, self._config.data_parallel_size))
+            await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
+        except BaseException as error:
+            if self.llm is None:
+                # The thread cannot be stopped, and what it starts must not outlive us.
+                with contextlib.suppress(Exception):
+                    self.llm = await construction
+            await self.close()
+            if isinstance(error, Exception) and not isinstance(error, AgentLoopError):
+                raise EngineError(f"vLLM did not start: {one_line(error)}") from error
+            raise
+
+    async def close(self) -> None:
+        """End the processes and free everything. Idempotent."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            if llm.output_handler is not None:
+                # Before its sockets go, or it reports a dead engine.
+                llm.output_handler.cancel()
+                await asyncio.wait([llm.output_handler])
+            await asyncio.to_thread(llm.shutdown, EXIT_TIMEOUT_S)
+            await asyncio.sleep(0)  # the shutdown closes its sockets from a callback of this loop
+            llm.engine_core.resources.ctx.destroy(linger=0)  # which it leaves open
+            # Its destructor shuts it down once more, and fails where the interpreter has ended by then.
+            llm.shutdown = lambda *_: None
+        if self._socket_dir is not None:
+            await asyncio.to_thread(shutil.rmtree, self._socket_dir, ignore_errors=True)
+        await self.feed.close()
+
+    async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the worker extension in every worker; results in the order of their ranks.
+
+        Arguments and results are plain: strings, numbers, lists, dicts of them.
+        """
+        engines = await self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, arguments, None)
+        return [result for engine in engines for result in engine]
+
+    async def pause(self, *, is_cache_cleared: bool) -> None:
+        """Freeze vLLM between two tokens; returns once no step is under way.
+
+        vLLM's `pause_generation` does the same and sleeps 20 ms for the order of events, which labels do not need:
+        they are put on each step's outputs by the engine process.
+        """
+        await self.llm.engine_core.pause_scheduler_async("keep", is_cache_cleared)
+        if is_cache_cleared:
+            self.feed.clear()
+
+    async def clear_cache(self) -> None:
+        """Drop all KV, that of frozen requests too: they are prefilled again. Raises EngineError."""
+        if not await self.llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM did not clear its prefix cache")
+        self.feed.clear()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's."""
+        eos_token_id: int | None = self.llm.renderer.get_eos_token_id()
+        return eos_token_id
+
+    def describe(self) -> EngineInfo:
+        """The engine's fixed facts."""
+        config = self.llm.vllm_config
+        block_size, num_ranks = config.cache_config.block_size, self._config.data_parallel_size
+        return EngineInfo(
+            name="vllm",
+            max_context_tokens=config.model_config.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            block_size=block_size,
+            kv_capacity_tokens=config.cache_config.num_gpu_blocks
+            * block_size
+            * num_ranks,  # vLLM counts one rank's
+            max_running=config.scheduler_config.max_num_seqs * num_ranks,
+            num_workers=self._config.num_workers,
+            weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
+            can_sleep=self._config.can_sleep,
+            can_constrain=self._config.can_constrain,
+        )
+
+    def _construct(self, endpoint: str) -> Any:
+        prepare_environment(self._config)
+        # What vLLM and torch say of their own imports. The filters are the process's, so one thread at a time.
+        with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            if self._config.can_constrain:
+                importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
+            arguments = AsyncEngineArgs(**engine_arguments(self._config, endpoint))
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.stats])
+
+
+@contextlib.asynccontextmanager
+async def control_call(action: str, timeout_s: float) -> AsyncIterator[None]:
+    """A call to vLLM under a deadline; what it raises becomes ours."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise EngineError(f"vLLM did not answer a {action} in time") from error
+    except Exception as error:
+        raise translate(error) from error

@@ -1,0 +1,218 @@
+"""The weights of one vLLM engine: what is staged, what is served, under which version.
+
+The bytes move in vLLM's worker processes (`transfer/worker.py`), which this object drives by remote calls; each
+returns at once while decoding goes on, except a commit, which only comes while generation is paused. One stage at a
+time; a new one drops what the last one held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames, WeightUpdate
+from agentloop.errors import CheckpointUnreadable, Conflict, EngineError, InvalidRequest
+from agentloop_servers.engines.vllm import convert as values
+from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.lora import LoraAdapters
+from agentloop_servers.engines.vllm.process import VllmProcess
+from agentloop_servers.weight_transfer import ServedForm
+
+POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
+HELD, FAILED = "held", "failed"
+
+
+class VllmWeights:
+    """`version` is what vLLM labels tokens with; None: unknown, discarded, or dummy."""
+
+    def __init__(self, config: VllmConfig, process: VllmProcess) -> None:
+        self._config = config
+        self._process = process
+        self._form: ServedForm | None = None
+        self._lora = LoraAdapters(config) if config.lora_rank is not None else None
+        self._committed: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._staged: tuple[int, WeightUpdate] | None = None  # its number at the workers
+        self._stage_lock = asyncio.Lock()
+        self.version: int | None = None
+
+    async def check(self) -> None:
+        """Look at the model folder, before vLLM is started. Raises CheckpointUnreadable."""
+        is_dummy = self._config.load_format == "dummy"
+        self._form = await asyncio.to_thread(ServedForm, self._config.model, is_dummy=is_dummy)
+
+    async def start(self) -> None:
+        """Once vLLM is up: let its workers get ready, and stamp the version that it was started with."""
+        form = self._served_form()
+        known = form.tensors
+        directory = self._config.model if self._config.load_format != "dummy" else None
+        await self._on_workers(
+            "weights_prepare",
+            directory,
+            _plain(known),
+            self._config.weight_staging,
+            self._config.stage_timeout_s,
+        )
+        if self._lora is not None:
+            await self._lora.start(self._process.llm)
+        if self._config.initial_version is not None:
+            await self._label(self._config.initial_version)
+            self.version = self._config.initial_version
+            self._committed.add(self.version)
+
+    def close(self) -> None:
+        """Idempotent; vLLM may be gone."""
+        if self._lora is not None:
+            self._lora.close()
+
+    @property
+    def lora_request(self) -> Any:
+        """vLLM's LoRARequest that every request carries; None without adapters."""
+        return self._lora.request if self._lora is not None else None
+
+    async def stage(self, update: WeightUpdate) -> StageReport:
+        """Have the workers receive and check `update`. Raises CheckpointUnreadable or EngineError."""
+        async with self._stage_lock:
+            self._staged = None
+            number = next(self._numbers)
+            if update.adapter is not None:
+                report = await self._stage_adapter(update.adapter)
+            else:
+                source = await asyncio.to_thread(self._source, update)
+                report = await self._stage_tensors(number, source)
+            self._staged = (number, update)
+            return report
+
+    async def commit(self, version: int) -> CommitReport:
+        """Swap and stamp; vLLM must be paused. Raises Conflict if `version` is not staged, else what went wrong,
+        and then `version` is None: the weights are of unknown state."""
+        if self._staged is None or self._staged[1].version != version:
+            held = "nothing" if self._staged is None else f"version {self._staged[1].version}"
+            raise Conflict(f"version {version} cannot be committed: {held} is staged")
+        (number, update), self._staged = self._staged, None
+        self.version = None
+        async with asyncio.timeout(self._config.commit_timeout_s):
+            # Side by side: the label counts from the next token on, and there is none before the resume.
+            report, _ = await asyncio.gather(self._swap(number, update), self._label(version))
+            if version in self._committed:
+                # KV under this version's salt may be of other weights.
+                await self._process.clear_cache()
+        self.version = version
+        self._committed.add(version)
+        self._served_form().confirm()
+        return report
+
+    async def offer(self) -> PushSource | None:
+        """The workers' own parameters, for the workers of an equal engine."""
+        if self.version is None or self._lora is not None:
+            return None
+        token = secrets.token_hex(16)
+        offers = await self._on_workers("weights_offer", token)
+        if any(offer is None for offer in offers):
+            return None
+        tensors = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in offers[0]["tensors"])
+        addresses = tuple(offer["address"] for offer in offers)
+        return PushSource(addresses, token, tensors, TensorNames(offers[0]["names"]))
+
+    async def release(self) -> None:
+        """Give back all memory that is not vLLM's: what is staged, and the buffers of transfers."""
+        async with self._stage_lock:
+            self._staged = None
+            await self._on_workers("weights_release")
+
+    # --- inside ---
+
+    def _served_form(self) -> ServedForm:
+        if self._form is None:
+            raise EngineError("the engine is not started")
+        return self._form
+
+    def _source(self, update: WeightUpdate) -> dict[str, Any]:
+        """What the workers need to know, checked against the served model; blocks."""
+        form = self._served_form()
+        if self._lora is not None:
+            raise CheckpointUnreadable("this engine serves adapters: push an adapter, not weights", param="adapter")
+        if update.directory is not None:
+            tensors = form.check_directory(update.directory)
+            return {"directory": update.directory, "tensors": _plain(tensors)}
+        if update.push is None:
+            raise InvalidRequest("an update without a source", param="directory")
+        push = update.push
+        if push.names is TensorNames.CHECKPOINT:
+            form.check_push(push.tensors)
+        return {
+            "addresses": list(push.addresses),
+            "token": push.token,
+            "tensors": _plain(push.tensors),
+            "names": push.names.value,
+            "num_receivers": push.num_receivers,
+        }
+
+    async def _stage_tensors(self, number: int, source: dict[str, Any]) -> StageReport:
+        is_held = False
+        try:
+            async with asyncio.timeout(self._config.stage_timeout_s):
+                await self._on_workers("weights_stage", number, source)
+                while True:
+                    states = await self._on_workers("weights_poll", number)
+                    failed = next((state for state in states if state["state"] == FAILED), None)
+                    if failed is not None:
+                        raise CheckpointUnreadable(failed["error"], param="directory")
+                    if all(state["state"] == HELD for state in states):
+                        is_held = True
+                        return _stage_report(states)
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise CheckpointUnreadable(f"not received within {self._config.stage_timeout_s:g} s") from error
+        finally:
+            if not is_held and self._process.llm is not None:
+                await asyncio.shield(self._on_workers("weights_drop", number))
+
+    async def _stage_adapter(self, directory: str) -> StageReport:
+        if self._lora is None:
+            raise CheckpointUnreadable("this engine takes no adapters: set engine.lora_rank", param="adapter")
+        num_bytes = await asyncio.to_thread(self._lora.check, directory)
+        return StageReport(HeldIn.FILES, "adapter", num_bytes)
+
+    async def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
+        try:
+            return await self._process.on_workers(method, *arguments)
+        except Exception as error:
+            raise values.translate(error) from error
+
+    async def _swap(self, number: int, update: WeightUpdate) -> CommitReport:
+        if update.adapter is not None and self._lora is not None:
+            return await self._lora.commit(update.adapter, self._process)
+        return _commit_report(await self._on_workers("weights_commit", number))
+
+    async def _label(self, version: int) -> None:
+        await self._process.llm.update_weight_version(str(version))
+
+
+def _plain(tensors: tuple[TensorInfo, ...]) -> list[list[Any]]:
+    """What crosses to the workers are lists and strings."""
+    return [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in tensors]
+
+
+def _stage_report(states: list[Mapping[str, Any]]) -> StageReport:
+    """Of all workers: the slowest, and the one that holds least."""
+    order = [HeldIn.NOWHERE, HeldIn.FILES, HeldIn.HOST, HeldIn.DEVICE]
+    return StageReport(
+        held_in=min((HeldIn(state["held_in"]) for state in states), key=order.index),
+        transport="+".join(sorted({state["transport"] for state in states})),
+        num_bytes=max(state["num_bytes"] for state in states),
+        transfer_ms=max(state["transfer_ms"] for state in states),
+    )
+
+
+def _commit_report(reports: list[Mapping[str, Any]]) -> CommitReport:
+    return CommitReport(
+        swap_ms=max(report["swap_ms"] for report in reports),
+        verify_ms=max(report["verify_ms"] for report in reports),
+        num_verified=sum(report["num_verified"] for report in reports),
+        num_unverified=sum(report["num_unverified"] for report in reports),
+        transfer_ms=max(report["transfer_ms"] for report in reports),
+    )

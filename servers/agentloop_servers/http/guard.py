@@ -1,0 +1,390 @@
+"""What stands between the network and the routes: request ids, body bounds, keys, and the one error envelope.
+
+Pure ASGI, because BaseHTTPMiddleware hides disconnects. Invariants: every answer carries `x-request-id`, and where
+a session is known `x-session-id`; every answer that is no success is `{"error": {message, type, param, code}}`, or
+what the route's dialect has instead (`envelope`); no more than `max_body_bytes` of a body are ever held; a body is
+read only after the route's key was checked; authorisation hangs on the route itself, never on a path or on the
+Host header.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import orjson
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentloop.api import invalid_request, parse_body
+from agentloop.client import is_loopback
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Unauthorized
+from agentloop_servers.http.turnstile import Turnstile
+
+T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
+
+Envelope: TypeAlias = Callable[[AgentLoopError], Any]
+"""Writes the body of an error answer, as something `orjson` takes."""
+
+LONG_BODY_BYTES = 256 << 10
+"""Longer bodies are parsed in a thread: the event loop has other requests to serve."""
+
+_BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9._\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+_BEARER = re.compile(r"Bearer ([\x21-\x7e]{1,512})")
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body exceeds the service's bound."""
+
+    code, http_status = "body_too_large", 413
+
+
+class HeadersTooLarge(InvalidRequest):
+    """The headers exceed the service's bound."""
+
+    code, http_status = "headers_too_large", 431
+
+
+class BodyTimeout(InvalidRequest):
+    """The body did not arrive in time."""
+
+    code, http_status = "body_timeout", 408
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is compressed."""
+
+    code, http_status = "unsupported_media_type", 415
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, but not with this method."""
+
+    code, http_status = "method_not_allowed", 405
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Every bound of the front door."""
+
+    max_header_bytes: int = 64 << 10
+    max_headers: int = 256
+    max_body_bytes: int = 32 << 20
+    body_timeout_s: float = 60.0
+    max_direct_calls: int = 1024  # concurrent `POST /generate`; the next one gets 429
+    coordinator_timeout_s: float = 60.0
+    update_timeout_s: float = 900.0
+    retry_after_s: int = 1  # told with 429 and 503; 1 to 60
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys, kept as hashes, sent as a bearer or as `x-api-key`. Without user keys the user routes are open; the
+    admin key is a user key too.
+
+    With user keys but no admin key, nobody may use the admin routes.
+    """
+
+    users: tuple[bytes, ...] = ()
+    admin: bytes | None = None
+
+    @classmethod
+    def of(cls, user_keys: Iterable[str] = (), admin_key: str | None = None) -> Keys:
+        """Keys from their texts. Raises InvalidRequest for one that no header can carry."""
+        texts = list(user_keys)
+        for text in [*texts, *([admin_key] if admin_key is not None else [])]:
+            if _BEARER.fullmatch(f"Bearer {text}") is None:
+                raise InvalidRequest("a key is 1 to 512 printable ASCII characters without spaces")
+        return cls(tuple(map(_digest, texts)), _digest(admin_key) if admin_key is not None else None)
+
+    @classmethod
+    def from_environment(cls, user_keys_name: str, admin_key_name: str) -> Keys:
+        """Keys from two environment variables; several user keys stand between commas."""
+        users = [key for key in os.environ.get(user_keys_name, "").split(",") if key]
+        return cls.of(users, os.environ.get(admin_key_name) or None)
+
+    def check_bind(self, host: str) -> None:
+        """Raises InvalidRequest if a service on `host` would be open to other machines without keys."""
+        if not is_loopback(host) and (not self.users or self.admin is None):
+            raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
+
+    async def require_user(self, request: Request) -> None:
+        """Route dependency: raises Unauthorized without a good key."""
+        if self.users:
+            self._role(request)
+
+    async def require_admin(self, request: Request) -> None:
+        """Route dependency: raises Unauthorized without a good key, Forbidden with a user's."""
+        if (self.users or self.admin is not None) and not self._role(request):
+            raise Forbidden("this needs the admin key")
+
+    def owner_of(self, request: Request) -> str:
+        """Who calls: the digest of the key, or "" where user routes are open. Raises Unauthorized."""
+        if not self.users:
+            return ""
+        self._role(request)
+        return _digest(credential_of(request) or "").hex()
+
+    def _role(self, request: Request) -> bool:
+        """Whether the caller is the admin. Compares with every key, so that time tells nothing."""
+        credential = credential_of(request)
+        digest = _digest(credential or "")
+        is_user = sum(hmac.compare_digest(digest, known) for known in self.users) > 0
+        is_admin = self.admin is not None and hmac.compare_digest(digest, self.admin)
+        if credential is None or not (is_user or is_admin):
+            raise Unauthorized(
+                "send one header `Authorization: Bearer <key>` or `x-api-key: <key>` with a known key"
+            )
+        return is_admin
+
+
+def credential_of(request: Request) -> str | None:
+    """The key a request carries; None without one, with a malformed one, and with several that differ."""
+    bearers = request.headers.getlist("authorization")
+    plain = request.headers.getlist("x-api-key")
+    if len(bearers) > 1 or len(plain) > 1:
+        return None
+    texts = [*bearers, *(f"Bearer {key}" for key in plain)]
+    found = {match[1] if (match := _BEARER.fullmatch(text)) else None for text in texts}
+    return found.pop() if len(found) == 1 else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+# --- bodies -----------------------------------------------------------------------------------------------
+
+
+def json_body(
+    kind: type[B], parse: Callable[[bytes, type[B]], B] = parse_body
+) -> Callable[[Request], Awaitable[B]]:
+    """A route dependency that reads the body as a `kind`, strictly. The guard bounds its size and time."""
+
+    async def read(request: Request) -> B:
+        return await read_json_body(request, lambda body: parse(body, kind))
+
+    return read
+
+
+async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of a JSON body; a long one is parsed in a thread. Raises InvalidRequest."""
+    content_type = request.headers.get("content-type", "").lower()
+    media_type, _, parameters = content_type.partition(";")
+    charset = parameters.strip().removeprefix("charset=").strip('"')
+    if media_type.strip() != "application/json" or charset not in ("", "utf-8"):
+        raise InvalidRequest("send application/json in UTF-8", param="content-type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
+    body = await request.body()
+    return await asyncio.to_thread(parse, body) if len(body) > LONG_BODY_BYTES else parse(body)
+
+
+def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that takes a `kind`."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
+    """Bring every failure of a route into the envelope."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, AgentLoopError)
+        return error_response(error, limits.retry_after_s, envelope_of(request.scope))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        problems = [(tuple(problem["loc"])[1:], str(problem["msg"])) for problem in error.errors()]
+        return error_response(invalid_request(problems), limits.retry_after_s, envelope_of(request.scope))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        kinds: dict[int, AgentLoopError] = {
+            404: NotFound("no such path"),
+            405: MethodNotAllowed(f"{request.method} is not possible here"),
+        }
+        known = kinds.get(error.status_code)
+        if known is None:
+            known = (
+                InvalidRequest(str(error.detail)) if error.status_code < 500 else AgentLoopError("internal error")
+            )
+        response = error_response(known, limits.retry_after_s, envelope_of(request.scope))
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["allow"] = ", ".join(
+                sorted(_methods_at(request))
+            )  # Starlette tells those of one route
+        return response
+
+    app.add_exception_handler(AgentLoopError, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _methods_at(request: Request) -> set[str]:
+    """What the path of a request may be asked with."""
+    found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in found for method in getattr(route, "methods", None) or ()}
+
+
+def error_response(
+    error: AgentLoopError, retry_after_s: int = 1, envelope: Envelope = AgentLoopError.to_wire
+) -> Response:
+    """The envelope, with the headers that the status calls for.
+
+    The OpenAI and Anthropic clients repeat a 409 and every 5xx unless `x-should-retry` says otherwise.
+    """
+    headers = {}
+    if error.http_status in (429, 503):
+        headers["retry-after"] = str(min(max(retry_after_s, 1), 60))
+    if error.http_status in (409, 429) or error.http_status >= 500:
+        headers["x-should-retry"] = "true" if error.retryable else "false"
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(orjson.dumps(envelope(error)), error.http_status, headers, "application/json")
+
+
+def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Request], Awaitable[None]]:
+    """A route dependency, to stand first: errors of this route are written by `envelope`, and every answer has its
+    request's id also under `id_header`."""
+
+    async def declare(request: Request) -> None:
+        request.scope["state"].update(envelope=envelope, id_header=id_header)
+
+    return declare
+
+
+def envelope_of(scope: Scope) -> Envelope:
+    """What writes the errors of this request."""
+    envelope: Envelope = scope.get("state", {}).get("envelope", AgentLoopError.to_wire)
+    return envelope
+
+
+# --- the middleware ---------------------------------------------------------------------------------------
+
+
+class HttpGuard:
+    """The outermost layer of the app: ids, bounds, and an answer for what nothing else caught."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app = app
+        self._limits = limits
+        self._turnstile = Turnstile(_BEGUN_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        exchange = _Exchange(_request_id(headers), self._limits, receive, send, state)
+        state["request_id"] = exchange.request_id
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+            refusal = self._refusal(headers)
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, exchange.send)
+                return
+            await self._turnstile.enter()
+            try:
+                await self._app(scope, exchange.receive, exchange.send)
+            except ClientDisconnect:
+                _log.info("client_left", path=scope["path"])
+            except Exception as error:
+                _log.exception("request_failed", path=scope["path"], method=scope["method"])
+                if exchange.is_started:
+                    raise  # the server cuts the connection: the client sees that the answer is not whole
+                known = error if isinstance(error, AgentLoopError) else AgentLoopError("internal error")
+                await error_response(known, envelope=envelope_of(scope))(scope, receive, exchange.send)
+
+    def _refusal(self, headers: Headers) -> AgentLoopError | None:
+        limits, raw = self._limits, headers.raw
+        num_bytes = sum(len(name) + len(value) for name, value in raw)
+        if len(raw) > limits.max_headers or num_bytes > limits.max_header_bytes:
+            return HeadersTooLarge(f"at most {limits.max_headers} headers of {limits.max_header_bytes} bytes")
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or (hosts and _HOST.fullmatch(hosts[0]) is None):
+            return InvalidRequest("malformed Host header", param="host")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or (int(length[:20]) > self._limits.max_body_bytes):
+            return _too_large(self._limits.max_body_bytes)
+        return None
+
+
+class _Exchange:
+    """One request's receive and send, counting what comes in and stamping what goes out."""
+
+    def __init__(
+        self, request_id: str, limits: HttpLimits, receive: Receive, send: Send, state: dict[str, Any]
+    ) -> None:
+        self._state = state
+        self.request_id = request_id
+        self.is_started = False
+        self._limits = limits
+        self._receive = receive
+        self._send = send
+        self._num_bytes = 0
+        self._body_deadline_at: float | None = asyncio.get_running_loop().time() + limits.body_timeout_s
+
+    async def receive(self) -> Message:
+        if self._body_deadline_at is None:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._body_deadline_at):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise BodyTimeout(f"the body took longer than {self._limits.body_timeout_s:g} s") from error
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            if self._num_bytes > self._limits.max_body_bytes:
+                raise _too_large(self._limits.max_body_bytes)
+            if not message.get("more_body", False):
+                self._body_deadline_at = None  # what comes next is the client's leaving
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            headers = MutableHeaders(scope=message)
+            for name in ("x-request-id", self._state.get("id_header")):
+                if name is not None:
+                    headers[name] = self.request_id
+            if (session_id := self._state.get("session_id")) is not None:
+                headers["x-session-id"] = session_id
+        await self._send(message)
+
+
+def _request_id(headers: Headers) -> str:
+    offered = headers.get("x-request-id", "")
+    return offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+
+
+def _too_large(max_body_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body exceeds {max_body_bytes} bytes")

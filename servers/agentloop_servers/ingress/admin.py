@@ -1,0 +1,166 @@
+"""The admin routes: pause, resume, weights, sleep, wake. They need the admin key wherever any key is set."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+
+from agentloop import codec
+from agentloop.api import (
+    CoordinatorApi,
+    MemoryBody,
+    PauseBody,
+    SleepBody,
+    StateBody,
+    UpdateBody,
+    WakeBody,
+    WeightsBody,
+)
+from agentloop.engine import WeightUpdate
+from agentloop.errors import DeadlineExceeded, InvalidRequest
+from agentloop.types import PauseMode
+from agentloop_servers.http import HttpLimits, Keys, body_schema, json_body
+
+T = TypeVar("T")
+
+_SECURED: dict[str, Any] = {"security": [{"bearer": []}]}
+
+Pause = Annotated[PauseBody, Depends(json_body(PauseBody))]
+Sleep = Annotated[SleepBody, Depends(json_body(SleepBody))]
+Wake = Annotated[WakeBody, Depends(json_body(WakeBody))]
+Weights = Annotated[WeightsBody, Depends(json_body(WeightsBody))]
+
+ADMIN_BODIES = (PauseBody, SleepBody, WakeBody, WeightsBody)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRules:
+    """What the service's mode allows beyond pause and resume; `mode` is its name, for the refusals."""
+
+    mode: str = "standalone"
+    allows_weights: bool = True  # new weights of any source
+    allows_push: bool = True  # tensors from a trainer
+    allows_adapters: bool = True
+    can_sleep: bool = True
+
+    def check_source(self, update: WeightUpdate) -> None:
+        """Raises InvalidRequest for a source that the mode does not take."""
+        if not self.allows_weights:
+            raise InvalidRequest(f"in mode {self.mode} weights never change", param="version")
+        if update.push is not None and not self.allows_push:
+            raise InvalidRequest(f"in mode {self.mode} nobody pushes tensors; give a directory", param="push")
+        if update.adapter is not None and not self.allows_adapters:
+            raise InvalidRequest(
+                f"this service (mode {self.mode}) was not configured for adapters", param="adapter"
+            )
+
+    def check_sleep(self) -> None:
+        """Raises InvalidRequest where memory is never given back."""
+        if not self.can_sleep:
+            raise InvalidRequest(f"in mode {self.mode} engines keep their memory: there is no sleep and no wake")
+
+
+class Admin:
+    """What a trainer may do to the fleet."""
+
+    def __init__(
+        self, coordinator: CoordinatorApi, limits: HttpLimits, weight_roots: tuple[Path, ...], rules: ModeRules
+    ) -> None:
+        self._coordinator = coordinator
+        self._weight_roots = weight_roots
+        self._limits = limits
+        self._rules = rules
+
+    def routes(self, keys: Keys, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
+        """The router, each route behind the admin key."""
+        router = APIRouter(dependencies=[Depends(keys.require_admin)], responses=errors, tags=["admin"])
+        for path, endpoint, answer, body in (
+            ("/admin/pause", self.pause, StateBody, PauseBody),
+            ("/admin/resume", self.resume, StateBody, None),
+            ("/admin/weights", self.weights, UpdateBody, WeightsBody),
+            ("/admin/sleep", self.sleep, MemoryBody, SleepBody),
+            ("/admin/wake", self.wake, MemoryBody, WakeBody),
+        ):
+            extra = _SECURED if body is None else {**body_schema(body), **_SECURED}
+            router.add_api_route(path, endpoint, methods=["POST"], response_model=answer, openapi_extra=extra)
+        return router
+
+    async def pause(self, body: Pause) -> Response:
+        """Pause generation on every replica until a resume. Idempotent."""
+        await self._ask(self._coordinator.pause(PauseMode(body.mode)))
+        return _json({"is_paused": True})
+
+    async def resume(self) -> Response:
+        """Go on after a pause. Idempotent."""
+        await self._ask(self._coordinator.resume())
+        return _json({"is_paused": False})
+
+    async def weights(self, body: Weights) -> Response:
+        """Bring every replica to a new weight version, from a directory, a listening process or an adapter."""
+        update = body.to_update()
+        self._rules.check_source(update)
+        update = await asyncio.to_thread(self._located, update)
+        report = await self._ask(self._coordinator.update_weights(update, body.policy))
+        return _json(codec.to_builtins(report))
+
+    async def sleep(self, body: Sleep) -> Response:
+        """Freeze every replica and give its memory back. Idempotent."""
+        self._rules.check_sleep()
+        await self._ask(self._coordinator.sleep(body.level))
+        return await self._memory()
+
+    async def wake(self, body: Wake) -> Response:
+        """Take memory back; once all of it is, generation goes on. Idempotent."""
+        self._rules.check_sleep()
+        await self._ask(self._coordinator.wake(body.memory))
+        return await self._memory()
+
+    async def _memory(self) -> Response:
+        status = await self._ask(self._coordinator.status())
+        return _json({"asleep": [tag.value for tag in status.asleep]})
+
+    def _located(self, update: WeightUpdate) -> WeightUpdate:
+        """The update with real paths. Raises InvalidRequest for what lies outside the weight roots."""
+        if update.directory is not None:
+            directory = resolve_weights(update.directory, self._weight_roots, param="directory")
+            return replace(update, directory=str(directory))
+        if update.adapter is not None:
+            adapter = resolve_weights(update.adapter, self._weight_roots, param="adapter")
+            return replace(update, adapter=str(adapter))
+        return update
+
+    async def _ask(self, question: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._limits.update_timeout_s):
+                return await question
+        except TimeoutError as error:
+            raise DeadlineExceeded("the fleet did not answer in time; ask for its status") from error
+
+
+def resolve_weights(directory: str, roots: Iterable[Path], *, param: str) -> Path:
+    """The real path of a weight directory. Raises InvalidRequest unless it lies under one of the roots.
+
+    The message is the same whatever is wrong, so that it tells nothing of the file system.
+    """
+    refusal = InvalidRequest("not an absolute path of a directory under the service's weight roots", param=param)
+    if not os.path.isabs(directory) or "\0" in directory:
+        raise refusal
+    try:
+        real = Path(directory).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise refusal from error
+    if not real.is_dir() or not any(real.is_relative_to(root.resolve()) for root in roots):
+        raise refusal
+    return real
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,8 @@
+"""An engine replica and its private port: server, client and wire."""
+
+from __future__ import annotations
+
+from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.replica import Replica
+
+__all__ = ["EngineClients", "Replica"]

@@ -1,0 +1,8 @@
+"""Weights from a trainer to every engine worker, beside the served ones."""
+
+from __future__ import annotations
+
+from agentloop_servers.weight_transfer.adapter_files import check_adapter, write_zero_adapter
+from agentloop_servers.weight_transfer.checkpoint import ServedForm, inspect_checkpoint, read_through
+
+__all__ = ["ServedForm", "check_adapter", "inspect_checkpoint", "read_through", "write_zero_adapter"]

@@ -1,0 +1,179 @@
+"""What a folder of safetensors files holds, read from the headers alone (no torch), and whether a model takes it.
+
+The format: eight bytes little-endian header length, a JSON header (name -> dtype, shape, byte offsets), then the
+bytes of all tensors without a hole. Every rule is checked, so a truncated or half-written file is found here and
+not while an engine overwrites its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from agentloop.checks import check_checkpoint
+from agentloop.engine import TensorInfo
+from agentloop.errors import CheckpointUnreadable
+
+READ_CHUNK_BYTES = 16 * 2**20
+TIED_NAME = "lm_head.weight"
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+}
+"""The floats of safetensors: torch's name, bytes."""
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """The tensors of a checkpoint folder by name, the files that hold them, and their size."""
+
+    tensors: Mapping[str, TensorInfo]
+    files: tuple[Path, ...]
+    num_bytes: int
+
+
+def inspect_checkpoint(directory: str) -> CheckpointInfo:
+    """Read and check the headers of every safetensors file. Raises CheckpointUnreadable."""
+    files = check_checkpoint(directory)
+    tensors: dict[str, TensorInfo] = {}
+    num_bytes = 0
+    for path in files:
+        entries = _read_header(path)
+        num_bytes += _check_layout(path, entries)
+        for name, entry in entries.items():
+            if name in tensors:
+                raise _unreadable(path, f"tensor {name} is in two files")
+            tensors[name] = TensorInfo(name, DTYPES[entry.dtype][0], tuple(entry.shape))
+    return CheckpointInfo(tensors, files, num_bytes)
+
+
+def check_fits(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo], *, is_tied: bool) -> None:
+    """Raise CheckpointUnreadable unless `update` has the served model's tensors, no more and no fewer.
+
+    With tied embeddings the output head may be stored or left out on either side.
+    """
+    optional = {TIED_NAME} if is_tied else set()
+    missing = sorted(served.keys() - update.keys() - optional)
+    if missing:
+        raise CheckpointUnreadable(
+            f"the checkpoint lacks {len(missing)} tensors of the served model, {missing[0]} first",
+            param="directory",
+        )
+    unknown = sorted(update.keys() - served.keys() - optional)
+    if unknown:
+        raise CheckpointUnreadable(
+            f"the checkpoint has {len(unknown)} tensors the served model lacks, {unknown[0]} first",
+            param="directory",
+        )
+    for name in sorted(update.keys() & served.keys()):
+        have, want = update[name].shape, served[name].shape
+        if have != want:
+            raise CheckpointUnreadable(
+                f"tensor {name} has shape {have}, the served model's is {want}", param="directory"
+            )
+
+
+def has_tied_embeddings(directory: str) -> bool:
+    """Whether the folder's `config.json` ties the output head to the input embeddings."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointUnreadable(f"{path.name}: {error}", param="directory") from error
+    return isinstance(config, dict) and bool(config.get("tie_word_embeddings", False))
+
+
+def read_through(checkpoint: CheckpointInfo) -> None:
+    """Read every byte once: finds unreadable blocks now, and the commit then reads from the page cache."""
+    for path in checkpoint.files:
+        try:
+            with path.open("rb", buffering=0) as file:
+                while file.read(READ_CHUNK_BYTES):
+                    pass
+        except OSError as error:
+            raise _unreadable(path, str(error)) from error
+
+
+class ServedForm:
+    """The names and shapes of the served model, against which every update is checked."""
+
+    def __init__(self, model: str, *, is_dummy: bool) -> None:
+        """Raises CheckpointUnreadable. A dummy-loaded model's folder may be without weights: then the first
+        commit defines the form."""
+        self._is_tied = has_tied_embeddings(model)
+        has_weights = not is_dummy or any(Path(model).glob("*.safetensors"))
+        self._served = inspect_checkpoint(model).tensors if has_weights else None
+        self._offered: Mapping[str, TensorInfo] | None = None  # what was checked last
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """The served tensors; empty while unknown."""
+        return tuple(self._served.values()) if self._served is not None else ()
+
+    def check_directory(self, directory: str) -> tuple[TensorInfo, ...]:
+        """Check and read a folder through; blocks. Raises CheckpointUnreadable."""
+        checkpoint = inspect_checkpoint(directory)
+        self._check(checkpoint.tensors)
+        read_through(checkpoint)
+        return tuple(checkpoint.tensors.values())
+
+    def check_push(self, tensors: Sequence[TensorInfo]) -> None:
+        """Check what a push announces. Raises CheckpointUnreadable."""
+        by_name = {tensor.name: tensor for tensor in tensors}
+        if len(by_name) < len(tensors):
+            raise CheckpointUnreadable("the push names a tensor twice", param="push")
+        self._check(by_name)
+
+    def confirm(self) -> None:
+        """What was checked last is served now."""
+        self._served = self._served or self._offered
+
+    def _check(self, offered: Mapping[str, TensorInfo]) -> None:
+        if self._served is not None:
+            check_fits(offered, self._served, is_tied=self._is_tied)
+        self._offered = offered
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """The tensors of a file whose header was checked to be JSON and to fit the file."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)
+        return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in fields.items()}
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(path, f"not a safetensors header: {error}") from error
+
+
+def _check_layout(path: Path, entries: Mapping[str, _Entry]) -> int:
+    """Return the bytes of all tensors; raise unless they are floats and lie end to end."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.dtype not in DTYPES:
+            raise _unreadable(path, f"tensor {name} has dtype {entry.dtype}, not a float type")
+        _, size = DTYPES[entry.dtype]
+        start, stop = entry.data_offsets
+        if start != end or stop - start != size * math.prod(entry.shape) or min(entry.shape, default=0) < 0:
+            raise _unreadable(path, f"tensor {name} has impossible offsets")
+        end = stop
+    return end
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointUnreadable:
+    return CheckpointUnreadable(f"{path.name}: {reason}", param="directory")

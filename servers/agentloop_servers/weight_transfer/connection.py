@@ -1,0 +1,333 @@
+"""The connection between a sender of weights and one engine worker: small messages, and the sign of life.
+
+The sender listens, workers connect; the first message is a `Hello` with the offer's token, and whoever does not
+say it within `HELLO_TIMEOUT_S` is dropped. Frames are a length (four bytes, big-endian) and a msgpack body of one
+of the `Message` structs; no bulk data and no pickle. Every link has one thread that reads, so that the end of the
+peer is known at once, whatever else this process waits for. The reader alone closes the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from agentloop_servers.weight_transfer.messages import BaseMessage, Hello, LaneBytes, Message, Refuse
+from agentloop_servers.weight_transfer.transports.base import LaneBroken
+
+HELLO_TIMEOUT_S = 5.0
+FRAME_TIMEOUT_S = 15.0  # from the first byte of a frame to its last, either way
+LINGER_S = 1.0  # how long a closed link waits for the peer to have read the last message
+POLL_S = 0.05  # how late a flag that nobody announces may be seen
+MAX_HELLO_BYTES = 2**16
+MAX_FRAME_BYTES = 2**26  # the checksums of seven million tensors
+MAX_WAITING = 1024  # messages; a lane has two buckets in flight, so this bound is never met by a sane peer
+MAX_STRANGERS = 256  # connections that have not proved the token yet; more are turned away
+HEADER = struct.Struct(">I")
+M = TypeVar("M", bound=BaseMessage)
+_decoder = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
+_link_ids = itertools.count(1)
+
+
+class LinkLost(Exception):
+    """The peer is gone or has broken the protocol."""
+
+
+class LinkTimeout(Exception):
+    """The message that was waited for has not come in time."""
+
+
+class Link:
+    """One connection. Thread-safe; all links of one owner share its condition, notified at every change.
+
+    Nothing is sent while the condition is held, so a `check` must not send.
+    With `authorize` the first message must be a Hello that it accepts, and so must every later Hello.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        condition: threading.Condition,
+        *,
+        authorize: Callable[[Hello], bool] | None = None,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        self.link_id = next(_link_ids)
+        self.peer = _peer_of(sock)
+        self._sock = sock
+        self._condition = condition
+        self._authorize = authorize
+        self._send_lock = threading.Lock()
+        self._inbox: deque[BaseMessage] = deque()
+        self._death: str | None = None
+        self._closed_at: float | None = None
+        self._is_open = True  # the socket; guarded by the send lock
+        self._is_known = authorize is None  # the token was proved
+        self._hello_by = time.monotonic() + hello_timeout_s
+        sock.settimeout(FRAME_TIMEOUT_S)
+        _watch_for_dead_hosts(sock)
+        self._reader = threading.Thread(target=self._read, name=f"weights-link-{self.link_id}", daemon=True)
+        self._reader.start()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the peer is gone (or this side has closed)."""
+        return self._death is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the peer has proved the token."""
+        return self._is_known
+
+    @property
+    def death(self) -> str:
+        """Why it is dead, in a few words; empty while it lives."""
+        return self._death or ""
+
+    def send(self, message: BaseMessage) -> None:
+        """Send one message. Raises LinkLost."""
+        body = _encoder.encode(message)
+        with self._send_lock:
+            if self._death is not None or not self._is_open:
+                raise LinkLost(self._death or "closed")
+            try:
+                self._sock.sendall(HEADER.pack(len(body)) + body)
+            except OSError as error:
+                self._die(f"the connection broke ({error})")
+                raise LinkLost(self.death) from error
+
+    def pop(self, kind: type[M]) -> M | None:
+        """The oldest waiting message of this kind, at once, or None."""
+        with self._condition:
+            for position, message in enumerate(self._inbox):
+                if isinstance(message, kind):
+                    del self._inbox[position]
+                    return message
+        return None
+
+    def peek(self, kind: type[M]) -> M | None:
+        """As `pop`, but the message stays."""
+        with self._condition:
+            return next((message for message in self._inbox if isinstance(message, kind)), None)
+
+    def take(
+        self, kind: type[M], *, deadline_at: float | None = None, check: Callable[[], None] | None = None
+    ) -> M:
+        """Wait for a message of this kind. Raises LinkLost, LinkTimeout, and whatever `check` raises.
+
+        Without a deadline `check` must keep one.
+        """
+        with self._condition:
+            while True:
+                if check is not None:
+                    check()
+                message = self.pop(kind)
+                if message is not None:
+                    return message
+                if self._death is not None:
+                    raise LinkLost(self._death)
+                if deadline_at is not None and time.monotonic() >= deadline_at:
+                    raise LinkTimeout(f"no {kind.__name__} in time")
+                self._condition.wait(POLL_S)
+
+    def forget(self) -> None:
+        """Drop the messages that wait."""
+        with self._condition:
+            self._inbox.clear()
+
+    def close(self) -> None:
+        """Tell the peer that nothing more comes. Returns at once; the reader closes the socket. Idempotent."""
+        with self._send_lock:
+            if self._closed_at is None:
+                self._closed_at = time.monotonic()
+                self._die("closed")
+                if self._is_open:
+                    with contextlib.suppress(OSError):  # the peer was faster
+                        self._sock.shutdown(socket.SHUT_WR)
+
+    def _die(self, reason: str) -> None:
+        with self._condition:
+            self._death = self._death or reason
+            self._condition.notify_all()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._receive(_decoder.decode(self._read_frame()))
+        except msgspec.MsgspecError:
+            self._die("the peer does not speak the protocol")
+        except (LinkLost, OSError) as error:
+            self._die(str(error))
+        finally:
+            with self._send_lock:
+                self._is_open = False
+                self._sock.close()
+
+    def _receive(self, message: BaseMessage) -> None:
+        if isinstance(message, Hello) and self._authorize is not None:
+            if not self._authorize(message):
+                self.send(Refuse(reason="the token is wrong or of an earlier offer"))
+                raise LinkLost("wrong token")
+            self._is_known = True
+        if not self._is_known:
+            raise LinkLost("the first message was no hello")
+        with self._condition:
+            if len(self._inbox) >= MAX_WAITING:
+                raise LinkLost("the peer sends more than it may")
+            if self._closed_at is None:
+                self._inbox.append(message)
+            self._condition.notify_all()
+
+    def _read_frame(self) -> bytes:
+        header = self._read_exactly(HEADER.size, b"")
+        (size,) = HEADER.unpack(header)
+        if not 0 < size <= (MAX_FRAME_BYTES if self._is_known else MAX_HELLO_BYTES):
+            raise LinkLost("the peer does not speak the protocol")
+        return self._read_exactly(size, header)
+
+    def _read_exactly(self, size: int, header: bytes) -> bytes:
+        """Without a header before it, the first byte may take any time if the peer is known."""
+        parts = bytearray()
+        deadline_at = time.monotonic() + FRAME_TIMEOUT_S if header else None
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        while len(parts) < size:
+            self._check_time(deadline_at)
+            if not poller.poll(POLL_S * 1000 * (1 if self._closed_at or not self._is_known else 10)):
+                continue
+            chunk = self._sock.recv(min(size - len(parts), 2**20))
+            if not chunk:
+                raise LinkLost("the connection was closed")
+            if deadline_at is None:
+                deadline_at = time.monotonic() + FRAME_TIMEOUT_S
+            parts += chunk
+        return bytes(parts)
+
+    def _check_time(self, deadline_at: float | None) -> None:
+        now = time.monotonic()
+        if self._death is not None and self._closed_at is None:
+            raise LinkLost(self._death)
+        if deadline_at is not None and now > deadline_at:
+            raise LinkLost("a message broke off")
+        if not self._is_known and now > self._hello_by:
+            raise LinkLost("no hello in time")
+        if self._closed_at is not None and now > self._closed_at + LINGER_S:
+            raise LinkLost("closed")
+
+
+class PassWire:
+    """A `lanes.Wire`: the lane messages of one pass over a link. `check` is the pass's own."""
+
+    def __init__(self, link: Link, pass_id: int, check: Callable[[], None]) -> None:
+        self._link = link
+        self._pass_id = pass_id
+        self.check = check
+
+    @property
+    def link_id(self) -> int:
+        return self._link.link_id
+
+    def post(self, body: bytes) -> None:
+        try:
+            self._link.send(LaneBytes(pass_id=self._pass_id, body=body))
+        except LinkLost as error:
+            raise LaneBroken(str(error)) from error
+
+    def take(self) -> bytes:
+        try:
+            while True:
+                message = self._link.take(LaneBytes, check=self.check)
+                if message.pass_id == self._pass_id:
+                    return message.body
+        except LinkLost as error:
+            raise LaneBroken(str(error)) from error
+
+
+class Listener:
+    """Accepts workers on `host`, on a port that the system chooses; `on_link` is called from its own thread.
+
+    A link is handed out before it has proved the token: look at `Link.is_known`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        condition: threading.Condition,
+        authorize: Callable[[Hello], bool],
+        on_link: Callable[[Link], None],
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sock = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
+        self._condition = condition
+        self._authorize = authorize
+        self._on_link = on_link
+        self._hello_timeout_s = hello_timeout_s
+        self._strangers: list[Link] = []
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        self.address = f"{shown}:{self._sock.getsockname()[1]}"
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, name="weights-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; links stay. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            self._thread.join(FRAME_TIMEOUT_S)
+            self._sock.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if not self._is_closed:
+                    time.sleep(POLL_S)  # out of file descriptors, or the peer left first
+                continue
+            self._strangers = [link for link in self._strangers if not (link.is_known or link.is_dead)]
+            if len(self._strangers) >= MAX_STRANGERS:
+                sock.close()
+                continue
+            link = Link(sock, self._condition, authorize=self._authorize, hello_timeout_s=self._hello_timeout_s)
+            self._strangers.append(link)
+            self._on_link(link)
+
+
+def connect(address: str, condition: threading.Condition, timeout_s: float) -> Link:
+    """Open a link to "host:port". Raises LinkLost."""
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(timeout_s, POLL_S))
+    except (OSError, ValueError, OverflowError) as error:
+        raise LinkLost(f"no connection to {address} ({error})") from error
+    return Link(sock, condition)
+
+
+def _peer_of(sock: socket.socket) -> str:
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:  # it has gone already
+        return "an unknown host"
+    return f"{host}:{port}"
+
+
+def _watch_for_dead_hosts(sock: socket.socket) -> None:
+    """A process that ends closes its socket; for a host that vanished only probes tell, after about 15 s."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)

@@ -1,0 +1,400 @@
+"""A model's own `load_weights` as a list of plain copies, so that a swap of weights writes into the parameters that
+are there, and every tensor-parallel rank knows which slices of the checkpoint it takes.
+
+`trace` runs `load_weights` over meta tensors (no bytes, no memory) and records each write to a parameter instead of
+doing it. The model is as it was afterwards, also when the trace is refused.
+
+A plan is exact or it is refused: every element of every parameter is written by one copy or one fill, and every
+copy takes a strided view of one checkpoint tensor, with at most a float cast. What a layer derives from its weights
+after loading (packed, quantised or shuffled weights) is outside any plan: models with such layers are refused.
+What only values can show, such as rows in another order, `prove` finds.
+
+A plan describes one model object: layers that are replaced later, or experts that are rebalanced, need a new one.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentloop.engine import TensorInfo
+from agentloop_servers.weight_transfer.snapshot import Snapshot, storage_key
+from agentloop_servers.weight_transfer.spot_checks import Read
+
+# How vLLM calls the methods whose layers compute with their parameters as loaded.
+PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
+CAST_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+MAX_RUNS = 2**22  # of one parameter; beyond it the check of the coverage takes seconds and gigabytes
+STRIP_ELEMENTS = 16
+MAX_REASON = 120  # characters
+
+
+class PlanRefused(Exception):
+    """The model's loading cannot be written as plain copies, or a parameter does not hold what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A strided view of a contiguous tensor, in elements from the tensor's first."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`parameter[into] <- tensor[out_of]`; both regions have the same size."""
+
+    parameter: str
+    into: Region
+    tensor: str
+    out_of: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """`parameter[into] <- value`: padding."""
+
+    parameter: str
+    into: Region
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Copies in the order of the checkpoint's tensors. Parameters with several names have the first one."""
+
+    copies: tuple[Copy, ...]
+    fills: tuple[Fill, ...]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the traced checkpoint's tensors
+    by_tensor: Mapping[str, tuple[Copy, ...]] = field(init=False)  # of all of them, also those without copies
+
+    def __post_init__(self) -> None:
+        copies: dict[str, list[Copy]] = {name: [] for name in self.shapes}
+        for copy in self.copies:
+            copies.setdefault(copy.tensor, []).append(copy)
+        frozen = {name: tuple(of_tensor) for name, of_tensor in copies.items()}
+        object.__setattr__(self, "by_tensor", MappingProxyType(frozen))
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Tensors that `load_weights` passed over: a tied output head, another rank's experts or layers."""
+        return tuple(name for name, copies in self.by_tensor.items() if not copies)
+
+
+def target(copy: Copy | Fill, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The view of the parameter that is written."""
+    return _view(parameters[copy.parameter], copy.into)
+
+
+def source(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
+    """The view of the whole checkpoint tensor that is read. Raises ValueError unless it is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"tensor {copy.tensor} is not contiguous")
+    return _view(tensor, copy.out_of)
+
+
+def apply(plan: Plan, name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Copy one whole checkpoint tensor to where it belongs; no-op if it belongs nowhere.
+
+    Raises ValueError for another shape than the plan's. On CUDA the copies are only enqueued.
+    """
+    if tuple(tensor.shape) != plan.shapes[name]:
+        raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the plan's is {plan.shapes[name]}")
+    with torch.no_grad():
+        for copy in plan.by_tensor[name]:
+            target(copy, parameters).copy_(source(copy, tensor), non_blocking=True)
+
+
+def apply_fills(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Write the padding; once is enough, since no copy touches it."""
+    with torch.no_grad():
+        for fill in plan.fills:
+            target(fill, parameters).fill_(fill.value)
+
+
+def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> Plan:
+    """Record what `model.load_weights` does with a checkpoint of these tensors. Raises PlanRefused.
+
+    The model must be loaded, its layers as they serve, and no other thread may use it meanwhile.
+    """
+    _check_layers(model)
+    targets = _Targets(model)
+    recorder = _Recorder(targets)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for info in tensors:
+        if info.name in shapes:
+            raise PlanRefused(f"tensor {info.name} is in the checkpoint twice")
+        shapes[info.name] = tuple(info.shape)
+    snapshot = Snapshot(model)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(recorder.sources(tensors))
+    except PlanRefused:
+        raise
+    except Exception as error:
+        # Some of vLLM's assertions have no message, and some messages name every parameter.
+        raise PlanRefused(f"load_weights failed: {type(error).__name__} {str(error)[:MAX_REASON]}") from error
+    finally:
+        replaced = snapshot.restore()
+    if recorder.refusal is not None:  # a loader may have swallowed it
+        raise recorder.refusal
+    if replaced is not None:
+        raise PlanRefused(f"load_weights replaces parameter {replaced}")
+    _check_coverage(targets, [*recorder.copies, *recorder.fills])
+    return Plan(tuple(recorder.copies), tuple(recorder.fills), MappingProxyType(shapes))
+
+
+def prove(plan: Plan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
+    """Compare three strips of every copy's target with the checkpoint, bit for bit; returns the number of copies.
+
+    Raises PlanRefused on the first difference. One synchronisation for each pair of dtypes.
+    """
+    groups: defaultdict[tuple[Any, ...], list[tuple[Copy, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for name, copies in plan.by_tensor.items():
+        tensor = read(name)
+        for copy in copies:
+            for into, index in _strips(copy, plan.shapes[name]):
+                actual, expected = _view(parameters[copy.parameter], into), tensor[index].reshape(-1)
+                if actual.shape != expected.shape:
+                    raise PlanRefused(f"tensor {name} has another shape than the plan's {plan.shapes[name]}")
+                key = (actual.device, actual.dtype, expected.device, expected.dtype)
+                groups[key].append((copy, actual, expected))
+    for (device, dtype, _, _), strips in groups.items():
+        actual = torch.cat([strip[1] for strip in strips])
+        expected = torch.cat([strip[2] for strip in strips]).to(device=device, dtype=dtype)
+        differs = (actual.view(torch.uint8) != expected.view(torch.uint8)).cpu().numpy()
+        if differs.any():
+            ends = np.cumsum([strip[1].nbytes for strip in strips])
+            copy = strips[int(np.searchsorted(ends, differs.argmax(), side="right"))][0]
+            raise PlanRefused(f"parameter {copy.parameter} does not hold the values of tensor {copy.tensor}")
+    return len(plan.copies)
+
+
+def _view(base: torch.Tensor, region: Region) -> torch.Tensor:
+    return torch.as_strided(base, region.size, region.stride, base.storage_offset() + region.offset)
+
+
+def _strips(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[slice, ...]]]:
+    """The first, the last and some row of a copy, a few elements of each: in the parameter, and as the tensor's
+    index."""
+    size = copy.into.size or (1,)
+    into, out_of = copy.into.stride or (1,), copy.out_of.stride or (1,)
+    num_rows = prod(size[:-1])
+    some = zlib.crc32(f"{copy.parameter} {copy.tensor}".encode())
+    longest = min(STRIP_ELEMENTS, size[-1]) if out_of[-1] == 1 else 1
+    for row, column in (
+        (0, 0),
+        (some % num_rows, some % (size[-1] - longest + 1)),
+        (num_rows - 1, size[-1] - longest),
+    ):
+        place = (*(int(i) for i in np.unravel_index(row, size[:-1])), column)
+        first = np.unravel_index(copy.out_of.offset + sum(map(int.__mul__, place, out_of)), shape)
+        length = min(longest, shape[-1] - int(first[-1])) if shape else 1
+        start = copy.into.offset + sum(map(int.__mul__, place, into))
+        index = [slice(int(i), int(i) + 1) for i in first]
+        index[-1:] = [slice(int(i), int(i) + length) for i in first[-1:]]
+        yield Region(start, (length,), (into[-1],)), tuple(index)
+
+
+def _check_layers(model: torch.nn.Module) -> None:
+    """Refuse layers that compute with something else than their parameters."""
+    if getattr(model, "_do_torchao_reload", False):
+        raise PlanRefused("the model is quantised by torchao")
+    for name, module in model.named_modules():
+        if vars(module).get("cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear:
+            raise PlanRefused(f"layer {name} computes with a packed copy of its weight")
+        method = getattr(module, "quant_method", None)
+        method = getattr(method, "old_quant_method", method)  # vLLM wraps an expert layer's method
+        if method is None or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if type(method).__name__ not in PLAIN_METHODS:
+            raise PlanRefused(f"layer {name} is quantised or re-laid out ({type(method).__name__})")
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        if getattr(method, "moe_kernel", None) is not None and backend not in PLAIN_MOE_BACKENDS:
+            raise PlanRefused(f"layer {name} has its experts in the layout of {backend}")
+        parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
+        if getattr(parallel, "enable_eplb", False):
+            raise PlanRefused(f"layer {name} moves its experts about while it serves")
+
+
+class _Targets:
+    """The parameters by storage, and the model's other tensors, which a plan does not write."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.num_elements: dict[str, int] = {}
+        self._spans: defaultdict[int, list[tuple[int, int, str, torch.dtype]]] = defaultdict(list)
+        self._others: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            self._add(name, parameter)
+        for prefix, module in model.named_modules():
+            attributes = {**module._buffers, **vars(module)}
+            for name, tensor in attributes.items():
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    self._others.setdefault(storage_key(tensor), f"{prefix}.{name}")
+
+    def _add(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.numel() == 0:
+            raise PlanRefused(f"parameter {name} is empty: its layer keeps its weight elsewhere")
+        if parameter.is_meta or not parameter.is_contiguous():
+            raise PlanRefused(f"parameter {name} has no storage or another layout than it was made with")
+        first = parameter.storage_offset()
+        span = (first, first + parameter.numel(), name, parameter.dtype)
+        spans = self._spans[storage_key(parameter)]
+        for start, stop, other, _ in spans:  # `named_parameters` gives tied ones, which are one object, once
+            if start < span[1] and span[0] < stop:
+                raise PlanRefused(f"parameters {other} and {name} share memory")
+        spans.append(span)
+        self.num_elements[name] = parameter.numel()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and (
+            storage_key(tensor) in self._spans or storage_key(tensor) in self._others
+        )
+
+    def place(self, tensor: torch.Tensor) -> tuple[str, Region]:
+        """The parameter of which this is a view, and which view. Raises PlanRefused."""
+        key, offset = storage_key(tensor), tensor.storage_offset()
+        for start, stop, name, dtype in self._spans.get(key, ()):
+            if start <= offset < stop:
+                if tensor.dtype != dtype:
+                    raise PlanRefused(f"load_weights writes {tensor.dtype} bits into parameter {name}")
+                return name, Region(offset - start, tuple(tensor.shape), tensor.stride())
+        raise PlanRefused(f"load_weights writes {self._others.get(key, 'a tensor')}, which is no parameter")
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Records writes to the targets instead of doing them; everything else runs, on meta tensors for free."""
+
+    def __init__(self, targets: _Targets) -> None:
+        super().__init__()
+        self.copies: list[Copy] = []
+        self.fills: list[Fill] = []
+        self.refusal: PlanRefused | None = None
+        self._targets = targets
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # holds them, so that no storage's key comes twice
+
+    def sources(self, tensors: Iterable[TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
+        for info in tensors:
+            dtype = getattr(torch, info.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                self._refuse(f"tensor {info.name} has the unknown dtype {info.dtype}")
+            tensor = torch.empty(info.shape, dtype=dtype, device="meta")
+            self._sources[storage_key(tensor)] = (info.name, tensor)
+            yield info.name, tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for written in _written(func, args, kwargs):
+            if self._targets.holds(written):
+                if written.numel() > 0:
+                    self._record(func, written, args)
+                return args[0]
+        if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self._sources:
+            return self._moved(args[0], kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
+
+    def _moved(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What `.to(device)` gives for a part of a checkpoint tensor: the same part of it."""
+        name, base = self._sources[storage_key(tensor)]
+        if tensor.dtype != base.dtype or dtype != base.dtype:
+            self._refuse(f"load_weights casts tensor {name} before it copies it")
+        moved = torch.empty(base.shape, dtype=dtype, device="meta")
+        self._sources[storage_key(moved)] = (name, moved)
+        return moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _record(self, func: Any, written: torch.Tensor, args: tuple[Any, ...]) -> None:
+        try:
+            parameter, into = self._targets.place(written)
+        except PlanRefused as refusal:
+            self._refuse(str(refusal))
+        aten = torch.ops.aten
+        if func is aten.copy_.default or (func is aten.fill_.Tensor and args[1].is_meta):
+            self.copies.append(self._copy(parameter, into, written, args[1]))
+        elif func is aten.fill_.Scalar or func is aten.fill_.Tensor:
+            self.fills.append(Fill(parameter, into, float(args[1])))
+        elif func is aten.zero_.default:
+            self.fills.append(Fill(parameter, into, 0.0))
+        else:
+            self._refuse(f"load_weights writes parameter {parameter} with {func}")
+
+    def _copy(self, parameter: str, into: Region, written: torch.Tensor, value: torch.Tensor) -> Copy:
+        name, base = self._sources.get(storage_key(value), ("", None))
+        if base is None or value.dtype != base.dtype:
+            self._refuse(f"parameter {parameter} gets computed values, no part of one checkpoint tensor")
+        if written.dtype != value.dtype and not {written.dtype, value.dtype} <= CAST_DTYPES:
+            self._refuse(f"parameter {parameter} is {written.dtype}, tensor {name} is {value.dtype}")
+        value = value.expand(written.shape)
+        return Copy(parameter, into, name, Region(value.storage_offset(), into.size, value.stride()))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.refusal = self.refusal or PlanRefused(reason)
+        raise self.refusal
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operation writes, by its schema."""
+    for position, name in _write_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        yield from (item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None)
+
+
+@functools.cache
+def _write_arguments(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, argument.name) for i, argument in arguments if argument.alias_info and argument.alias_info.is_write]
+
+
+def _check_coverage(targets: _Targets, writes: Sequence[Copy | Fill]) -> None:
+    """Refuse unless the writes cover every element of every parameter exactly once."""
+    by_parameter: defaultdict[str, list[Region]] = defaultdict(list)
+    for write in writes:
+        by_parameter[write.parameter].append(write.into)
+    for name, num_elements in targets.num_elements.items():
+        regions = by_parameter[name]
+        num_written = sum(region.num_elements for region in regions)
+        if num_written < num_elements:
+            missing = num_elements - num_written
+            raise PlanRefused(f"parameter {name} has {num_elements} elements, and nothing writes {missing} of them")
+        runs = [_runs(name, region) for region in regions]
+        starts = np.concatenate([run[0] for run in runs])
+        lengths = np.concatenate([np.full(len(run[0]), run[1]) for run in runs])
+        order = np.argsort(starts)
+        ends = starts[order] + lengths[order]
+        if (starts[order][1:] < ends[:-1]).any():
+            raise PlanRefused(f"parameter {name} is written twice in some place")
+        if ends[-1] > num_elements:
+            raise PlanRefused(f"parameter {name} is written beyond its end")
+        # Disjoint, inside, and as many as there are: every element once.
+
+
+def _runs(name: str, region: Region) -> tuple[Any, int]:
+    """A region as the starts of equally long runs of neighbouring elements."""
+    dimensions = sorted((stride, size) for stride, size in zip(region.stride, region.size, strict=True) if size > 1)
+    length = 1
+    while dimensions and dimensions[0][0] == length:
+        length *= dimensions.pop(0)[1]
+    if prod(size for _, size in dimensions) > MAX_RUNS:
+        raise PlanRefused(f"parameter {name} is written in too many pieces")
+    starts = np.array([region.offset], dtype=np.int64)
+    for stride, size in dimensions:
+        starts = (starts[:, None] + stride * np.arange(size, dtype=np.int64)).ravel()
+    return starts, length

@@ -1,0 +1,324 @@
+"""The side of a push that takes the weights: one engine worker process.
+
+`Receiver` keeps its links to the senders it met last, so that a later update finds them and what their lanes keep.
+An `Incoming` is one update; the thread that iterates it owns it, only `abort` comes from elsewhere. Every way in
+which weights cannot be had raises CheckpointUnreadable.
+
+    incoming = receiver.open(source, can_hold=True, timeout_s=60)
+    while True:
+        try:
+            for bucket, data in incoming.buckets():
+                ...
+            incoming.finish()
+            break
+        except PassRestarted:
+            continue
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from agentloop.engine import PushSource
+from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.weight_transfer.checksum import bucket_checksum, to_host
+from agentloop_servers.weight_transfer.connection import Link, LinkLost, LinkTimeout, PassWire, connect
+from agentloop_servers.weight_transfer.layout import Layout, lay_out
+from agentloop_servers.weight_transfer.messages import (
+    AbandonPass,
+    Accept,
+    Arrived,
+    BadNews,
+    Done,
+    EndPass,
+    Fail,
+    Go,
+    Hello,
+    Ready,
+    StartPass,
+)
+from agentloop_servers.weight_transfer.route import Transport, device_name, host_name
+from agentloop_servers.weight_transfer.transports.base import LaneBroken, ReceiveLane
+from agentloop_servers.weight_transfer.transports.cuda_ipc import IpcReceiveLane
+from agentloop_servers.weight_transfer.transports.nccl import NcclReceiveLane
+from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveLane
+
+SETTLE_S = 5.0  # between a lane that broke and the sender's word that the pass is void
+MAX_LINKS = 2  # kept between updates: the trainer's, and the last other replica's
+RECEIVE_LANES: Mapping[Transport, Callable[[torch.device], ReceiveLane]] = {
+    Transport.NCCL: NcclReceiveLane,
+    Transport.IPC: IpcReceiveLane,
+    Transport.SHM: ShmReceiveLane,
+}
+
+
+class PassRestarted(Exception):
+    """The sender starts again from bucket 0, because another worker was lost: iterate `buckets` once more."""
+
+
+@dataclass(slots=True)
+class _Sender:
+    """A link, and the lanes that were used over it."""
+
+    link: Link
+    lanes: dict[Transport, ReceiveLane] = field(default_factory=dict)
+
+    def close(self) -> None:
+        self.link.close()
+        while self.lanes:
+            self.lanes.popitem()[1].close()
+
+
+class Receiver:
+    """What one engine worker receives weights with; one update at a time."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        *,
+        lanes: Mapping[Transport, Callable[[torch.device], ReceiveLane]] = RECEIVE_LANES,
+    ) -> None:
+        """`rank` is this worker's index within its replica; buckets arrive on `device`."""
+        self._device = device
+        self._rank = rank
+        self._make_lane = lanes
+        self._condition = threading.Condition()  # shared with the links
+        self._senders: dict[str, _Sender] = {}  # by address, the latest used last
+
+    def open(
+        self,
+        source: PushSource,
+        *,
+        can_hold: bool,
+        timeout_s: float,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Incoming:
+        """Introduce this worker and wait until the sender has met all of them. Raises CheckpointUnreadable.
+
+        `can_hold`: there is memory beside the served weights. `timeout_s` bounds this call, and the transfer anew.
+        `is_given_up` is asked while this waits, every 50 ms at least.
+        """
+
+        if source.num_receivers < 1:
+            raise CheckpointUnreadable("the push does not say how many workers receive it", param="push")
+        num_senders = len(source.addresses)
+        if num_senders != 1 and self._rank >= num_senders:
+            raise CheckpointUnreadable(f"the push has no sender for worker {self._rank}", param="push")
+        address = source.addresses[self._rank] if num_senders > 1 else source.addresses[0]
+        deadline_at = time.monotonic() + timeout_s
+        hello = Hello(
+            token=source.token,
+            rank=self._rank,
+            host=host_name(),
+            device=device_name(self._device),
+            can_hold=can_hold,
+            num_receivers=max(1, source.num_receivers // num_senders),
+        )
+        try:
+            sender = self._reach(address, hello, timeout_s)
+            link = sender.link
+
+            def check() -> None:
+                refusal = link.peek(BadNews)
+                if refusal is not None or is_given_up():
+                    raise LinkLost("the update was given up" if refusal is None else refusal.reason)
+
+            answer = link.take(Accept, deadline_at=deadline_at, check=check)
+        except (LinkLost, LinkTimeout) as error:
+            self._forget(address)
+            raise CheckpointUnreadable(f"the sender at {address}: {error}", param="push") from error
+        lane = self._lane(sender, answer.transport)
+        layout = lay_out(source.tensors, answer.bucket_bytes)
+        return Incoming(sender.link, lane, layout, answer, self._condition, timeout_s)
+
+    def close(self) -> None:
+        """End all links and free what their lanes keep; no update is open. Idempotent."""
+        for address in list(self._senders):
+            self._forget(address)
+
+    def _reach(self, address: str, hello: Hello, timeout_s: float) -> _Sender:
+        """Say hello over the kept link, or over a new one. Raises LinkLost."""
+        sender = self._senders.pop(address, None)
+        for other in [known for known, kept in self._senders.items() if kept.link.is_dead]:
+            self._forget(other)
+        if sender is not None:
+            try:
+                sender.link.send(hello)
+            except LinkLost:
+                sender.close()
+                sender = None
+        if sender is None:
+            while len(self._senders) >= MAX_LINKS:
+                self._forget(next(iter(self._senders)))
+            sender = _Sender(connect(address, self._condition, timeout_s))
+            self._senders[address] = sender
+            sender.link.send(hello)
+        self._senders[address] = sender
+        return sender
+
+    def _lane(self, sender: _Sender, name: str) -> ReceiveLane:
+        transport = Transport(name)
+        if transport not in sender.lanes:
+            sender.lanes[transport] = self._make_lane[transport](self._device)
+        return sender.lanes[transport]
+
+    def _forget(self, address: str) -> None:
+        sender = self._senders.pop(address, None)
+        if sender is not None:
+            sender.close()
+
+
+class Incoming:
+    """One update on its way to this worker."""
+
+    def __init__(
+        self,
+        link: Link,
+        lane: ReceiveLane,
+        layout: Layout,
+        accept: Accept,
+        condition: threading.Condition,
+        timeout_s: float,
+    ) -> None:
+        self.layout = layout
+        self.is_one_phase = accept.is_one_phase
+        self.transport = accept.transport
+        self.transfer_ms = 0.0  # of the latest pass, from its first byte until its last was consumed
+        self._link = link
+        self._lane = lane
+        self._condition = condition
+        self._timeout_s = timeout_s
+        self._deadline_at = time.monotonic() + timeout_s
+        self._pass_id = 0
+        self._has_gone = False
+        self._aborted = False
+        self._sums: list[torch.Tensor] = []  # one a bucket of this pass
+        if self.is_one_phase:
+            self._say(Ready())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return self.layout.num_bytes
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Every bucket in order: its index and its bytes (uint8) on the device.
+
+        The bytes are valid until the next iteration; work on them that is on the current stream by then is ordered
+        before their memory is used again. The first call tells the sender to begin: in two phases the memory must
+        be there, in one phase generation must be frozen. Raises PassRestarted, CheckpointUnreadable.
+        """
+        if not self._has_gone:
+            self._has_gone = True
+            self._deadline_at = time.monotonic() + self._timeout_s
+            if not self.is_one_phase:
+                self._say(Ready())
+            self._say(Go())
+        with self._breaking():
+            start = self._link.take(StartPass, check=self._check)
+            self._pass_id = start.pass_id
+            self._lane.begin(PassWire(self._link, start.pass_id, self._check), self.layout)
+            started_at = time.monotonic()
+            self._sums = []
+            with contextlib.closing(self._lane.buckets()) as arriving:  # type: ignore[type-var]
+                for bucket, data in arriving:
+                    self._sums.append(bucket_checksum(data))
+                    yield bucket, data
+            self._lane.finish()
+            self.transfer_ms = (time.monotonic() - started_at) * 1000
+            self._link.send(Arrived(start.pass_id))
+
+    def finish(self) -> None:
+        """Compare what was received with what was sent, bucket by bucket, and tell the sender.
+
+        Raises PassRestarted, and CheckpointUnreadable if the bytes are not the sender's; the sender is told.
+        """
+        with self._breaking():
+            sent = self._link.take(EndPass, check=self._check).checksums
+        received = to_host(self._sums)
+        differing = [bucket for bucket, pair in enumerate(zip(received, sent, strict=False)) if pair[0] != pair[1]]
+        if not len(received) == len(sent) == len(self.layout.bucket_sizes):
+            reason = f"{len(sent)} checksums came for {len(received)} of {len(self.layout.bucket_sizes)} buckets"
+        elif differing:
+            first = self.layout.in_bucket(differing[0])
+            reason = (
+                f"{len(differing)} of {len(sent)} buckets did not arrive as they were sent over {self.transport}, "
+                f"first the one with {first[0].name} and {len(first) - 1} more tensors"
+            )
+        else:
+            self._say(Done())
+            return
+        self.fail(reason)
+        raise CheckpointUnreadable(reason, param="push")
+
+    def fail(self, reason: str) -> None:
+        """Leave this update; the sender is told why and goes on with the others. Idempotent."""
+        with contextlib.suppress(LinkLost):
+            self._link.send(Fail(reason))
+        self._lane.abort()
+        self._link.close()
+
+    def abort(self) -> None:
+        """Leave this update now, from any thread: what waits raises CheckpointUnreadable. Idempotent."""
+        with self._condition:
+            self._aborted = True
+            self._condition.notify_all()
+        self.fail("the update was given up")
+
+    def _say(self, message: Ready | Go | Done) -> None:
+        try:
+            self._link.send(message)
+        except LinkLost as error:
+            raise self._lost(str(error)) from error
+
+    def _check(self) -> None:
+        """Raise LaneBroken if this pass cannot go on; a restart is told apart in `_breaking`."""
+        self._check_wanted()
+        news = self._link.peek(BadNews)
+        if news is not None:
+            raise LaneBroken(news.reason)
+        if self._link.is_dead:
+            raise LaneBroken(f"the connection was lost: {self._link.death}")
+        if time.monotonic() > self._deadline_at:
+            raise LaneBroken("the transfer ran out of time")
+
+    def _check_wanted(self) -> None:
+        if self._aborted:
+            raise LaneBroken("the update was given up")
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Turn a broken pass into PassRestarted or CheckpointUnreadable; in both cases the lane is given up."""
+        try:
+            yield
+        except (LaneBroken, LinkLost) as error:
+            self._lane.abort()
+            abandoned = self._settle()
+            if abandoned is not None and not self._aborted:
+                raise PassRestarted(abandoned.reason) from error
+            self.fail(str(error))
+            raise self._lost(str(error)) from error
+
+    def _settle(self) -> AbandonPass | None:
+        """The sender's word that the pass is void. A lane may break before it comes: the sender learns it too."""
+        settled_at = min(time.monotonic() + SETTLE_S, self._deadline_at)
+        try:
+            news = self._link.take(BadNews, deadline_at=settled_at, check=self._check_wanted)
+        except (LinkLost, LinkTimeout, LaneBroken):
+            return None
+        if not isinstance(news, AbandonPass):
+            return None
+        # The pass may be void before it was begun here.
+        while (start := self._link.peek(StartPass)) is not None and start.pass_id <= news.pass_id:
+            self._link.pop(StartPass)
+        return news
+
+    def _lost(self, reason: str) -> CheckpointUnreadable:
+        return CheckpointUnreadable(f"the weights did not arrive: {reason}", param="push")

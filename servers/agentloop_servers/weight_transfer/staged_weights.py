@@ -1,0 +1,301 @@
+"""What a worker does with tensors that arrive, and with what it holds when the commit comes. Four ways:
+
+    Shadow      a copy of the model's parameters in their own layout, filled while decoding goes on; the commit
+                copies it over the parameters. Needs a `Plan`. The fastest, and each rank holds its shard only.
+    Checkpoint  the tensors as they came; the commit runs them through vLLM's own loader.
+    Files       nothing but the folder's name; the commit reads it through vLLM's own loader.
+    Stream      nothing: the commit receives (one phase), by the plan or through vLLM's own loader.
+
+Every commit ends with a proof: checksums of what the parameters must be now, or the strips of `strips.py`. What
+raises in a commit leaves weights of unknown state, and a later commit repairs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from agentloop.engine import HeldIn
+from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
+from agentloop_servers.weight_transfer.checksum import checksum, to_host
+from agentloop_servers.weight_transfer.copy_plan import Copy, Plan, apply, apply_fills, source, target
+from agentloop_servers.weight_transfer.layout import view
+from agentloop_servers.weight_transfer.receiver import Incoming, PassRestarted
+from agentloop_servers.weight_transfer.row_sums import RowSums
+from agentloop_servers.weight_transfer.spot_checks import Read
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What a commit did and how long it took, in ms. `num_*` count parameters or layers."""
+
+    swap_ms: float
+    verify_ms: float
+    num_verified: int
+    num_unverified: int = 0
+    transfer_ms: float = 0.0
+
+
+class Model(Protocol):
+    """The running model, as a commit sees it. All calls from the worker's own thread, while nothing is decoded."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """What the model computes with, in place, each tensor once."""
+
+    def reload(self, tensors: Tensors) -> None:
+        """Load checkpoint tensors through the engine's own loader."""
+
+    def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
+        """Prove a reload: layers compared, layers that could not be. Raises RuntimeError."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+
+
+class Hold(Protocol):
+    """One staged update. `loaded`, after a commit: the tensors that went through the engine's own loader, if they
+    are still there; what it made of them proves a plan."""
+
+    held_in: HeldIn
+    loaded: Mapping[str, torch.Tensor]
+
+    def commit(self, model: Model) -> Swap:
+        """Bring it into the model."""
+
+
+class Shadow:
+    """See the module. `shadows` has a tensor for each parameter, of its dtype and shape.
+
+    What the commit needs is made here and in `settle`, so that nothing but copies and sums is left for the freeze.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shadows: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        held_in: HeldIn,
+    ) -> None:
+        self.held_in = held_in
+        self.loaded: Mapping[str, torch.Tensor] = {}
+        self._plan = plan
+        self._shadows = shadows
+        self._names = list(shadows)
+        self._from = list(shadows.values())
+        self._into = [parameters[name] for name in self._names]
+        self._staged_sums = RowSums(shadows)
+        self._served_sums = RowSums(dict(zip(self._names, self._into, strict=True)))
+        apply_fills(plan, shadows)
+
+    def accept(self, name: str, tensor: torch.Tensor) -> None:
+        """Take over what the plan wants of a tensor, on the current stream."""
+        apply(self._plan, name, tensor, self._shadows)
+
+    def settle(self) -> None:
+        """All tensors were accepted, and their copies are done."""
+        self._staged_sums.compute()
+
+    def commit(self, model: Model) -> Swap:
+        device = self._into[0].device
+        started = _Mark(device)
+        with torch.no_grad():
+            torch._foreach_copy_(self._into, self._from, non_blocking=True)
+        swapped = _Mark(device)
+        served = model.parameters
+        for name, tensor in zip(self._names, self._into, strict=True):
+            if served[name].data_ptr() != tensor.data_ptr():
+                raise RuntimeError(f"parameter {name} was replaced after the update was staged")
+        self._served_sums.compute()  # without a wait: these are launched while the copies run
+        verified = _Mark(device)
+        wrong = self._served_sums.first_difference(self._staged_sums)
+        if wrong is not None:
+            raise RuntimeError(f"parameter {wrong} does not hold what was sent")
+        return Swap(started.ms_to(swapped), swapped.ms_to(verified), len(self._names))
+
+
+class Checkpoint:
+    """See the module. `tensors` has a tensor of the update's dtype and shape for each of its names."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], held_in: HeldIn) -> None:
+        self.held_in = held_in
+        self.loaded = self.tensors = tensors
+
+    def accept(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor over, on the current stream."""
+        self.tensors[name].copy_(tensor, non_blocking=True)
+
+    def settle(self) -> None:
+        """Nothing to do: the tensors were compared with the sender's as they came."""
+
+    def commit(self, model: Model) -> Swap:
+        started_at = time.perf_counter()
+        model.reload(iter(self.tensors.items()))
+        model.synchronize()
+        swapped_at = time.perf_counter()
+        compared = model.compare(list(self.tensors), self.tensors.__getitem__)
+        return Swap(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
+
+
+class Files:
+    """See the module. Raises CheckpointUnreadable for a folder that cannot be loaded."""
+
+    held_in = HeldIn.FILES
+
+    def __init__(self, directory: str) -> None:
+        self.loaded: Mapping[str, torch.Tensor] = {}
+        self._directory = directory
+        self.info = inspect_checkpoint(directory)
+
+    def commit(self, model: Model) -> Swap:
+        started_at = time.perf_counter()
+        if inspect_checkpoint(self._directory) != self.info:
+            raise CheckpointUnreadable("the checkpoint was changed after it was staged", param="directory")
+        with OpenCheckpoint(self.info) as checkpoint:
+            model.reload(checkpoint.tensors())
+            model.synchronize()
+            swapped_at = time.perf_counter()
+            compared = model.compare(list(self.info.tensors), checkpoint.read)
+        return Swap(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
+
+
+class Stream:
+    """See the module. `plan` None: through the loader, which cannot begin again when another receiver is lost."""
+
+    held_in = HeldIn.NOWHERE
+
+    def __init__(self, incoming: Incoming, plan: Plan | None) -> None:
+        self.loaded: Mapping[str, torch.Tensor] = {}
+        self._incoming = incoming
+        self._plan = plan
+
+    def commit(self, model: Model) -> Swap:
+        started_at = time.perf_counter()
+        swap = self._by_plan(self._plan, model) if self._plan is not None else self._by_loader(model)
+        swap_ms = _ms(started_at) - swap.verify_ms
+        return Swap(swap_ms, swap.verify_ms, swap.num_verified, swap.num_unverified, self._incoming.transfer_ms)
+
+    def _by_plan(self, plan: Plan, model: Model) -> Swap:
+        parameters = model.parameters
+        wanted: dict[Copy, torch.Tensor] = {}
+
+        def accept(name: str, tensor: torch.Tensor) -> None:
+            for copy in plan.by_tensor[name]:
+                into = target(copy, parameters)
+                piece = source(copy, tensor).to(into.dtype)
+                into.copy_(piece, non_blocking=True)
+                wanted[copy] = checksum(piece)
+
+        with torch.no_grad():
+            apply_fills(plan, parameters)
+            receive(self._incoming, accept)
+        model.synchronize()
+        copied_at = time.perf_counter()
+        found = to_host([checksum(target(copy, parameters)) for copy in wanted])
+        _compare_sums([copy.parameter for copy in wanted], found, to_host(list(wanted.values())))
+        return Swap(0.0, _ms(copied_at), len(wanted))
+
+    def _by_loader(self, model: Model) -> Swap:
+        names = [place.name for place in self._incoming.layout.places]
+        kept: dict[str, torch.Tensor] = {}  # for the comparison afterwards: on the host, where there is room
+
+        def arriving() -> Tensors:
+            for bucket, data in self._incoming.buckets():
+                for place in self._incoming.layout.in_bucket(bucket):
+                    tensor = view(data, place).clone()  # the loader may keep it beyond this bucket
+                    kept[place.name] = tensor.cpu()
+                    yield place.name, tensor
+
+        model.reload(arriving())
+        self._incoming.finish()
+        model.synchronize()
+        loaded_at = time.perf_counter()
+        compared = model.compare(names, kept.__getitem__)
+        self.loaded = kept
+        return Swap(0.0, _ms(loaded_at), *compared)
+
+
+class Accept(Protocol):
+    """Takes a tensor that is only valid for work put on the current stream by the time it returns."""
+
+    def __call__(self, name: str, tensor: torch.Tensor, /) -> None: ...
+
+
+def receive(incoming: Incoming, accept: Accept) -> None:
+    """Receive all tensors, again from the start if another receiver was lost, and compare them with the sender's.
+
+    Raises what `Incoming` raises; the pass is compared, and over, on return.
+    """
+    while True:
+        try:
+            for bucket, data in incoming.buckets():
+                for place in incoming.layout.in_bucket(bucket):
+                    accept(place.name, view(data, place))
+            incoming.finish()
+        except PassRestarted:
+            continue
+        return
+
+
+class OpenCheckpoint:
+    """The safetensors files of a folder, open: a context."""
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        self._info = info
+        self._stack = ExitStack()
+        self._file_by_name: dict[str, Any] = {}
+
+    def __enter__(self) -> OpenCheckpoint:
+        with ExitStack() as stack:
+            for path in self._info.files:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                self._file_by_name |= dict.fromkeys(file.keys(), file)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file_by_name = {}
+        self._stack.close()
+
+    def tensors(self) -> Tensors:
+        """Every tensor, in the order of the files."""
+        for name, file in self._file_by_name.items():
+            yield name, file.get_tensor(name)
+
+    def read(self, name: str) -> Any:
+        """A tensor to be sliced."""
+        return self._file_by_name[name].get_slice(name)
+
+
+class _Mark:
+    """A moment in the work of a device; `ms_to` once both have passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._at = time.perf_counter()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def ms_to(self, later: _Mark) -> float:
+        if self._event is None or later._event is None:
+            return _ms(self._at, later._at)
+        return float(self._event.elapsed_time(later._event))
+
+
+def _compare_sums(names: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> None:
+    wrong = [name for name, one, other in zip(names, found, wanted, strict=True) if one != other]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {len(found)} parameters do not hold what was sent, {wrong[0]} first")
+
+
+def _ms(start: float, end: float | None = None) -> float:
+    return ((time.perf_counter() if end is None else end) - start) * 1000.0

@@ -1,0 +1,386 @@
+"""One worker's weights on their way in: it receives an update beside the decoding, and commits what it holds.
+
+    nothing ─► receiving (a thread) ─► held ─► committed        any ─► nothing on a new stage, a drop, or a failure
+
+Ownership: `stage`, `poll`, `drop`, `commit` and `offer` are called by the engine, one at a time, on the worker's
+own thread, and return at once, but for `commit`. The thread of a stage owns the update it receives until its
+state is `held`. Which way an update takes (`holds.py`) depends on the plan: traced once for a list of tensors
+while nothing is decoded or loaded, and used only after it was proved against weights that the engine itself has
+loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+
+from agentloop.engine import HeldIn, PushSource, TensorInfo, TensorNames
+from agentloop.errors import AgentLoopError, CheckpointUnreadable
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
+from agentloop_servers.weight_transfer.copy_plan import Copy, Plan, PlanRefused, Region, prove, trace
+from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of
+from agentloop_servers.weight_transfer.memory import Form, StagingMemory
+from agentloop_servers.weight_transfer.receiver import Incoming, Receiver
+from agentloop_servers.weight_transfer.sender import WeightSender
+from agentloop_servers.weight_transfer.staged_weights import (
+    Checkpoint,
+    Files,
+    Hold,
+    Model,
+    OpenCheckpoint,
+    Shadow,
+    Stream,
+    Swap,
+    receive,
+)
+
+OFFER_TIMEOUT_S = 300.0
+JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end; it looks every 50 ms
+
+
+class StageState(StrEnum):
+    """How far a stage is."""
+
+    RECEIVING = "receiving"
+    HELD = "held"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One stage. Its thread writes, and sets `state` last."""
+
+    number: int
+    state: StageState = StageState.RECEIVING
+    error: str = ""
+    transport: str = ""
+    num_bytes: int = 0
+    transfer_ms: float = 0.0
+    hold: Hold | None = None
+    incoming: Incoming | None = None
+    is_dropped: bool = False
+    thread: threading.Thread | None = None
+
+
+@dataclass(slots=True)
+class _KnownPlan:
+    """A plan for tensors of these names and shapes, in whatever order and dtype they come; `is_proved` once it
+    agreed with what the engine loaded by itself."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    plan: Plan
+    is_proved: bool = False
+
+
+class Depot:
+    """One a worker process. `can_trace` false: a model that computes with packed copies of its parameters."""
+
+    def __init__(
+        self,
+        model: Model,
+        module: torch.nn.Module,
+        device: torch.device,
+        rank: int,
+        *,
+        staging: str,
+        can_trace: bool,
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._module = module
+        self._device = device
+        self.rank = rank
+        self._can_trace = can_trace
+        self._timeout_s = timeout_s
+        self._memory = StagingMemory(device, staging)
+        self._receiver = Receiver(device, rank)
+        self._stream: torch.cuda.Stream | None = None
+        self._known: _KnownPlan | None = None
+        self._refused: Mapping[str, tuple[int, ...]] = {}
+        self._stage: _Stage | None = None
+        self._served: Checkpoint | None = None  # what the last push brought, where parameters cannot be read back
+        self._sender: WeightSender | None = None
+        self._sending: threading.Thread | None = None
+
+    # --- plans --------------------------------------------------------------------------------------------
+
+    def prepare(self, directory: str, tensors: Sequence[TensorInfo]) -> None:
+        """The engine has loaded `directory` by itself: trace the plan for its tensors, and prove it with them."""
+        known = self._plan_for(tuple(tensors))
+        if known is not None:
+            with OpenCheckpoint(inspect_checkpoint(directory)) as checkpoint:
+                self._prove(known, checkpoint.read)
+
+    def _plan_for(self, tensors: tuple[TensorInfo, ...]) -> _KnownPlan | None:
+        """Call on the worker's own thread only: it runs the model's loader."""
+        shapes = {tensor.name: tuple(tensor.shape) for tensor in tensors}
+        if not self._can_trace or shapes == self._refused:
+            return None
+        if self._known is None or self._known.shapes != shapes:
+            try:
+                plan = trace(self._module, tensors)
+            except PlanRefused:
+                self._refused = shapes
+                return None
+            # Tensors that nothing takes, such as a tied output head, may be in one list and not in the other.
+            is_proved = self._known is not None and self._known.is_proved and _is_same(self._known.plan, plan)
+            self._known = _KnownPlan(shapes, plan, is_proved)
+        return self._known
+
+    def _prove(self, known: _KnownPlan, read: Any) -> None:
+        try:
+            prove(known.plan, self._model.parameters, read)
+        except PlanRefused:
+            self._refused, self._known = known.shapes, None
+        else:
+            known.is_proved = True
+
+    # --- staging ------------------------------------------------------------------------------------------
+
+    def stage(self, number: int, source: PushSource | str, tensors: Sequence[TensorInfo]) -> None:
+        """Begin to receive from a push, or from a directory. What was staged before is dropped."""
+        if self._stage is not None:
+            self.drop(self._stage.number)
+        stage = self._stage = _Stage(number)
+        if isinstance(source, PushSource) and source.names is TensorNames.RUNTIME:
+            plan: Plan | None = self._plan_of_parameters()
+        else:
+            known = self._plan_for(tuple(tensors))
+            plan = known.plan if known is not None and known.is_proved else None
+        stage.thread = threading.Thread(
+            target=self._run, args=(stage, source, tuple(tensors), plan), name=f"stage-{number}", daemon=True
+        )
+        stage.thread.start()
+
+    def poll(self, number: int) -> dict[str, Any]:
+        """The state of a stage, in plain values."""
+        stage = self._stage
+        if stage is None or stage.number != number:
+            return {"state": StageState.FAILED.value, "error": "it was dropped"}
+        held_in = stage.hold.held_in if stage.hold is not None else HeldIn.NOWHERE
+        return {
+            "state": stage.state.value,
+            "error": stage.error,
+            "held_in": held_in.value,
+            "transport": stage.transport,
+            "num_bytes": stage.num_bytes,
+            "transfer_ms": stage.transfer_ms,
+        }
+
+    def drop(self, number: int) -> None:
+        """Give a stage up; returns when its thread has let go. Another number: no-op."""
+        stage = self._stage
+        if stage is None or stage.number != number:
+            return
+        self._stage = None
+        stage.is_dropped = True
+        if stage.incoming is not None and (stage.state is not StageState.HELD or isinstance(stage.hold, Stream)):
+            stage.incoming.abort()  # else all has arrived, and the link serves the next update
+        if stage.thread is not None:
+            stage.thread.join(JOIN_TIMEOUT_S)
+            if stage.thread.is_alive():
+                # It waits inside the driver or the loader; its memory must not be written by two.
+                self._memory = StagingMemory(self._device, "none")
+
+    def release(self) -> None:
+        """Give back all memory that is not the model's."""
+        if self._stage is not None:
+            self.drop(self._stage.number)
+        self._end_offer()
+        self._served = None
+        self._memory.release()
+        self._receiver.close()
+        self._receiver = Receiver(self._device, self.rank)
+
+    def _run(
+        self, stage: _Stage, source: PushSource | str, tensors: tuple[TensorInfo, ...], plan: Plan | None
+    ) -> None:
+        try:
+            with self._side_stream():
+                if isinstance(source, PushSource):
+                    self._receive_push(stage, source, plan)
+                else:
+                    self._read_directory(stage, source, tensors, plan)
+        except AgentLoopError as error:
+            stage.error = error.message
+        except Exception as error:  # whatever it is, it is the update's failure: the worker goes on
+            stage.error = f"{type(error).__name__}: {error}"
+        stage.state = StageState.FAILED if stage.error else StageState.HELD
+
+    def _receive_push(self, stage: _Stage, source: PushSource, plan: Plan | None) -> None:
+        form = _form(source.tensors) if plan is None else self._parameter_form()
+        held_in = self._memory.choose(form, self._buffer_bytes(source.tensors))
+        incoming = self._receiver.open(
+            source,
+            can_hold=held_in is not HeldIn.NOWHERE,
+            timeout_s=self._timeout_s,
+            is_given_up=lambda: stage.is_dropped,
+        )
+        stage.incoming = incoming
+        stage.transport, stage.num_bytes = incoming.transport, incoming.num_bytes
+        if stage.is_dropped:
+            incoming.abort()
+            raise CheckpointUnreadable("it was dropped", param="push")
+        if incoming.is_one_phase:
+            stage.hold = Stream(incoming, plan)
+            return
+        try:
+            hold = self._hold(plan, form, held_in)
+            receive(incoming, hold.accept)
+        except BaseException as error:
+            incoming.fail(str(error) or type(error).__name__)
+            raise
+        self._settle(hold)
+        stage.transfer_ms = incoming.transfer_ms
+        stage.hold = hold
+
+    def _read_directory(
+        self, stage: _Stage, directory: str, tensors: tuple[TensorInfo, ...], plan: Plan | None
+    ) -> None:
+        stage.transport = "directory"
+        files = Files(directory)
+        stage.num_bytes = files.info.num_bytes
+        form = self._parameter_form()
+        held_in = HeldIn.NOWHERE if plan is None else self._memory.choose(form, 0)
+        if plan is None or held_in is HeldIn.NOWHERE:
+            stage.hold = files
+            return
+        hold = self._hold(plan, form, held_in)
+        with OpenCheckpoint(files.info) as checkpoint:
+            for name, tensor in checkpoint.tensors():
+                if stage.is_dropped:
+                    raise CheckpointUnreadable("it was dropped", param="directory")
+                hold.accept(name, tensor)
+        self._settle(hold)
+        stage.hold = hold
+
+    def _hold(self, plan: Plan | None, form: Form, held_in: HeldIn) -> Checkpoint | Shadow:
+        tensors = self._memory.take(form, held_in)
+        if plan is None:
+            return Checkpoint(tensors, held_in)
+        return Shadow(plan, tensors, self._model.parameters, held_in)
+
+    def _settle(self, hold: Checkpoint | Shadow) -> None:
+        """What the hold made of the tensors is complete, and may be read from any stream."""
+        self._synchronize()
+        hold.settle()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    # --- committing ---------------------------------------------------------------------------------------
+
+    def commit(self, number: int) -> Swap:
+        """Bring what stage `number` holds into the model, and prove it. Raises; then the weights are unknown."""
+        stage, self._stage = self._stage, None
+        if stage is None or stage.number != number or stage.hold is None or stage.state is not StageState.HELD:
+            raise RuntimeError("nothing is held for this commit")
+        self._end_offer()
+        self._served = None
+        hold = stage.hold
+        try:
+            swap = hold.commit(self._model)
+        except BaseException as error:
+            if stage.incoming is not None:
+                stage.incoming.fail(str(error) or type(error).__name__)
+            raise
+        if hold.loaded and self._known is not None and not self._known.is_proved:
+            self._prove(self._known, hold.loaded.__getitem__)
+            self._memory.release()  # what the next update needs has another form
+        elif isinstance(hold, Checkpoint):
+            self._served = hold
+        hold.loaded = {}
+        return swap
+
+    # --- offering -----------------------------------------------------------------------------------------
+
+    def offer(self, token: str) -> dict[str, Any] | None:
+        """Begin to give the served weights to whoever comes with `token`; None if they cannot be read back."""
+        self._end_offer()
+        if self._can_trace:
+            names, tensors = TensorNames.RUNTIME, self._model.parameters
+        elif self._served is not None:
+            names, tensors = TensorNames.CHECKPOINT, self._served.tensors
+        else:
+            return None
+        items = [
+            Outgoing(_info(name, tensor), partial(torch.Tensor.detach, tensor)) for name, tensor in tensors.items()
+        ]
+        sender = self._sender = WeightSender(device=self._device)
+        offer = sender.offer(items, names, token)
+        self._sending = threading.Thread(target=_send, args=(sender,), name="offer", daemon=True)
+        self._sending.start()
+        return {
+            "address": offer.addresses[0],
+            "names": names.value,
+            "tensors": [[item.info.name, item.info.dtype, list(item.info.shape)] for item in items],
+        }
+
+    def _end_offer(self) -> None:
+        sender, self._sender = self._sender, None
+        sending, self._sending = self._sending, None
+        if sender is not None and sending is not None:
+            sender.cancel("the offer is over")
+            sending.join(JOIN_TIMEOUT_S)
+            sender.close()
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _parameter_form(self) -> Form:
+        return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._model.parameters.items()]
+
+    def _plan_of_parameters(self) -> Plan:
+        """For tensors that are this model's own parameters: each is copied whole."""
+        if not self._can_trace:
+            raise CheckpointUnreadable("this engine cannot take another one's parameters", param="push")
+        parameters = self._model.parameters
+        copies = []
+        for name, tensor in parameters.items():
+            whole = Region(0, tuple(tensor.shape), tuple(tensor.stride()))
+            dense = Region(0, tuple(tensor.shape), tuple(torch.empty(tensor.shape, device="meta").stride()))
+            copies.append(Copy(parameter=name, into=whole, tensor=name, out_of=dense))
+        return Plan(tuple(copies), (), {name: tuple(tensor.shape) for name, tensor in parameters.items()})
+
+    def _buffer_bytes(self, tensors: Sequence[TensorInfo]) -> int:
+        """What arrives through: two buckets."""
+        largest = max(torch.Size(tensor.shape).numel() * dtype_of(tensor).itemsize for tensor in tensors)
+        return int(2 * max(largest, DEFAULT_BUCKET_BYTES))
+
+    @contextlib.contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        """Device work beside the model's own."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self._device.type == "cuda":
+                if self._stream is None:  # one for all updates: what torch caches belongs to a stream
+                    self._stream = torch.cuda.Stream(self._device)
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(self._stream))
+            yield
+
+
+def _is_same(one: Plan, other: Plan) -> bool:
+    return set(one.copies) == set(other.copies) and set(one.fills) == set(other.fills)
+
+
+def _send(sender: WeightSender) -> None:
+    with contextlib.suppress(AgentLoopError):  # the receiver knows; this worker serves on either way
+        sender.run(OFFER_TIMEOUT_S)
+
+
+def _form(tensors: Sequence[TensorInfo]) -> Form:
+    return [(tensor.name, dtype_of(tensor), tuple(tensor.shape)) for tensor in tensors]
+
+
+def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

@@ -1,0 +1,307 @@
+"""`client.update_weights(tensors)`: the glue between a torch training process and `WeightSender`.
+
+An update is two things at once: the sender runs in a thread, and the service is told where to fetch from. Whichever
+ends badly ends the other; the service's answer is the outcome, because the service knows which replicas serve
+what. Under torch.distributed every rank calls `push`: rank 0 does the above, the others take part in its gathers
+(`ranks.py`). The calling task owns everything: `push` returns, raises or is cancelled only when its threads are
+done, and each of them has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import structlog
+import torch
+
+from agentloop.aio import in_daemon_thread
+from agentloop.api import UpdateReport
+from agentloop.client import NamedTensors, PushOptions, PushTarget, is_loopback
+from agentloop.engine import PushSource
+from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.sender import SendReport, WeightSender
+from agentloop_servers.weight_transfer.state_dict import CAST_DTYPES, NamedTensor, collect, digest, parse_dtype
+from agentloop_servers.weight_transfer.trainer_group import Outcome, Part, Ranks, is_distributed, shortened
+
+T = TypeVar("T")
+
+ANSWER_GRACE_S = 30.0  # a sender that failed closes its links: the service then soon says what that meant
+_STOP_TIMEOUT_S = 60.0  # a cancelled sender still loads the rest of its pass, for the other ranks
+_LET_GO_TIMEOUT_S = 5.0  # of a thread that has returned; the event loop waits
+_MARGIN_S = ANSWER_GRACE_S + _STOP_TIMEOUT_S + 30.0  # the other ranks wait longer than rank 0 can take
+_GROUP_TIMEOUT_S = 900.0  # of the ranks' own group; longer if an update asks for more
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class Sender(Protocol):
+    """`WeightSender`, as it is used here."""
+
+    def offer(self, items: Sequence[Outgoing]) -> PushSource:
+        """Listen, and say where."""
+
+    def run(self, timeout_s: float, before_pass: Callable[[], None] | None = None) -> SendReport:
+        """One transfer. Blocking."""
+
+    def cancel(self, reason: str) -> None:
+        """Make `run` raise."""
+
+    def release(self) -> None:
+        """Give memory back until the next update."""
+
+    def close(self) -> None:
+        """Let go of the links."""
+
+
+MakeSender = Callable[[str, str], Sender]
+
+
+def make_sender(listen_host: str, transport: str) -> Sender:
+    """The shipped one."""
+    return WeightSender(listen_host=listen_host, transport=transport)
+
+
+class Pusher:
+    """Sends this process's tensors to every replica. Keeps its sender, with its links, while updates succeed."""
+
+    def __init__(
+        self,
+        target: PushTarget,
+        listen_host: str | None = None,
+        *,
+        make_sender: MakeSender = make_sender,
+        answer_grace_s: float = ANSWER_GRACE_S,
+    ) -> None:
+        """`answer_grace_s`: how long one of the two sides may outlast the other."""
+        self._target = target
+        self._listen_host = listen_host
+        self._make_sender = make_sender
+        self._answer_grace_s = answer_grace_s
+        self._sender: Sender | None = None
+        self._transport = ""
+        self._ranks: Ranks | None = None
+        self._is_pushing = False
+
+    async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
+        """One update from tensors that stay as they are until this returns.
+
+        Raises InvalidRequest for weights that cannot be sent, DeadlineExceeded, and what the service raises. Ranks
+        other than 0 that are cancelled go on to the update's end: rank 0's gathers need them.
+        """
+        if self._is_pushing:
+            raise Conflict("this client is pushing weights already")
+        self._is_pushing = True
+        try:
+            if options.dtype is not None:
+                parse_dtype(options.dtype)
+            if options.all_ranks and is_distributed():
+                return await self._push_together(weights, options)
+            tensors = collect(weights)
+            sharded = next((one for one in tensors if one.num_ranks > 1), None)
+            if sharded is not None:
+                raise InvalidRequest(
+                    f"{sharded.name!r} is sharded over {sharded.num_ranks} ranks: all of them push together",
+                    param="weights",
+                )
+            return await self._send(tensors, options, None)
+        finally:
+            self._is_pushing = False
+
+    async def close(self) -> None:
+        """Let go of the links and of the ranks' group. Idempotent."""
+        await self._drop_sender()
+        if self._ranks is not None:
+            ranks, self._ranks = self._ranks, None
+            ranks.close()
+
+    # --- all ranks together ---
+
+    async def _push_together(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
+        ranks = await _in_thread(self._gathered_ranks, options.timeout_s)
+        tensors, refusal = [], None
+        try:
+            tensors = collect(weights)
+        except InvalidRequest as error:
+            refusal = error  # the others must hear of it, or they would wait
+        part = Part(options.version, digest(tensors), len(tensors), shortened(refusal.message) if refusal else None)
+        try:
+            await _in_thread(ranks.agree, part, options.timeout_s)
+        except InvalidRequest:
+            if refusal is not None:
+                raise refusal from None
+            raise
+        if not ranks.is_sender:
+            load_all = _on_this_device(lambda: _load_all(tensors))
+            return await _in_thread(ranks.follow, load_all, options.timeout_s + _MARGIN_S)
+        give_up_at = time.monotonic() + options.timeout_s
+        try:
+            report = await self._send(tensors, options, lambda: ranks.begin_pass(give_up_at - time.monotonic()))
+        except BaseException as error:  # a cancellation too: the others wait for a word
+            await self._tell(ranks, Outcome.failed(error))
+            raise
+        await self._tell(ranks, Outcome(report))
+        return report
+
+    def _gathered_ranks(self, timeout_s: float) -> Ranks:
+        """The ranks' group; making it is collective, and all ranks find alike whether it must be made."""
+        if self._ranks is None or not self._ranks.can_wait(timeout_s):
+            if self._ranks is not None:
+                self._ranks.close()
+            self._ranks = Ranks(max(timeout_s, _GROUP_TIMEOUT_S))
+        return self._ranks
+
+    async def _tell(self, ranks: Ranks, outcome: Outcome) -> None:
+        """Best effort: what came of the update does not depend on whether the others heard of it."""
+        try:
+            await _in_thread(ranks.end, outcome, _STOP_TIMEOUT_S)
+        except AgentLoopError as error:
+            _log.error("ranks_not_told", reason=error.message)
+
+    # --- one process ---
+
+    async def _send(
+        self, tensors: Sequence[NamedTensor], options: PushOptions, before_pass: Callable[[], None] | None
+    ) -> UpdateReport:
+        try:
+            async with asyncio.timeout(options.timeout_s):
+                dtype = parse_dtype(options.dtype) if options.dtype is not None else await self._fleet_dtype()
+                items = [Outgoing(one.info(dtype), one.load) for one in tensors]
+                sender = await self._open_sender(options.transport)
+                source = await _in_thread(sender.offer, items)
+                report = await self._exchange(sender, source, options, before_pass)
+                await _in_thread(sender.release)  # the training step may need it
+        except TimeoutError as error:
+            await self._drop_sender()
+            raise DeadlineExceeded(f"no end of the update within {options.timeout_s:g} s") from error
+        except BaseException:
+            await self._drop_sender()  # its links are of unknown state
+            raise
+        return report
+
+    async def _exchange(
+        self,
+        sender: Sender,
+        source: PushSource,
+        options: PushOptions,
+        before_pass: Callable[[], None] | None,
+    ) -> UpdateReport:
+        """Send and ask at once. Both are over when this is."""
+        run = _on_this_device(lambda: sender.run(options.timeout_s, before_pass))
+        sending = asyncio.ensure_future(_in_thread(run))
+        asking = asyncio.ensure_future(self._target.announce(source, options))
+        try:
+            await asyncio.wait((sending, asking), return_when=asyncio.FIRST_COMPLETED)
+            is_sent = sending.done() and sending.exception() is None
+            if not asking.done():  # once all is sent the service still has to commit
+                await asyncio.wait((asking,), timeout=None if is_sent else self._answer_grace_s)
+            elif asking.exception() is None:
+                await asyncio.wait((sending,), timeout=self._answer_grace_s)
+        finally:
+            asking.cancel()
+            if not sending.done():
+                sender.cancel("the update is over")
+            await _ended(sending, asking)
+        failure = sending.exception()
+        if asking.cancelled():  # nothing from the service: the sender failed by itself
+            raise failure or WeightUpdateFailed("the service gave no answer")
+        if failure is not None:
+            _log.warning("sending_failed", version=options.version, reason=str(failure))
+        if (error := asking.exception()) is not None:
+            raise error from failure
+        return asking.result()
+
+    async def _fleet_dtype(self) -> torch.dtype | None:
+        """What all replicas compute in; None if they differ or do not say: tensors then go as they are."""
+        dtypes = {replica.weight_dtype for replica in (await self._target.status()).replicas}
+        name = dtypes.pop() if len(dtypes) == 1 else None
+        return parse_dtype(name) if name is not None and name in CAST_DTYPES else None
+
+    async def _open_sender(self, transport: str) -> Sender:
+        if self._sender is not None and transport != self._transport:
+            await self._drop_sender()
+        if self._sender is None:
+            if self._listen_host is None:
+                self._listen_host = await _in_thread(host_towards, self._target.url)
+            self._sender, self._transport = self._make_sender(self._listen_host, transport), transport
+        return self._sender
+
+    async def _drop_sender(self) -> None:
+        if self._sender is not None:
+            sender, self._sender = self._sender, None
+            await _in_thread(sender.close)
+
+
+def host_towards(url: str) -> str:
+    """The address of this machine that the host of `url` can reach. Raises InvalidRequest if there is no route."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if is_loopback(host):
+        return "127.0.0.1"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: the kernel only chooses the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidRequest(f"no route to {host}; give listen_host ({error})", param="listen_host") from error
+
+
+def _load_all(tensors: Sequence[NamedTensor]) -> None:
+    for one in tensors:
+        one.load()
+
+
+def _on_this_device(work: Callable[[], T]) -> Callable[[], T]:
+    """`work`, for another thread: on the caller's CUDA device, after what the caller has put on its stream."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return work
+    device, stream_end = torch.cuda.current_device(), torch.cuda.current_stream().record_event()
+
+    def placed() -> T:
+        with torch.cuda.device(device):
+            stream_end.synchronize()
+            return work()
+
+    return placed
+
+
+async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """What a blocking function gives. A cancellation takes effect when it has returned: it has its own deadline."""
+    threads: list[threading.Thread] = []
+
+    @wraps(function)
+    def work() -> T:
+        threads.append(threading.current_thread())
+        return function(*arguments)
+
+    outcome: asyncio.Future[T] = in_daemon_thread(work)
+    try:
+        await _ended(outcome)
+    finally:
+        # It only lets go of what it held now; but a process group that is destroyed there while the interpreter
+        # goes down aborts the process.
+        threads[0].join(_LET_GO_TIMEOUT_S)
+    return outcome.result()
+
+
+async def _ended(*work: asyncio.Future[Any]) -> None:
+    """Wait until all is done, whatever it came to; a cancellation meanwhile is raised after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while not all(one.done() for one in work):
+        try:
+            await asyncio.wait(work)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for one in work:
+        if not one.cancelled():
+            one.exception()  # asyncio would complain of one that nobody looked at
+    if cancelled is not None:
+        raise cancelled

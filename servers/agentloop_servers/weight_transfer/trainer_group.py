@@ -1,0 +1,163 @@
+"""What the ranks of one training job say to each other in an update that all of them make together.
+
+Rank 0 sends; the others only load, so that its gathers of sharded tensors complete. Words travel as MessagePack in
+CPU tensors over a gloo group of its own: it has deadlines whatever the job's backend is, and takes no GPU. One
+update is: `agree` on every rank; then rank 0 says `begin_pass` any number of times and `end` once, while the others
+`follow`. All methods block: call them from a thread, one at a time.
+
+Once a word was not passed on, nobody knows what the others have heard: the group is then broken for good.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from agentloop import codec
+from agentloop.api import UpdateReport
+from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, WeightUpdateFailed, from_wire
+
+_AGAIN = -1  # "a pass begins"; else the number of bytes of the outcome that follows
+_PART_BYTES = 1024
+_MAX_ERROR_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank brings to an update. `error` says why it cannot take part."""
+
+    version: int
+    digest: int  # of the names, dtypes and shapes
+    num_tensors: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an update ended: a report, or an error in its wire form."""
+
+    report: UpdateReport | None = None
+    error: bytes | None = None  # JSON
+    status: int = 0
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Outcome:
+        """An error as the other ranks will raise it."""
+        if not isinstance(error, AgentLoopError):
+            error = WeightUpdateFailed(f"rank 0: {type(error).__name__} {error}".rstrip())
+        return cls(error=orjson.dumps(error.to_wire()), status=error.http_status)
+
+    def result(self) -> UpdateReport:
+        """The report; raises the error."""
+        if self.report is not None:
+            return self.report
+        raise from_wire(orjson.loads(self.error or b"null"), self.status)
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several of a training job."""
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+class Ranks:
+    """All ranks of the default process group. Making it is collective, as `agree` is."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._world = dist.group.WORLD
+        self._timeout_s = timeout_s
+        self._is_broken = False
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(dist.get_rank() == 0)
+
+    def can_wait(self, timeout_s: float) -> bool:
+        """Whether the group serves an update with this deadline, and the job is still the one it was made in."""
+        return dist.group.WORLD is self._world and timeout_s <= self._timeout_s
+
+    def agree(self, part: Part, timeout_s: float) -> None:
+        """Check that all ranks bring the same. Raises InvalidRequest on every rank if one does not."""
+        data = codec.encode(part)
+        own = torch.zeros(_PART_BYTES, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        own[-2:] = torch.tensor(divmod(len(data), 256), dtype=torch.uint8)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        self._wait(lambda: dist.all_gather(parts, own, group=self._group, async_op=True), timeout_s)
+        decoded = [_part(one) for one in parts]
+        for rank, one in enumerate(decoded):
+            if one.error is not None:
+                raise InvalidRequest(f"rank {rank}: {one.error}", param="weights")
+        for rank, one in enumerate(decoded):
+            if one != decoded[0]:
+                raise InvalidRequest(
+                    f"ranks 0 and {rank} differ: {_describe(decoded[0])} and {_describe(one)}; all ranks give the "
+                    "same tensors in the same order, sharded or whole",
+                    param="weights",
+                )
+
+    def begin_pass(self, timeout_s: float) -> None:
+        """Rank 0: the others load everything once."""
+        self._say(torch.tensor([_AGAIN]), timeout_s)
+
+    def end(self, outcome: Outcome, timeout_s: float) -> None:
+        """Rank 0: the update is over."""
+        data = torch.frombuffer(bytearray(codec.encode(outcome)), dtype=torch.uint8)
+        self._say(torch.tensor([len(data)]), timeout_s)
+        self._say(data, timeout_s)
+
+    def follow(self, load_all: Callable[[], None], timeout_s: float) -> UpdateReport:
+        """The other ranks: load as often as rank 0 says, then return or raise what it did."""
+        give_up_at = time.monotonic() + timeout_s
+        while (num_bytes := self._hear_number(give_up_at)) == _AGAIN:
+            load_all()
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        self._say(data, give_up_at - time.monotonic())
+        return codec.decode(data.numpy().tobytes(), Outcome).result()
+
+    def close(self) -> None:
+        """Free the group, unless the job has ended already."""
+        if dist.is_initialized() and dist.group.WORLD is self._world:
+            dist.destroy_process_group(self._group)
+
+    def _hear_number(self, give_up_at: float) -> int:
+        number = torch.zeros(1, dtype=torch.int64)
+        self._say(number, give_up_at - time.monotonic())
+        return int(number.item())
+
+    def _say(self, data: torch.Tensor, timeout_s: float) -> None:
+        """From rank 0 into `data` of all others."""
+        self._wait(lambda: dist.broadcast(data, 0, group=self._group, async_op=True), timeout_s)
+
+    def _wait(self, start: Callable[[], dist.Work], timeout_s: float) -> None:
+        if self._is_broken:
+            raise WeightUpdateFailed("the ranks lost each other in an earlier update: restart the job")
+        give_up_at = time.monotonic() + timeout_s
+        try:
+            start().wait(timedelta(seconds=max(timeout_s, 0.001)))
+        except RuntimeError as error:  # what c10d raises for a timeout and for a lost peer alike
+            self._is_broken = True
+            if time.monotonic() >= give_up_at:
+                raise DeadlineExceeded(f"the other ranks did not take part within {timeout_s:.0f} s") from error
+            raise WeightUpdateFailed(f"lost another rank of the training job: {error}") from error
+
+
+def _part(data: torch.Tensor) -> Part:
+    content = data.numpy().tobytes()
+    return codec.decode(content[: content[-2] * 256 + content[-1]], Part)
+
+
+def _describe(part: Part) -> str:
+    return f"{part.num_tensors} tensors for version {part.version}"
+
+
+def shortened(message: str) -> str:
+    """An error that fits into a `Part`."""
+    return message[:_MAX_ERROR_CHARS]

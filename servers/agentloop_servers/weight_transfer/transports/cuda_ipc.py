@@ -1,0 +1,230 @@
+"""The `ipc` lane: another process on the same GPU maps the sender's pack buffers by CUDA IPC handles.
+
+The buffers are allocated through the CUDA driver, not by torch: an IPC handle covers a whole allocation, torch's
+expandable segments have none, and torch's own sharing counts references that a killed receiver never gives back.
+A worker unmaps at the end of every pass, before it reports, so the sender may free its buffers between updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from agentloop.errors import WeightUpdateFailed
+from agentloop_servers.weight_transfer.layout import Layout
+from agentloop_servers.weight_transfer.transports.acks import (
+    AckedPeers,
+    BucketConsumed,
+    Mapped,
+    Setup,
+    post,
+    ready_buckets,
+    take,
+)
+from agentloop_servers.weight_transfer.transports.base import Buffer, LaneBroken, Wire
+
+HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class DriverError(Exception):
+    """A call of the CUDA driver failed; `status` is its CUresult."""
+
+    def __init__(self, function: str, status: int) -> None:
+        super().__init__(f"{function} failed with CUDA error {status}")
+        self.status = status
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+
+
+class _Span:
+    """Device memory as torch can wrap it without a copy (the CUDA Array Interface, version 3)."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class DeviceMemory:
+    """Bytes on a CUDA device that torch did not allocate. `tensor` must not be used after `free`."""
+
+    def __init__(self, pointer: int, num_bytes: int, device: torch.device, release: str) -> None:
+        self._pointer = pointer
+        self._device = device
+        self._release = release  # the driver's function
+        self.tensor = torch.as_tensor(_Span(pointer, num_bytes), device=device)
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: torch.device) -> DeviceMemory:
+        """Raises WeightUpdateFailed if there is no room, even after torch gave back what it caches."""
+        pointer = ctypes.c_uint64()
+        with _context(device):
+            try:
+                try:
+                    _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+                except DriverError as error:
+                    if error.status != OUT_OF_MEMORY:
+                        raise
+                    torch.cuda.empty_cache()
+                    _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+            except DriverError as error:
+                raise WeightUpdateFailed(f"{device} has no room for {num_bytes:,} bytes: {error}") from error
+            return cls(pointer.value, num_bytes, device, "cuMemFree_v2")
+
+    @classmethod
+    def open(cls, handle: bytes, num_bytes: int, device: torch.device) -> DeviceMemory:
+        """Map another process's allocation. Raises DriverError, LaneBroken."""
+        if len(handle) != HANDLE_BYTES:
+            raise LaneBroken("an IPC handle has another length")
+        pointer = ctypes.c_uint64()
+        with _context(device):
+            _call(
+                "cuIpcOpenMemHandle_v2",
+                ctypes.byref(pointer),
+                _Handle.from_buffer_copy(handle),
+                ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS),
+            )
+            return cls(pointer.value, num_bytes, device, "cuIpcCloseMemHandle")
+
+    def handle(self) -> bytes:
+        """What `open` takes in another process. Raises DriverError."""
+        handle = _Handle()
+        with _context(self._device):
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._pointer))
+        return bytes(handle)
+
+    def free(self) -> None:
+        """Wait for the work on the device, then free or unmap. Idempotent. Raises DriverError."""
+        if self._pointer:
+            pointer, self._pointer = self._pointer, 0
+            with _context(self._device):
+                torch.cuda.synchronize(self._device)
+                _call(self._release, ctypes.c_uint64(pointer))
+
+
+class IpcSendLane:
+    """See `lanes.SendLane`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peers: AckedPeers | None = None
+
+    def begin(self, peers: Sequence[Wire], layout: Layout, buffers: Sequence[Buffer]) -> None:
+        self._peers = AckedPeers(peers, buffers)
+
+    def send(self, bucket: int, buffer: int) -> None:
+        if self._peers is None:
+            raise LaneBroken("the pass was given up")
+        torch.cuda.current_stream(self._device).synchronize()  # the workers' streams know nothing of ours
+        self._peers.ready(bucket, buffer)
+
+    def wait_free(self, buffer: int) -> None:
+        if self._peers is not None:
+            self._peers.wait_free(buffer)
+
+    def finish(self) -> None:
+        if self._peers is not None:
+            self._peers.wait_all()
+        self._peers = None
+
+    def abort(self) -> None:
+        """What waits does so on a wire, which the owner of the pass has broken."""
+
+    def close(self) -> None:
+        self._peers = None
+
+
+class IpcReceiveLane:
+    """See `lanes.ReceiveLane`. The sender's memory is mapped from `begin` to the end of `buckets`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mapped: list[DeviceMemory] = []
+        self._wire: Wire | None = None
+        self._layout: Layout | None = None
+
+    def begin(self, wire: Wire, layout: Layout) -> None:
+        self.close()
+        setup = take(wire, Setup)
+        try:
+            if setup.num_bytes < layout.largest_bucket:
+                raise LaneBroken("the buffers are smaller than a bucket")
+            for handle in setup.exports:
+                self._mapped.append(DeviceMemory.open(handle, setup.num_bytes, self._device))
+        except (DriverError, LaneBroken) as error:
+            self.close()
+            post(wire, Mapped(error=str(error)))
+            raise LaneBroken(f"the sender's memory cannot be mapped: {error}") from error
+        self._wire, self._layout = wire, layout
+        post(wire, Mapped())
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._wire is None or self._layout is None:
+            raise LaneBroken("the pass was given up")
+        wire, layout = self._wire, self._layout
+        try:
+            for ready in ready_buckets(wire, layout, len(self._mapped)):
+                yield ready.bucket, self._mapped[ready.buffer].tensor[: layout.bucket_sizes[ready.bucket]]
+                torch.cuda.current_stream(self._device).synchronize()
+                post(wire, BucketConsumed(ready.bucket))
+        finally:
+            self.close()
+
+    def finish(self) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        """What waits does so on the wire, which the owner of the pass has broken."""
+
+    def close(self) -> None:
+        self._wire = self._layout = None
+        while self._mapped:
+            self._mapped.pop().free()
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
+    return library
+
+
+def _call(function: str, *arguments: Any) -> None:
+    status = getattr(_driver(), function)(*arguments)
+    if status != 0:
+        raise DriverError(function, status)
+
+
+@functools.cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    """The context that torch uses on the device, kept for the life of the process: were it given back before torch
+    has taken it, everything mapped in it would be gone."""
+    ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", ctypes.c_uint(0))
+    _call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(index))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+    return context
+
+
+@contextlib.contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """Make the context that torch uses on the device current in this thread."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _call("cuCtxPushCurrent_v2", _primary_context(index))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))

@@ -1,0 +1,258 @@
+"""The lane between different GPUs: NCCL broadcasts from the sender, rank 0, to all peers at once.
+
+Every bucket is one broadcast of its bytes, and stream order does all the rest: no message a bucket. A communicator
+is made in `begin` and kept for later passes between the same links; whatever breaks a pass ends it, on both sides.
+Bytes that "arrived" out of a broken communicator are no data: `buckets` and `finish` look at it before they return,
+and the checksums of the whole update are compared after that.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+
+from agentloop_servers.weight_transfer.layout import Layout
+from agentloop_servers.weight_transfer.transports.base import Buffer, LaneBroken, Wire
+from agentloop_servers.weight_transfer.transports.nccl_ctypes import Communicator, NcclFailed, unique_id
+
+# NCCL takes these from each process and never reconciles them: where they differ a broadcast fails or hangs. vLLM
+# sets them in its workers in batch-invariant mode.
+SHARED_SETTINGS = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_NTHREADS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE",
+)
+JOIN_TIMEOUT_S = 60.0
+TRANSFER_TIMEOUT_S = 600.0  # of one pass; `Wire.check` usually knows better
+
+
+class _Join(msgspec.Struct):
+    """What a receiver needs for its place in the group; `group_id` None: it is in it already.
+
+    `settings` are the sender's NCCL variables of `SHARED_SETTINGS`.
+    """
+
+    rank: int
+    world_size: int
+    settings: dict[str, str]
+    group_id: bytes | None = None
+
+
+class _Group:
+    """A communicator, its stream, and the two ways in which it can end: by a failure, or by `abort`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._communicator: Communicator | None = None
+        self._is_aborted = False
+        self._wires: Sequence[Wire] = ()
+        self._deadline_at = 0.0
+
+    @property
+    def is_joined(self) -> bool:
+        return self._communicator is not None and not self._is_aborted
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return self._stream
+
+    def begin(self, wires: Sequence[Wire]) -> None:
+        """A pass begins. What an earlier one left broken is cleared away."""
+        if not self.is_joined:
+            self.leave()
+        self._is_aborted = False
+        self._wires = wires
+        self._deadline_at = time.monotonic() + TRANSFER_TIMEOUT_S
+
+    def join(self, group_id: bytes, rank: int, world_size: int) -> None:
+        self.leave()
+        with torch.cuda.device(self._device), self._ending():
+            self._communicator = Communicator(
+                group_id, rank, world_size, timeout_s=JOIN_TIMEOUT_S, check=self.check
+            )
+
+    def broadcast(self, data: torch.Tensor, num_bytes: int) -> None:
+        with torch.cuda.device(self._device), self._ending() as communicator:
+            communicator().broadcast(
+                data.data_ptr(),
+                num_bytes,
+                root=0,
+                stream=self.stream.cuda_stream,
+                deadline_at=self._deadline_at,
+                check=self.check,
+            )
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        with self._ending() as communicator:
+            communicator().wait(event.query, deadline_at=self._deadline_at, check=self.check)
+
+    def check(self) -> None:
+        if self._is_aborted:
+            raise LaneBroken("the transfer was given up")
+        for wire in self._wires:
+            wire.check()
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def leave(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
+
+    def _ending(self) -> _Ending:
+        return _Ending(self)
+
+    def communicator(self) -> Communicator:
+        if self._communicator is None:
+            raise LaneBroken("there is no NCCL group")
+        return self._communicator
+
+
+class _Ending:
+    """Whatever leaves this block by an exception ends the group; NCCL's own failures become LaneBroken."""
+
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> Callable[[], Communicator]:
+        return self._group.communicator
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        self._group.leave()
+        if isinstance(error, NcclFailed):
+            raise LaneBroken(str(error)) from error
+
+
+class NcclSendLane:
+    """See `SendLane`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group = _Group(device)
+        self._members: tuple[int, ...] = ()
+        self._layout: Layout | None = None
+        self._buffers: Sequence[Buffer] = ()
+        self._sent: list[torch.cuda.Event] = []
+
+    def begin(self, peers: Sequence[Wire], layout: Layout, buffers: Sequence[Buffer]) -> None:
+        self._group.begin(peers)
+        self._layout, self._buffers = layout, buffers
+        self._sent = [torch.cuda.Event() for _ in buffers]
+        members = tuple(peer.link_id for peer in peers)
+        world_size = len(peers) + 1
+        is_kept = self._group.is_joined and members == self._members
+        group_id = None if is_kept else unique_id()
+        for rank, peer in enumerate(peers, start=1):
+            peer.post(msgspec.msgpack.encode(_Join(rank, world_size, settings(), group_id)))
+        if group_id is not None:
+            self._group.join(group_id, 0, world_size)
+            self._members = members
+
+    def send(self, bucket: int, buffer: int) -> None:
+        assert self._layout is not None, "begin comes first"
+        self._group.stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._group.broadcast(self._buffers[buffer].data, self._layout.bucket_sizes[bucket])
+        self._sent[buffer].record(self._group.stream)
+
+    def wait_free(self, buffer: int) -> None:
+        self._group.check()
+        torch.cuda.current_stream(self._device).wait_event(self._sent[buffer])
+
+    def finish(self) -> None:
+        for event in self._sent:
+            self._group.wait(event)
+        self._buffers = ()
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.leave()
+        self._buffers = ()
+
+
+class NcclReceiveLane:
+    """See `ReceiveLane`. Buckets arrive in two buffers in turn, the next one while the last is consumed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group = _Group(device)
+        self._layout: Layout | None = None
+        self._buffers: list[torch.Tensor] = []
+
+    def begin(self, wire: Wire, layout: Layout) -> None:
+        self._group.begin([wire])
+        self._layout = layout
+        place = msgspec.msgpack.decode(wire.take(), type=_Join)
+        check_settings(place.settings)
+        if place.group_id is not None:
+            self._group.join(place.group_id, place.rank, place.world_size)
+        num_buffers = min(2, len(layout.bucket_sizes))
+        size = layout.largest_bucket
+        if len(self._buffers) < num_buffers or self._buffers[0].numel() < size:
+            self._buffers = []
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(num_buffers)]
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        assert self._layout is not None, "begin comes first"
+        sizes = self._layout.bucket_sizes
+        arrived = [torch.cuda.Event() for _ in self._buffers]
+        current = torch.cuda.current_stream(self._device)
+        self._group.stream.wait_stream(current)  # whatever used this memory before
+
+        def receive(bucket: int) -> None:
+            turn = bucket % len(arrived)
+            self._group.broadcast(self._buffers[turn], sizes[bucket])
+            arrived[turn].record(self._group.stream)
+
+        receive(0)
+        for bucket, size in enumerate(sizes):
+            if bucket + 1 < len(sizes):
+                receive(bucket + 1)
+            turn = bucket % len(arrived)
+            current.wait_event(arrived[turn])
+            yield bucket, self._buffers[turn][:size]
+            self._group.stream.wait_stream(current)  # before the bucket after next comes into this buffer
+        for event in arrived:
+            self._group.wait(event)
+
+    def finish(self) -> None:
+        self._group.check()
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.leave()
+        self._buffers = []
+
+
+def settings() -> dict[str, str]:
+    """This process's NCCL variables that all ranks of a group must share."""
+    return {name: os.environ[name] for name in SHARED_SETTINGS if name in os.environ}
+
+
+def check_settings(theirs: Mapping[str, str]) -> None:
+    """Raise LaneBroken, naming the first variable that differs, unless the sender's are this process's."""
+    ours = settings()
+    for name in SHARED_SETTINGS:
+        if ours.get(name) != theirs.get(name):
+            here, there = ours.get(name, "unset"), theirs.get(name, "unset")
+            raise LaneBroken(
+                f"{name} is {here} in the engine's worker and {there} in the sender: start the sender with the "
+                "worker's NCCL variables (batch-invariant vLLM sets them)"
+            )

@@ -1,0 +1,190 @@
+"""The `shm` lane: buckets lie in files of /dev/shm that the sender and the workers of its host have mapped.
+
+The sender creates two files for its user alone, with random names, and unlinks them as soon as all workers have
+them open: from then on the memory goes with the last process that maps it, however that ends. On a sender without a
+GPU the files are the pack buffers, so nothing is copied before a worker reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from agentloop.errors import WeightUpdateFailed
+from agentloop_servers.weight_transfer.layout import Layout
+from agentloop_servers.weight_transfer.transports.acks import (
+    AckedPeers,
+    BucketConsumed,
+    Mapped,
+    Setup,
+    post,
+    ready_buckets,
+    take,
+)
+from agentloop_servers.weight_transfer.transports.base import Buffer, LaneBroken, Wire
+
+FOLDER = "/dev/shm"
+PREFIX = "agentloop-"
+
+
+def create_buffer(num_bytes: int) -> Buffer:
+    """A new file of that size, mapped; `export` is its path. Raises WeightUpdateFailed if there is no room."""
+    path = f"{FOLDER}/{PREFIX}{secrets.token_hex(16)}"
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)  # or the first write beyond what is free kills the process
+        return Buffer(_map(descriptor, num_bytes), path.encode())
+    except OSError as error:
+        os.unlink(path)
+        raise WeightUpdateFailed(f"{FOLDER} has no room for a buffer of {num_bytes:,} bytes: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def unlink(buffers: Sequence[Buffer]) -> None:
+    """Remove the names; mappings stay. Idempotent."""
+    for buffer in buffers:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(buffer.export)
+
+
+class ShmSendLane:
+    """See `lanes.SendLane`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: tuple[Buffer, ...] = ()
+        self._own: tuple[Buffer, ...] = ()  # with pack buffers on a GPU: host memory, for `_own_links` alone
+        self._own_links: frozenset[int] = frozenset()
+        self._peers: AckedPeers | None = None
+        self._layout: Layout | None = None
+
+    def begin(self, peers: Sequence[Wire], layout: Layout, buffers: Sequence[Buffer]) -> None:
+        self._layout = layout
+        self._buffers = tuple(buffers)
+        shared = self._buffers
+        if self._device.type != "cpu":
+            shared = self._own_buffers(buffers[0].data.numel(), frozenset(peer.link_id for peer in peers))
+        try:
+            self._peers = AckedPeers(peers, shared)
+        finally:
+            unlink(shared)
+
+    def send(self, bucket: int, buffer: int) -> None:
+        if self._peers is None or self._layout is None:
+            raise LaneBroken("the pass was given up")
+        if self._own:
+            size = self._layout.bucket_sizes[bucket]
+            self._own[buffer].data[:size].copy_(self._buffers[buffer].data[:size])
+        self._peers.ready(bucket, buffer)
+
+    def wait_free(self, buffer: int) -> None:
+        if self._peers is not None:
+            self._peers.wait_free(buffer)
+
+    def finish(self) -> None:
+        if self._peers is not None:
+            self._peers.wait_all()
+        self._peers, self._buffers = None, ()
+
+    def abort(self) -> None:
+        """What waits does so on a wire, which the owner of the pass has broken."""
+
+    def close(self) -> None:
+        self._peers, self._buffers, self._own, self._own_links = None, (), (), frozenset()
+
+    def _own_buffers(self, num_bytes: int, links: frozenset[int]) -> tuple[Buffer, ...]:
+        """The same files for the same links, which have them open; a worker that comes new needs files by name."""
+        if links != self._own_links or not self._own or self._own[0].data.numel() != num_bytes:
+            self._own, self._own_links = (), frozenset()
+            self._own = create_pair(num_bytes)
+            self._own_links = links
+        return self._own
+
+
+class ShmReceiveLane:
+    """See `lanes.ReceiveLane`. Mappings are kept for the next pass, the bounce buffer of a GPU is not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mapped: dict[bytes, torch.Tensor] = {}
+        self._exports: list[bytes] = []
+        self._wire: Wire | None = None
+        self._layout: Layout | None = None
+
+    def begin(self, wire: Wire, layout: Layout) -> None:
+        setup = take(wire, Setup)
+        try:
+            if setup.num_bytes < layout.largest_bucket or not setup.exports:
+                raise LaneBroken("the buffers are smaller than a bucket")
+            kept, self._mapped = self._mapped, {}
+            for path in setup.exports:
+                mapped = kept.get(path)
+                self._mapped[path] = _open_buffer(path, setup.num_bytes) if mapped is None else mapped
+        except (OSError, LaneBroken) as error:
+            post(wire, Mapped(error=str(error)))
+            raise LaneBroken(f"the sender's memory cannot be mapped: {error}") from error
+        self._wire, self._layout, self._exports = wire, layout, setup.exports
+        post(wire, Mapped())
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._wire is None or self._layout is None:
+            raise LaneBroken("the pass was given up")
+        wire, layout = self._wire, self._layout
+        bounce = None
+        if self._device.type != "cpu":
+            bounce = torch.empty(layout.largest_bucket, dtype=torch.uint8, device=self._device)
+        for ready in ready_buckets(wire, layout, len(self._exports)):
+            data = self._mapped[self._exports[ready.buffer]][: layout.bucket_sizes[ready.bucket]]
+            if bounce is None:
+                yield ready.bucket, data
+                post(wire, BucketConsumed(ready.bucket))
+            else:  # the copy is ordered behind what the consumer has put on the current stream
+                arrived = bounce[: data.numel()]
+                arrived.copy_(data)
+                post(wire, BucketConsumed(ready.bucket))
+                yield ready.bucket, arrived
+
+    def finish(self) -> None:
+        self._wire = self._layout = None
+
+    def abort(self) -> None:
+        """What waits does so on the wire, which the owner of the pass has broken."""
+
+    def close(self) -> None:
+        self._wire = self._layout = None
+        self._mapped, self._exports = {}, []
+
+
+def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
+    """Two files; none is left if the second finds no room. Raises WeightUpdateFailed."""
+    first = create_buffer(num_bytes)
+    try:
+        return first, create_buffer(num_bytes)
+    except WeightUpdateFailed:
+        unlink([first])
+        raise
+
+
+def _open_buffer(export: bytes, num_bytes: int) -> torch.Tensor:
+    """Map a sender's file. Raises LaneBroken for a path that no sender makes, and OSError."""
+    folder, _, name = os.fsdecode(export).rpartition("/")
+    if folder != FOLDER or not name.startswith(PREFIX) or "\0" in name:
+        raise LaneBroken("the path is not a buffer's")
+    descriptor = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size < num_bytes:  # reading beyond a file's end kills the process
+            raise LaneBroken("the file is shorter than the buffer")
+        return _map(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """The tensor keeps the mapping alive, and ends it."""
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentloop import codec
+from agentloop.api.answers import GenerateAnswer, PageBody, StatusBody, UpdateBody, rollout_status
+from agentloop.api.coordinator import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.requests import (
+    GenerateBody,
+    SleepBody,
+    SubmitBody,
+    TaskBody,
+    WakeBody,
+    WeightsBody,
+    check_body,
+    parse_body,
+)
+from agentloop.client.tasks import load_tasks
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
+from agentloop.errors import InvalidRequest
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    Limits,
+    Load,
+    Message,
+    OnExcess,
+    OnStale,
+    RolloutTask,
+    SamplingParams,
+    StalenessLimit,
+    ToolCall,
+    WeightVersionSpan,
+)
+from tests.support.samples import make_task, make_trajectory
+
+GENERATE = {"token_ids": [1, 2], "sampling": {"max_tokens": 4}}
+TASK = {"task_id": "t", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_a_task_comes_through_as_it_was() -> None:
+    task = RolloutTask(
+        "t",
+        (Message("user", "a\x00b"), Message("assistant", "", (ToolCall("c", "f", {"x": [1, None]}),))),
+        tools=("calculator",),
+        loop="my_package.my_loop:MyLoop",
+        reward="exact_match",
+        reference={"answer": [1, 2.5, "x", None, True, 1 << 63]},
+        limits=Limits(max_turns=3, on_excess_tool_calls=OnExcess.STOP, timeout_s=5),
+        temperature=0.0,
+        seed=0,
+    )
+    body = parse_body(orjson.dumps({"tasks": [codec.to_builtins(task)]}), SubmitBody)
+    assert body.tasks[0].to_task() == task
+    assert parse_body(body.model_dump_json().encode(), SubmitBody) == body
+    assert codec.decode(codec.encode(task), RolloutTask) == task
+
+
+def test_what_is_left_out_has_the_dataclass_default() -> None:
+    assert check_body(TASK, TaskBody).to_task() == RolloutTask("t", (Message("user", "hi"),))
+
+
+def sampled(**fields: Any) -> dict[str, Any]:
+    return changed(GENERATE, sampling={"max_tokens": 4, **fields})
+
+
+def test_all_of_sampling_is_on_the_wire() -> None:
+    sampling = SamplingParams(
+        max_tokens=4,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_tokens=1,
+        seed=3,
+        stop_token_ids=(2,),
+        frequency_penalty=0.5,
+        presence_penalty=-1.0,
+        logit_bias=((3, -100.0), (4, 2.5)),
+        num_top_logprobs=5,
+        constraint=Constraint(ConstraintKind.REGEX, "a|b"),
+    )
+    body = changed(GENERATE, sampling=codec.to_builtins(sampling))
+    request = parse_body(orjson.dumps(body), GenerateBody).to_request("id")
+    assert request.sampling == sampling
+    assert codec.decode(codec.encode(request), GenerateRequest) == request
+
+
+def test_generate_becomes_a_request() -> None:
+    request = check_body(GENERATE, GenerateBody).to_request("id")
+    assert (request.token_ids, request.sampling.max_tokens, request.sampling.temperature) == ((1, 2), 4, 1.0)
+    assert check_body({"version": 0, "directory": "/x", "kv_policy": "keep"}, WeightsBody).policy is KVPolicy.KEEP
+
+
+PUSH: dict[str, Any] = {
+    "addresses": ["127.0.0.1:5000", "[::1]:65535"],
+    "token": "t0ken",
+    "tensors": [
+        {"name": "a.weight", "dtype": "bfloat16", "shape": [2, 3]},
+        {"name": "b", "dtype": "int8", "shape": []},
+    ],
+    "names": "runtime",
+}
+
+
+def test_weights_come_from_one_source() -> None:
+    tensors = (TensorInfo("a.weight", "bfloat16", (2, 3)), TensorInfo("b", "int8", ()))
+    source = PushSource(("127.0.0.1:5000", "[::1]:65535"), "t0ken", tensors, TensorNames.RUNTIME)
+    assert check_body({"version": 1, "push": PUSH}, WeightsBody).to_update() == WeightUpdate(1, push=source)
+    assert check_body({"version": 1, "adapter": "/x"}, WeightsBody).to_update() == WeightUpdate(1, adapter="/x")
+    for sources in ({}, {"directory": "/x", "adapter": "/y"}, {"directory": "/x", "push": PUSH}):
+        with pytest.raises(InvalidRequest, match="one source"):
+            check_body({"version": 1, **sources}, WeightsBody).to_update()
+
+
+def test_a_large_model_is_announced_in_little_time() -> None:
+    tensors = [{"name": f"model.layers.{i}.weight", "dtype": "bfloat16", "shape": [8, 8]} for i in range(100_000)]
+    data = orjson.dumps({"version": 1, "push": {**PUSH, "tensors": tensors}})
+    started_at = time.monotonic()
+    update = parse_body(data, WeightsBody).to_update()
+    assert time.monotonic() - started_at < 10  # measured: 0.3 s
+    assert update.push is not None
+    assert len(update.push.tensors) == 100_000
+
+
+def test_no_tags_wake_everything() -> None:
+    assert check_body({}, WakeBody).memory == check_body({"tags": None}, WakeBody).memory == ALL_MEMORY
+    assert check_body({"tags": ["weights"]}, WakeBody).memory == {MemoryTag.WEIGHTS}
+    assert check_body({}, SleepBody).level == 1
+
+
+def test_a_staleness_limit_comes_through_and_zero_is_one() -> None:
+    assert check_body({"tasks": [TASK]}, SubmitBody).staleness is None
+    assert check_body({"tasks": [TASK], "max_staleness": 0}, SubmitBody).staleness == StalenessLimit(0)
+    body = {"max_staleness": 2, "on_stale": "drop", "trajectories_per_version": 8, "run_id": "run"}
+    staleness = check_body({"tasks": [TASK], **body}, SubmitBody).staleness
+    assert staleness == StalenessLimit(2, OnStale.DROP, 8, "run")
+
+
+def changed(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**body, **changes}
+
+
+TENSOR = PUSH["tensors"][0]
+
+
+def pushed(**changes: Any) -> dict[str, Any]:
+    """An update by a push whose first tensor is wrong."""
+    return {"version": 1, "push": changed(PUSH, tensors=[changed(TENSOR, **changes)])}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (GenerateBody, changed(GENERATE, token_ids=[]), "token_ids"),
+        (GenerateBody, changed(GENERATE, token_ids=[-1]), "token_ids.0"),
+        (GenerateBody, changed(GENERATE, token_ids=[1, True]), "token_ids.1"),
+        (GenerateBody, changed(GENERATE, token_ids=["1"]), "token_ids.0"),
+        (GenerateBody, changed(GENERATE, token_ids=[1.0]), "token_ids.0"),
+        (GenerateBody, changed(GENERATE, token_ids=[1 << 70]), "token_ids.0"),
+        (GenerateBody, changed(GENERATE, sampling={}), "sampling.max_tokens"),
+        (GenerateBody, changed(GENERATE, sampling={"max_tokens": 0}), "sampling.max_tokens"),
+        (GenerateBody, changed(GENERATE, sampling={"max_tokens": 1, "temperature": -1}), "sampling.temperature"),
+        (GenerateBody, changed(GENERATE, sampling={"max_tokens": 1, "stop_token_ids": [0] * 65}), "sampling."),
+        (GenerateBody, sampled(frequency_penalty=2.5), "sampling.frequency_penalty"),
+        (GenerateBody, sampled(presence_penalty="1"), "sampling.presence_penalty"),
+        (GenerateBody, sampled(num_top_logprobs=21), "sampling.num_top_logprobs"),
+        (GenerateBody, sampled(num_top_logprobs=True), "sampling.num_top_logprobs"),
+        (GenerateBody, sampled(logit_bias={"3": 1}), "sampling.logit_bias"),
+        (GenerateBody, sampled(logit_bias=[[3, 10**6]]), "sampling.logit_bias.0.1"),
+        (GenerateBody, sampled(logit_bias=[[3, True]]), "sampling.logit_bias.0.1"),
+        (GenerateBody, sampled(logit_bias=[["3", 1]]), "sampling.logit_bias.0.0"),
+        (GenerateBody, sampled(logit_bias=[[1 << 70, 1]]), "sampling.logit_bias.0.0"),
+        (GenerateBody, sampled(logit_bias=[[3]]), "sampling.logit_bias.0.1"),
+        (GenerateBody, sampled(logit_bias=[[index, 1] for index in range(1025)]), "sampling.logit_bias"),
+        (GenerateBody, sampled(constraint={"kind": "magic"}), "sampling.constraint.kind"),
+        (GenerateBody, sampled(constraint={"kind": "regex", "text": "a" * 65_537}), "sampling.constraint.text"),
+        (GenerateBody, changed(GENERATE, timeout_s=math.inf), "timeout_s"),
+        (GenerateBody, changed(GENERATE, timeout_s=True), "timeout_s"),
+        (GenerateBody, changed(GENERATE, prompt="hi"), "prompt"),
+        (GenerateBody, None, None),
+        (GenerateBody, [], None),
+        (SubmitBody, {"tasks": []}, "tasks"),
+        (SubmitBody, {"tasks": [TASK], "num_samples": 0}, "num_samples"),
+        (SubmitBody, {"tasks": [TASK], "num_samples": 1025}, "num_samples"),
+        (SubmitBody, {"tasks": [TASK], "num_samples": True}, "num_samples"),
+        (SubmitBody, {"tasks": [TASK], "rollout_id": "../etc"}, "rollout_id"),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": -1}, "max_staleness"),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": True}, "max_staleness"),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": 0, "on_stale": "keep"}, "on_stale"),
+        (
+            SubmitBody,
+            {"tasks": [TASK], "max_staleness": 0, "trajectories_per_version": 0},
+            "trajectories_per_version",
+        ),
+        (SubmitBody, {"tasks": [TASK], "trajectories_per_version": 4}, None),
+        (SubmitBody, {"tasks": [TASK], "max_staleness": 0, "run_id": "a/b"}, "run_id"),
+        (SubmitBody, {"tasks": [TASK] * 4097}, "tasks"),
+        (SubmitBody, {"tasks": [changed(TASK, messages=[])]}, "tasks.0.messages"),
+        (SubmitBody, {"tasks": [changed(TASK, messages=[{"role": "robot"}])]}, "tasks.0.messages.0.role"),
+        (SubmitBody, {"tasks": [changed(TASK, loop="os; import x")]}, "tasks.0.loop"),
+        (SubmitBody, {"tasks": [changed(TASK, reference=float("nan"))]}, "tasks.0.reference"),
+        (SubmitBody, {"tasks": [changed(TASK, reference=1 << 64)]}, "tasks.0.reference"),
+        (SubmitBody, {"tasks": [changed(TASK, limits={"max_turns": 0})]}, "tasks.0.limits.max_turns"),
+        (SubmitBody, {"tasks": [changed(TASK, extra=1)]}, "tasks.0.extra"),
+        (WeightsBody, {"version": -1, "directory": "/x"}, "version"),
+        (WeightsBody, {"version": 1, "directory": ""}, "directory"),
+        (WeightsBody, {"version": 1, "directory": "/x", "kv_policy": "drop"}, "kv_policy"),
+        (WeightsBody, {"version": 1, "adapter": "/" * 4097}, "adapter"),
+        (WeightsBody, {"version": 1, "push": {}}, "push.addresses"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=[])}, "push.addresses"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["host"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["host:0"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["host:70000"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["a b:1"])}, "push.addresses.0"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, addresses=["h:1"] * 4097)}, "push.addresses"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, token="a b")}, "push.token"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, names="mine")}, "push.names"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, num_receivers=3)}, "push.num_receivers"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, tensors=[])}, "push.tensors"),
+        (WeightsBody, {"version": 1, "push": changed(PUSH, tensors=[TENSOR] * 100_001)}, "push.tensors"),
+        (WeightsBody, pushed(name=""), "push.tensors.0.name"),
+        (WeightsBody, pushed(name="a\nb"), "push.tensors.0.name"),
+        (WeightsBody, pushed(dtype="__import__"), "push.tensors.0.dtype"),
+        (WeightsBody, pushed(shape=[-1]), "push.tensors.0.shape.0"),
+        (WeightsBody, pushed(shape=[1] * 9), "push.tensors.0.shape"),
+        (SleepBody, {"level": 0}, "level"),
+        (SleepBody, {"level": 3}, "level"),
+        (SleepBody, {"level": True}, "level"),
+        (WakeBody, {"tags": []}, "tags"),
+        (WakeBody, {"tags": ["lora"]}, "tags.0"),
+    ],
+)
+def test_bad_bodies_name_the_field(kind: Any, body: Any, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_body(body, kind)
+    assert (caught.value.param or "").startswith(param or "")
+    assert (caught.value.param is None) == (param is None)
+
+
+def test_a_deep_reference_is_refused_in_linear_time() -> None:
+    deep: Any = 1
+    for _ in range(150):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="nested deeper"):
+        check_body(changed(TASK, reference=deep), TaskBody)
+
+
+def test_many_problems_are_told_as_ten() -> None:
+    body = changed(TASK, **{f"unknown_{index}": 1 for index in range(10_000)})
+    with pytest.raises(InvalidRequest) as caught:
+        check_body(body, TaskBody)
+    assert caught.value.message.count("unknown_") == 10
+    assert caught.value.message.endswith("and 9990 more")
+    long = changed(TASK, **{"k" * 1_000_000: 1})
+    with pytest.raises(InvalidRequest) as caught:
+        check_body(long, TaskBody)
+    assert len(caught.value.message) + len(caught.value.param or "") < 1000
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_body_or_an_invalid_request(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_body(data, GenerateBody)
+
+
+STATUS = RolloutStatus("r", 2, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "value"),
+    [
+        (PageBody, {**codec.to_builtins(Page((make_trajectory(),), 1, STATUS)), "status": rollout_status(STATUS)}),
+        (
+            StatusBody,
+            {
+                **codec.to_builtins(
+                    ServiceStatus(
+                        True, False, 0, (ReplicaStatus("r", "ready", "vllm", 0, Load(), 1, 0.5),), 1, (), ()
+                    )
+                ),
+                "rollouts": [rollout_status(STATUS)],
+            },
+        ),
+        (UpdateBody, codec.to_builtins(UpdateReport(1, 0, KVPolicy.KEEP, (ReplicaUpdate("r", 1.0, 2.0),), 3.0))),
+    ],
+)
+def test_answers_have_the_documented_shape(model: Any, value: dict[str, Any]) -> None:
+    parsed = model.model_validate_json(orjson.dumps(value))
+    assert set(value) == set(model.model_fields)
+    assert orjson.loads(parsed.model_dump_json()) == orjson.loads(orjson.dumps(value))
+
+
+def test_a_generation_has_the_documented_shape() -> None:
+    span = (WeightVersionSpan(0, 0, 1),)
+    generation = Generation("id", (5,), (-0.5,), span, FinishReason.STOP, 3, "replica-0")
+    value = codec.to_builtins(generation)
+    del value["load"]
+    assert set(value) == set(GenerateAnswer.model_fields)
+    assert codec.from_builtins(orjson.loads(orjson.dumps(value)), Generation) == generation
+
+
+def test_task_files_are_read_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b"\n".join(orjson.dumps(codec.to_builtins(make_task(f"t{i}"))) for i in range(3)) + b"\n\n")
+    assert [task.task_id for task in load_tasks(path)] == ["t0", "t1", "t2"]
+
+
+@pytest.mark.parametrize(
+    ("second_line", "message"),
+    [
+        (b"{", "line 2: the body is not valid JSON"),
+        (b'{"task_id": "x"}', "line 2: messages"),
+        (orjson.dumps(TASK), "line 2: task_id 't' occurs twice"),
+    ],
+)
+def test_a_bad_task_file_names_the_line(tmp_path: Path, second_line: bytes, message: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(orjson.dumps(TASK) + b"\n" + second_line)
+    with pytest.raises(InvalidRequest, match=message):
+        load_tasks(path)
+
+
+def test_a_missing_or_empty_task_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        load_tasks(tmp_path / "absent")
+    (tmp_path / "empty").touch()
+    with pytest.raises(InvalidRequest, match="holds no task"):
+        load_tasks(tmp_path / "empty")

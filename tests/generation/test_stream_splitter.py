@@ -1,0 +1,141 @@
+"""A turn's increments concatenate to the turn, wherever its text is cut; and they come early."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.chat.call import CallDelta
+from agentloop.chat.common import arguments_text
+from agentloop.generation.stream_splitter import Increment, TurnSplitter
+from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.parsers.base import DecodedText
+from agentloop.parsers.by_name import get_parser
+from agentloop.types import CallStatus, Message
+from tests.support.scripted import RENDERER
+
+READERS = {name: TurnReader(RENDERER, get_parser(name)) for name in ("hermes", "qwen3_xml")}
+HERMES = READERS["hermes"]
+WITH_CALLS = Reading((), 2, True, True, False)
+
+
+def call(name: str = "add", **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def xml(name: str = "add", value: str = "1") -> str:
+    return f"<tool_call>\n<function={name}>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+def whole(reader: TurnReader, text: str, reading: Reading) -> Message:
+    return reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading).message
+
+
+def split(reader: TurnReader, pieces: list[str], reading: Reading = WITH_CALLS) -> list[Increment]:
+    splitter = TurnSplitter(reader, reading)
+    increments = [splitter.add(piece) for piece in pieces]
+    return [*increments, splitter.finish(whole(reader, "".join(pieces), reading))]
+
+
+def check(reader: TurnReader, pieces: list[str], reading: Reading) -> None:
+    increments, message = split(reader, pieces, reading), whole(reader, "".join(pieces), reading)
+    assert "".join(i.content for i in increments) == message.content
+    assert "".join(i.reasoning for i in increments) == message.reasoning
+    deltas = [delta for i in increments for delta in i.calls]
+    expected = []
+    for index, made in enumerate(message.tool_calls):
+        expected += [CallDelta(index, made.id, made.name), CallDelta(index, arguments=arguments_text(made))]
+    assert deltas == expected
+
+
+parts = st.sampled_from(
+    [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>"),
+        *("</function>", " ", "\n", "\t\n ", "x", "Hello there.", "<", "<to", "</", "é", "\ufffd", "{}", '"', "{"),
+        *(call(), call("é", a="</tool_call>"), call(a="<tool_call>"), xml(), xml(value="</tool_call>")),
+        *('<tool_call>{"name": "add", "arguments": {}}', "<tool_call>{bad}</tool_call>"),
+        "<function=g></function></tool_call>",
+    ]
+)
+readings = st.builds(Reading, st.just(()), st.just(2), st.booleans(), st.booleans(), st.booleans())
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(parts, max_size=14).map("".join),
+    st.lists(st.integers(0, 12), max_size=60),
+    readings,
+    st.sampled_from(sorted(READERS)),
+)
+def test_increments_concatenate_to_the_turn(text: str, sizes: list[int], reading: Reading, parser: str):
+    pieces = []
+    for size in sizes:
+        pieces.append(text[:size])
+        text = text[size:]
+    check(READERS[parser], [*pieces, text], reading)
+
+
+def test_every_part_comes_as_soon_as_it_is_certain():
+    text = f"<think>\nhm \n</think>\n Hi <b> {call(a=1)} and\n{call('sub')}  <tool_call>{{bad}}</tool_call> rest"
+    seen: list[object] = []
+    for increment in split(HERMES, list(text)):
+        seen += [("thought", c) for c in increment.reasoning] + [("text", c) for c in increment.content]
+        seen += increment.calls
+    after = [CallDelta(2, "call_2_2", ""), CallDelta(2, arguments="<tool_call>{bad}</tool_call>")]
+    assert seen == [
+        *(("thought", c) for c in "hm"),
+        *(("text", c) for c in "Hi <b>"),
+        *(CallDelta(0, "call_2_0", "add"), CallDelta(0, arguments='{"a":1}')),
+        *(("text", c) for c in "\nand"),
+        *(CallDelta(1, "call_2_1", "sub"), CallDelta(1, arguments="{}")),
+        *(("text", c) for c in "\nrest"),
+        *after,
+    ]
+
+
+def test_the_beginning_of_a_mark_is_held_until_it_is_none():
+    splitter = TurnSplitter(READERS["qwen3_xml"], WITH_CALLS)
+    given_out = [splitter.add(piece).content for piece in ("a <too", "l", "s> <function", "s <tool_call", ">")]
+    assert given_out == ["a", "", " <tools>", " <functions", ""]
+
+
+def test_a_closed_call_is_given_out_at_its_last_character():
+    splitter = TurnSplitter(HERMES, WITH_CALLS)
+    assert all(splitter.add(char).is_empty for char in call(a="</tool_call>")[:-1])
+    assert [delta.arguments for delta in splitter.add(">").calls] == ["", '{"a":"</tool_call>"}']
+
+
+@pytest.mark.parametrize("size", [1, 50, 100_000])
+def test_the_calls_beyond_the_limit_wait_and_are_reported(size: int):
+    text = "\n".join(call(a=i) for i in range(300)) + " end"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    check(HERMES, pieces, WITH_CALLS)
+    message = whole(HERMES, text, WITH_CALLS)
+    assert len(message.tool_calls) == 257
+    assert message.tool_calls[-1].status is CallStatus.MALFORMED
+
+
+HOSTILE = {
+    "blanks": " " * 500_000,
+    "openings": "<tool_call>" * 45_000,
+    "closings": "<tool_call>" + "</tool_call>" * 41_000,
+    "half marks": "<tool_cal" * 55_000,
+    "long call": "<tool_call>" + '{"a": "' * 70_000 + "</tool_call>",
+    "bad calls": "<tool_call>{</tool_call>" * 20_000,
+    "good calls": call(a=1) * 7_000,
+    "thought": "<think>" + "</thin" * 80_000,
+    "brackets": "<tool_call>" + "[" * 500_000 + "</tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("parser", sorted(READERS))
+def test_half_a_megabyte_takes_linear_time(text: str, parser: str):
+    """Streamed in 125,000 pieces; the bound is far above what linear time needs, and far below quadratic."""
+    started = time.process_time()
+    check(READERS[parser], [text[i : i + 4] for i in range(0, len(text), 4)], WITH_CALLS)
+    assert time.process_time() - started < 10

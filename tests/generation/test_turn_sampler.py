@@ -1,0 +1,378 @@
+"""A sampled turn, whole and streamed: the same reply, pieces that concatenate to it, and nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece
+from agentloop.chat.common import arguments_text
+from agentloop.codec import encode
+from agentloop.constraint import Constraint, ConstraintKind
+from agentloop.engine import Delta
+from agentloop.errors import DeadlineExceeded, EnginePaused, InvalidRequest, MalformedEngineResponse
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.generation.turn_sampler import (
+    MAX_CONTINUATIONS,
+    SampleOrder,
+    SessionEngine,
+    sample_reply,
+    stream_reply,
+)
+from agentloop.parsers.by_name import get_parser
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
+from agentloop.trajectory.node import Reply
+from agentloop.types import FinishReason, GenerateRequest, Generation, Message, SamplingParams, WeightVersionSpan
+from tests.support.scripted import RENDERER, SPEC, call, ids
+
+READER = TurnReader(RENDERER, get_parser("hermes"))
+STOP_ID = RENDERER.stop_token_ids[0]
+PROMPT = tuple(RENDERER.render([Message("user", "What is 2 + 3?")], []))
+
+
+def order(max_tokens: int = 1000, **fields: object) -> SampleOrder:
+    sampling = SamplingParams(max_tokens, seed=7, stop_token_ids=RENDERER.stop_token_ids)
+    given = {"request_id": "r", "prompt_ids": PROMPT, "sampling": sampling, "turn_index": 0, "reads_calls": True}
+    return SampleOrder(**{**given, **fields})  # type: ignore[arg-type]
+
+
+@dataclass
+class Tape:
+    """An engine that says given tokens, in deltas of given sizes, a request at a time: ids, and how it ends."""
+
+    takes: Sequence[tuple[Sequence[int], FinishReason]]
+    sizes: Sequence[int] = ()
+    versions: Sequence[int] = (0,)  # of one token each; the last goes on
+    requests: list[GenerateRequest] = field(default_factory=list)
+    num_open: int = 0
+
+    def _next(self, request: GenerateRequest) -> Generation:
+        token_ids, reason = self.takes[len(self.requests)]
+        start = len(request.token_ids) - len(PROMPT)
+        self.requests.append(request)
+        numbers = range(start, start + len(token_ids))
+        spans = [
+            WeightVersionSpan(self.versions[min(n, len(self.versions) - 1)], i, i + 1)
+            for i, n in enumerate(numbers)
+        ]
+        has_tops = request.sampling.num_top_logprobs > 0
+        tops = tuple((((n + 3) % 99, -0.1), (0, -n % 50 / 3 - 20)) for n in numbers) if has_tops else ()
+        logprobs = tuple(-(n % 50) / 7 for n in numbers)
+        cached = 5 if start == 0 else 9
+        return Generation(
+            request.request_id,
+            tuple(token_ids),
+            logprobs,
+            tuple(spans),
+            reason,
+            cached,
+            "replica",
+            top_logprobs=tops,
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        return self._next(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta | Generation, None]:
+        made = self._next(request)
+        at, sizes, total = 0, iter(self.sizes), len(made.token_ids)
+        self.num_open += 1
+        try:
+            while at < total:
+                end = min(at + next(sizes, total), total)
+                spans = made.weight_versions[at:end]  # of one token each
+                spans = tuple(WeightVersionSpan(s.version, s.start - at, s.end - at) for s in spans)
+                yield Delta(made.token_ids[at:end], made.logprobs[at:end], spans, made.top_logprobs[at:end])
+                at = end
+            yield made
+        finally:
+            self.num_open -= 1
+
+
+def said(text: str, **fields: object) -> Tape:
+    return Tape([((*ids(text), STOP_ID), FinishReason.STOP)], **fields)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def simulated(engine: SimulatedEngine):
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def streamed(engine: SessionEngine, wanted: SampleOrder, reader: TurnReader = READER):
+    items = [item async for item in stream_reply(engine, reader, wanted)]
+    *pieces, reply = items
+    assert isinstance(reply, Reply)
+    check_pieces(pieces, reply)
+    return pieces, reply
+
+
+def check_pieces(pieces: list[ChatPiece], reply: Reply) -> None:
+    """They concatenate to the reply, and only the last one has a finish."""
+    message = reply.message
+    assert "".join(piece.content for piece in pieces) == message.content
+    assert "".join(piece.reasoning for piece in pieces) == message.reasoning
+    assert [i for piece in pieces for i in piece.token_ids] == reply.token_ids.tolist()
+    assert [value for piece in pieces for value in piece.logprobs] == reply.logprobs.tolist()
+    assert tuple(tops for piece in pieces for tops in piece.top_logprobs) == reply.top_logprobs
+    deltas = [delta for piece in pieces for delta in piece.calls]
+    texts = [(n, c.id, c.name, arguments_text(c)) for n, c in enumerate(message.tool_calls)]
+    assert deltas == [d for n, i, f, a in texts for d in (CallDelta(n, i, f), CallDelta(n, arguments=a))]
+    versions = [s.version for piece in pieces for s in piece.weight_versions for _ in range(s.start, s.end)]
+    assert versions == [span.version for span in reply.weight_versions for _ in range(span.start, span.end)]
+    assert [piece.finish is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+# --- the same reply ---------------------------------------------------------------------------------------
+
+PIECES = ["<think>", "</think>", "Hi ", " \n", "é😀", "x", "STOP", "ST", "OP!", "<tool_call>", "</tool_call>", "{"]
+CALLS = [call("add", a=1), call("sub", text="STOP é"), "<|im_end|>", "<tool_call>{bad}</tool_call>", "<to"]
+parts = st.sampled_from([*PIECES, *CALLS])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(parts.map(ids), st.lists(st.integers(3, SPEC.vocab_size - 1), max_size=3)), max_size=12),
+    st.lists(st.integers(1, 6), max_size=40),
+    st.lists(st.sampled_from(["STOP", "TOP", "OP!", "é", "\ufffd", "</think>", "call>"]), max_size=3, unique=True),
+    st.booleans(),
+    st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+)
+def test_a_stream_gives_the_reply_of_the_whole_call_however_it_is_cut(
+    written: list[list[int]], sizes: list[int], stop: list[str], reads: bool, reason: FinishReason
+):
+    sampled = [i for piece in written for i in piece] + ([STOP_ID] if reason is FinishReason.STOP else [5])
+    sampling = replace(order().sampling, num_top_logprobs=2)
+    wanted = order(sampling=sampling, stop=tuple(stop), reads_calls=reads, reads_thoughts=reads)
+
+    async def both() -> tuple[Reply, Reply]:
+        whole = await sample_reply(Tape([(sampled, reason)]), READER, wanted)
+        _, reply = await streamed(Tape([(sampled, reason)], sizes, versions=(0, 0, 1, 2)), wanted)
+        return whole, replace(reply, weight_versions=whole.weight_versions)
+
+    whole, reply = asyncio.run(both())
+    assert encode(reply) == encode(whole)
+    visible = whole.message.content + whole.message.reasoning
+    assert not any(text in visible for text in stop if text != "\ufffd")
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("stop", [(), ("e",), ("<tool", "in", "\n")])
+async def test_a_simulated_engine_gives_both_the_same(seed: int, stop: tuple[str, ...]):
+    wanted = order(
+        stop=stop, sampling=replace(order().sampling, max_tokens=200, temperature=1.0, seed=seed), reads_calls=True
+    )
+    async with simulated(SimulatedEngine(SPEC)) as engine:
+        whole = await sample_reply(engine, READER, wanted)
+        _, reply = await streamed(engine, wanted)
+        assert encode(replace(whole, replica_id="", cached_tokens=0)) == encode(replace(reply, cached_tokens=0))
+        assert engine.load().num_running == 0
+    assert (whole.stop_text != "") is (whole.finish_reason is FinishReason.STOP and not whole.is_closed)
+
+
+async def test_a_scripted_turn_streams_its_thought_its_text_and_its_call():
+    text = f"<think>\nadd\n</think>\n\nI add. {call('add', a=2, b=3)}"
+    async with simulated(SimulatedEngine(SPEC, policy=ScriptedPolicy(lambda prompt: ids(text)))) as engine:
+        pieces, reply = await streamed(engine, order())
+    assert (reply.message.reasoning, reply.message.content) == ("add", "I add.")
+    assert reply.is_closed
+    assert reply.finish_reason is FinishReason.STOP
+    assert pieces[-1].finish is ChatFinish.TOOL_CALLS
+    assert reply.num_reasoning_tokens == len(ids("<think>\nadd\n</think>"))
+    (made,) = reply.message.tool_calls
+    assert RENDERER.decode(reply.token_ids[made.token_start : made.token_end].tolist()).strip().startswith("<tool")
+    assert (reply.token_ids.dtype, reply.logprobs.dtype) == (np.int32, np.float32)
+
+
+async def test_a_turn_cut_by_its_length_is_neither_closed_nor_stopped():
+    _, reply = await streamed(Tape([(ids("<think>so é")[:-1], FinishReason.LENGTH)], [1] * 20), order())
+    assert reply.finish_reason is FinishReason.LENGTH
+    assert not reply.is_closed
+    assert reply.message == Message("assistant", "", reasoning="so \ufffd")
+
+
+async def test_a_character_is_streamed_once_it_is_whole():
+    pieces, _ = await streamed(said("é😀!", sizes=[1] * 20), order(reads_calls=False))
+    assert [piece.content for piece in pieces if piece.content] == ["é", "😀", "!"]
+
+
+# --- stop strings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+async def test_ids_end_with_the_token_that_completes_the_first_stop_string(size: int):
+    before, after = ids("Thought: go\nObs"), ids("ervation: none Calling")
+    tape = Tape([((*before, *after, STOP_ID), FinishReason.STOP)], [size] * 99)
+    _, reply = await streamed(tape, order(stop=("Calling", "Observation:")))
+    assert reply.message.content == "Thought: go"
+    assert (reply.stop_text, reply.is_closed, reply.finish_reason) == ("Observation:", False, FinishReason.STOP)
+    text = RENDERER.decode(reply.token_ids.tolist())
+    assert "Observation:" in text
+    assert "Observation:" not in RENDERER.decode(reply.token_ids[:-1].tolist())
+    assert tape.num_open == 0
+
+
+async def test_no_part_of_a_stop_string_is_streamed_and_what_is_none_is():
+    pieces, _ = await streamed(said("a STOx b STOP c", sizes=[1] * 99), order(stop=("STOP",), reads_calls=False))
+    assert "".join(piece.content for piece in pieces) == "a STOx b "
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>I END now</think>Hi", "I", ""),
+        ("<think>I</think>Hi END", "I", "Hi"),
+        (f"Hi {call('add', a='END')}", "", "Hi"),
+    ],
+)
+async def test_stop_strings_count_in_thoughts_and_calls_too(text: str, reasoning: str, content: str):
+    _, reply = await streamed(said(text, sizes=[2] * 99), order(stop=("END",)))
+    assert (reply.message.reasoning, reply.message.content, reply.stop_text) == (reasoning, content, "END")
+
+
+async def test_the_stop_token_is_no_text():
+    _, reply = await streamed(said("Hi"), order(stop=("<|im_end|>",)))
+    assert (reply.message.content, reply.stop_text, reply.is_closed) == ("Hi", "", True)
+
+
+async def test_an_empty_stop_string_is_refused():
+    with pytest.raises(InvalidRequest):
+        await sample_reply(said("Hi"), READER, order(stop=("",)))
+
+
+# --- aborts, faults, cancellation -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_abort_is_continued_where_it_cut(is_streamed: bool):
+    first, second = ids("Hello, wor"), (*ids("ld"), STOP_ID)
+    takes = [(first, FinishReason.ABORT), ((), FinishReason.ABORT), (second, FinishReason.STOP)]
+    tape = Tape(takes, [2] * 9, versions=(3,) * len(first) + (4,))
+    sampling = replace(order().sampling, min_tokens=2)
+    run = streamed(tape, order(sampling=sampling)) if is_streamed else sample_reply(tape, READER, order())
+    reply = (await run)[1] if is_streamed else await run
+    assert reply.message.content == "Hello, world"
+    assert reply.token_ids.tolist() == [*first, *second]
+    assert reply.weight_versions == (
+        WeightVersionSpan(3, 0, len(first)),
+        WeightVersionSpan(4, len(first), len(first) + len(second)),
+    )
+    assert (reply.cached_tokens, reply.replica_id) == (5, "replica")
+    assert [request.request_id for request in tape.requests] == ["r.0", "r.1", "r.2"]
+    assert tape.requests[2].token_ids == (*PROMPT, *first)
+    assert tape.requests[2].sampling.max_tokens == 1000 - len(first)
+    assert tape.requests[2].sampling.min_tokens == 0
+
+
+async def test_an_abort_with_no_room_left_is_a_length():
+    reply = await sample_reply(Tape([(ids("abcd"), FinishReason.ABORT)]), READER, order(len(ids("abcd"))))
+    assert reply.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_a_constrained_turn_that_was_cut_is_sampled_again(stop: tuple[str, ...]):
+    wanted = order(sampling=replace(order().sampling, constraint=Constraint(ConstraintKind.JSON_OBJECT)), stop=stop)
+    cut, whole = (ids("{"), FinishReason.ABORT), ((*ids("{}"), STOP_ID), FinishReason.STOP)
+    tape = Tape([cut, cut, whole])
+    reply = await sample_reply(tape, READER, wanted)
+    assert reply.message.content == "{}"
+    assert [request.request_id for request in tape.requests] == ["r.0", "r~1.0", "r~2.0"]
+    assert {request.token_ids for request in tape.requests} == {PROMPT}
+    endless = Tape([cut] * 100)
+    with pytest.raises(EnginePaused):
+        await sample_reply(endless, READER, wanted)
+    assert len(endless.requests) == MAX_CONTINUATIONS
+
+
+async def test_a_constrained_stream_that_was_cut_cannot_go_on():
+    wanted = order(sampling=replace(order().sampling, constraint=Constraint(ConstraintKind.JSON_OBJECT)))
+    with pytest.raises(EnginePaused):
+        await streamed(Tape([(ids("{"), FinishReason.ABORT)]), wanted)
+
+
+SLOW = replace(SPEC, latency=LatencyModel(decode_s=0.002))
+
+
+async def test_a_stream_that_is_closed_runs_no_more():
+    async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
+        async with aclosing(stream_reply(engine, READER, order())) as pieces:
+            assert (await anext(pieces)).content
+            assert engine.load().num_running == 1
+        assert engine.load().num_running == 0
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_a_call_that_is_cancelled_runs_no_more(stop: tuple[str, ...]):
+    async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
+        task = asyncio.create_task(sample_reply(engine, READER, order(stop=stop)))
+        while engine.load().num_running == 0:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.load().num_running == 0
+
+
+async def test_a_found_stop_string_ends_the_engine_request():
+    async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word STOP ") * 50))) as engine:
+        async for item in stream_reply(engine, READER, order(stop=("STOP",))):
+            if isinstance(item, Reply) or item.finish is not None:
+                assert engine.load().num_running == 0
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_an_engine_that_does_not_answer_meets_the_deadline(stop: tuple[str, ...]):
+    async with simulated(SimulatedEngine(SPEC)) as engine:
+        engine.faults.num_hung = 1
+        with pytest.raises(DeadlineExceeded):
+            await sample_reply(engine, READER, order(stop=stop, timeout_s=0.05))
+        assert engine.load().num_running + engine.load().num_waiting == 0
+
+
+@dataclass
+class Broken(Tape):
+    """As a Tape, but its last delta is wrong."""
+
+    how: str = ""
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta | Generation, None]:
+        made = self._next(request)
+        delta = Delta(made.token_ids, made.logprobs, made.weight_versions)
+        if self.how == "logprob":
+            delta = replace(delta, logprobs=(math.nan, *made.logprobs[1:]))
+        if self.how == "other ids":
+            delta = replace(delta, token_ids=(*made.token_ids[:-1], 5))
+        yield delta
+        if self.how != "no end":
+            yield made
+
+
+@pytest.mark.parametrize("how", ["logprob", "other ids", "no end"])
+async def test_what_a_stream_cannot_be_is_refused(how: str):
+    with pytest.raises(MalformedEngineResponse):
+        await streamed(Broken([((*ids("Hi"), STOP_ID), FinishReason.STOP)], how=how), order())
+
+
+async def test_half_a_megabyte_streams_in_linear_time():
+    """Bounds are a few times what two shared cores need."""
+    unit = ids("<tool_call>{ é <to </tool")
+    sampled = unit * (500_000 // len(RENDERER.decode(unit)))
+    wanted = order(len(sampled), stop=("no such text", "<to no"))
+    started = time.process_time()
+    await sample_reply(Tape([(sampled, FinishReason.LENGTH)]), READER, wanted)
+    whole_s = time.process_time() - started
+    await streamed(Tape([(sampled, FinishReason.LENGTH)], [16] * len(sampled)), wanted)
+    assert time.process_time() - started - whole_s < 8 * whole_s + 2

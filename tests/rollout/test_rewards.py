@@ -1,0 +1,219 @@
+"""Rewards: the shipped functions, finding one, and that no reward function can hurt a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentloop.errors import InvalidRequest, RewardError
+from agentloop.rollout.rewards import contains_reference, exact_match, load_reward, score
+from agentloop.types import Message, RolloutTask
+
+
+def task(reference: object = "42") -> RolloutTask:
+    return RolloutTask(task_id="t1", messages=(Message("user", "q"),), reference=reference)
+
+
+def conversation(*answers: str) -> tuple[Message, ...]:
+    return (Message("user", "The answer is 42."), *(Message("assistant", answer) for answer in answers))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "42",
+        " 42 \n",
+        "42.",
+        "The answer is 42.",
+        "the ANSWER IS: 42",
+        'The answer is "42".',
+        "The answer is '42.'",
+        "The answer is 41, no. The answer is 42",
+    ],
+)
+@pytest.mark.parametrize("reference", ["42", 42])
+def test_exact_match_accepts(text: str, reference: object) -> None:
+    assert exact_match(task(reference), conversation(text)) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "420", "4 2", "The answer is 42 apples", "The answer is -42.", "42 is it", "42.0"]
+)
+def test_exact_match_rejects(text: str) -> None:
+    assert exact_match(task(), conversation(text)) == 0.0
+
+
+def test_exact_match_reads_the_last_assistant_message() -> None:
+    assert exact_match(task(), conversation("42", "43")) == 0.0
+    assert exact_match(task(), (*conversation("41", "42"), Message("tool", "43"))) == 1.0
+    assert exact_match(task(), conversation()) == 0.0  # the user's own words do not count
+
+
+def test_a_leading_point_belongs_to_the_answer() -> None:
+    assert exact_match(task(".5"), conversation("The answer is .5.")) == 1.0
+    assert exact_match(task("5"), conversation("The answer is .5.")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("So 42 it is.", 1.0), ("It is 42.", 1.0), ("142", 0.0), ("42.5", 0.0), ("-42", 0.0), ("x42", 0.0), ("", 0.0)],
+)
+def test_contains_reference(text: str, reward: float) -> None:
+    assert contains_reference(task(), conversation(text)) == reward
+
+
+def test_a_reference_is_text_not_a_pattern() -> None:
+    assert contains_reference(task("a+b(c"), conversation("it is a+b(c then")) == 1.0
+
+
+@pytest.mark.parametrize("function", [exact_match, contains_reference])
+def test_without_a_reference_there_is_no_reward(function: Any) -> None:
+    with pytest.raises(RewardError, match="'t1' has no reference"):
+        function(task(None), conversation("None"))
+
+
+def test_load_reward() -> None:
+    assert load_reward("exact_match") is exact_match
+    assert load_reward("agentloop.rollout.rewards:contains_reference") is contains_reference
+    for name, text in (
+        ("no_such", "Shipped: exact_match, contains_reference"),
+        ("agentloop.rollout.rewards:no_such", "no attribute"),
+        ("agentloop.rollout.rewards:SHIPPED_REWARDS", "is not a function"),
+    ):
+        with pytest.raises(InvalidRequest, match=text) as caught:
+            load_reward(name)
+        assert caught.value.param == "reward"
+
+
+async def score_of(function: Any, timeout_s: float = 10.0) -> tuple[float | None, str | None]:
+    return await score(function, task(), conversation("42"), timeout_s)
+
+
+async def test_score_runs_sync_and_async_functions() -> None:
+    threads: list[threading.Thread] = []
+
+    def sync_reward(task: RolloutTask, messages: Sequence[Message]) -> float:
+        threads.append(threading.current_thread())
+        return exact_match(task, messages)
+
+    async def async_reward(task: RolloutTask, messages: Sequence[Message]) -> float:
+        threads.append(threading.current_thread())
+        return 0.25
+
+    assert await score_of(sync_reward) == (1.0, None)
+    assert await score_of(async_reward) == (0.25, None)
+    assert await score_of(lambda task, messages: async_reward(task, messages)) == (0.25, None)
+    assert threads[0] is not threading.main_thread()
+    assert threads[1:] == [threading.main_thread()] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"), [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (-2.5, -2.5), (0, 0.0)]
+)
+async def test_numbers_are_rewards(value: object, reward: float) -> None:
+    assert await score_of(lambda task, messages: value) == (reward, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (None, "RewardError: a reward is a number, not NoneType"),
+        ("1", "RewardError: a reward is a number, not str"),
+        (1j, "RewardError: a reward is a number, not complex"),
+        (float("nan"), "RewardError: a reward is finite, not nan"),
+        (float("-inf"), "RewardError: a reward is finite, not -inf"),
+        (10**400, "OverflowError: int too large to convert to float"),
+    ],
+)
+async def test_other_values_are_failed_rewards(value: object, error: str) -> None:
+    assert await score_of(lambda task, messages: value) == (None, error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (ValueError("bad\nsecond line"), "ValueError: bad"),
+        (ValueError(), "ValueError"),
+        (RewardError("no reference"), "RewardError: no reference"),
+        (SystemExit(3), "AgentLoopError: raised SystemExit"),
+        (KeyboardInterrupt(), "AgentLoopError: raised KeyboardInterrupt"),
+        (StopIteration(), "AgentLoopError: raised StopIteration"),
+        (asyncio.CancelledError(), "AgentLoopError: raised CancelledError"),
+    ],
+)
+async def test_whatever_a_sync_function_raises_is_a_failed_reward(raised: BaseException, error: str) -> None:
+    def function(task: RolloutTask, messages: Sequence[Message]) -> float:
+        raise raised
+
+    assert await score_of(function) == (None, error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (ValueError("bad"), "ValueError: bad"),
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), "cancelled itself"),
+    ],
+)
+async def test_whatever_an_async_function_raises_is_a_failed_reward(raised: BaseException, error: str) -> None:
+    async def function(task: RolloutTask, messages: Sequence[Message]) -> float:
+        raise raised
+
+    assert await score_of(function) == (None, error)
+
+
+async def test_slow_functions_time_out() -> None:
+    release = threading.Event()
+
+    def stuck(task: RolloutTask, messages: Sequence[Message]) -> float:
+        release.wait(60)
+        return 1.0
+
+    async def slow(task: RolloutTask, messages: Sequence[Message]) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    assert await score_of(stuck, timeout_s=0.05) == (None, "timed out after 0.05 s")
+    assert await score_of(slow, timeout_s=0.05) == (None, "timed out after 0.05 s")
+    release.set()  # the abandoned thread ends and finds nobody waiting
+
+
+async def test_an_async_function_that_ignores_cancellation_does_not_hold_score_up() -> None:
+    released = asyncio.Event()
+
+    async def stubborn(task: RolloutTask, messages: Sequence[Message]) -> float:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    async with asyncio.timeout(30):
+        assert await score_of(stubborn, timeout_s=0.05) == (None, "timed out after 0.05 s")
+    released.set()
+
+
+async def test_cancellation_passes_through() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def slow(task: RolloutTask, messages: Sequence[Message]) -> float:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+        return 1.0
+
+    scoring = asyncio.create_task(score_of(slow))
+    await started.wait()
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    await asyncio.wait_for(ended.wait(), 10)

@@ -1,0 +1,415 @@
+"""Many loops in one worker: what is recorded, how it ends, and that one failure stays one failure."""
+
+import asyncio
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from agentloop.api.coordinator import Orders
+from agentloop.engine import WeightUpdate
+from agentloop.errors import EngineLost, ServiceUnavailable, TemplateNotPrefixStable
+from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.rollout.context import LoopContext
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import ScriptedPolicy
+from agentloop.types import (
+    FinishReason,
+    KVPolicy,
+    Limits,
+    Message,
+    OnExcess,
+    OnStale,
+    PauseMode,
+    RolloutTask,
+    StalenessLimit,
+    StopReason,
+)
+from agentloop_tools.calculator import calculator
+from tests.support.feeder import Feeder
+from tests.support.live_run import write_checkpoint
+from tests.support.scripted import POLICY, RENDERER, SPEC, call, ids, running_worker, scripted_engine, task, turns
+
+CALL = call("calculator", expression="2 + 3")
+ANSWER = "The answer is 5."
+
+
+async def records(feeder: Feeder, engines, timeout_s: float = 60, **config):
+    async with running_worker(feeder, engines, **config), asyncio.timeout(timeout_s):
+        await feeder.is_done.wait()
+    return feeder.records
+
+
+async def one(rollout_task: RolloutTask, *replies: str, **config):
+    feeder = Feeder([rollout_task])
+    return (await records(feeder, {"sim://a": scripted_engine(*replies)}, **config))[f"{rollout_task.task_id}/0"]
+
+
+async def test_a_tool_call_and_an_answer_become_one_exact_path():
+    trajectory = await one(task(), CALL, ANSWER)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.is_complete
+    assert trajectory.reward == 1.0
+    assert (trajectory.num_tool_calls, trajectory.num_tool_errors) == (1, 0)
+    assert [message.role for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[2].content == "5"
+    (path,) = trajectory.paths
+    stop = RENDERER.stop_token_ids[0]
+    sampled = [token for token, is_sampled in zip(path.response_ids, path.response_mask, strict=True) if is_sampled]
+    assert sampled == [*ids(CALL), stop, *ids(ANSWER), stop]
+    assert len(path.turns) == 2
+    assert path.turns[1].prompt_len == len(path.prompt_ids) + path.turns[1].start
+    assert not path.logprobs[~path.response_mask].any()
+    assert (path.logprobs[path.response_mask] < 0).all()
+
+
+async def test_every_prompt_extends_the_turn_before():
+    """Turn n's prompt is turn n-1's prompt and response, bit by bit, plus what was observed."""
+    trajectory = await one(task(), CALL, CALL, CALL, ANSWER)
+    (path,) = trajectory.paths
+    from_template = RENDERER.render(list(trajectory.messages), _definitions())
+    whole = [*path.prompt_ids.tolist(), *path.response_ids.tolist()]
+    # The scripted ids are the canonical ones, so the whole conversation rendered at once must be the same.
+    assert from_template[: len(whole)] == whole
+
+
+def _definitions():
+    return [calculator.spec.definition()]
+
+
+async def test_a_malformed_call_is_answered_not_dropped():
+    trajectory = await one(task(), "<tool_call>\n{not json\n</tool_call>", ANSWER)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.num_tool_errors == 1
+    assert trajectory.messages[2].content.startswith("Error: ")
+
+
+async def test_an_unknown_tool_and_bad_arguments_are_answered():
+    trajectory = await one(task(), call("missing", x=1) + "\n" + call("calculator", wrong=1), ANSWER)
+    assert trajectory.num_tool_errors == 2
+    errors = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert "calculator" in errors[0]
+    assert "invalid arguments" in errors[1]
+    assert trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "replies", "expected"),
+    [
+        (Limits(max_turns=2), [CALL], StopReason.MAX_TURNS),
+        (Limits(max_tool_calls=2), [CALL], StopReason.MAX_TOOL_CALLS),
+        (Limits(max_tokens_per_turn=3), [CALL], StopReason.MAX_TOKENS_PER_TURN),
+        (Limits(max_sampled_tokens=20), [CALL], StopReason.MAX_SAMPLED_TOKENS),
+        (Limits(max_context_tokens=180), [CALL], StopReason.MAX_CONTEXT),
+        (Limits(max_context_tokens=10), [CALL], StopReason.PROMPT_TOO_LONG),
+        (
+            Limits(max_tool_calls_per_turn=1, on_excess_tool_calls=OnExcess.STOP),
+            [CALL + CALL],
+            StopReason.MAX_TOOL_CALLS_PER_TURN,
+        ),
+        (
+            Limits(max_tool_response_bytes=4, on_long_tool_response=OnExcess.STOP),
+            [call("calculator", expression="1234567 * 1")],
+            StopReason.TOOL_RESPONSE_TOO_LONG,
+        ),
+    ],
+    ids=lambda value: value.value if isinstance(value, StopReason) else "",
+)
+async def test_each_limit_has_its_stop_reason(limits, replies, expected):
+    trajectory = await one(task(limits=limits), *replies)
+    assert trajectory.stop_reason is expected
+    assert trajectory.is_complete is (expected is not StopReason.PROMPT_TOO_LONG)
+
+
+async def test_excess_calls_and_long_responses_are_marked_and_go_on():
+    limits = Limits(max_tool_calls_per_turn=1, max_tool_response_bytes=4)
+    trajectory = await one(task(limits=limits), call("calculator", expression="1234567 * 1") + CALL, ANSWER)
+    tools = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert "truncated" in tools[0]
+    assert "too many calls" in tools[1]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+async def test_a_template_that_rewrites_history_forks_with_its_reason(tmp_path):
+    """The fallback: what was sampled stays a path of its own, and the next turn begins another."""
+    folder = shutil.copytree(POLICY, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    shortened = "{{- message.content if loop.last else 'Earlier words.' }}"
+    template.write_text(template.read_text().replace("{{- message.content }}", shortened))
+    with pytest.raises(TemplateNotPrefixStable):
+        Renderer.from_directory(folder)
+    forking = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
+    feeder = Feeder([task()])
+    engines = {"sim://a": scripted_engine("Let me see.\n" + CALL, ANSWER)}
+    found = await records(feeder, engines, renderer=forking)
+    first, second = found["t/0"].paths
+    assert (first.split_reason, second.split_reason) == (None, "template")
+    assert "Let me see." in RENDERER.decode(first.response_ids.tolist())
+    assert "Let me see." not in RENDERER.decode(second.prompt_ids.tolist())
+    assert len(first.turns) == len(second.turns) == 1
+    assert found["t/0"].reward == 1.0
+
+
+async def test_the_wall_clock_limit_ends_a_frozen_trajectory():
+    engine = scripted_engine(ANSWER)
+    feeder = Feeder([task(limits=Limits(timeout_s=0.2))])
+    async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(30):
+        await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    # It may have finished before the pause took hold only if it was not frozen at all.
+    assert trajectory.stop_reason in (StopReason.DEADLINE, StopReason.COMPLETED)
+    assert trajectory.is_complete is (trajectory.stop_reason is StopReason.COMPLETED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"loop": "no_such_loop"}, "no_such_loop"),
+        ({"loop": "no.such.module:Loop"}, "no.such.module"),
+        ({"tools": ("no_such_tool",)}, "no_such_tool"),
+        ({"reward": "no_such_reward"}, "no_such_reward"),
+    ],
+)
+async def test_an_invalid_task_is_a_record_and_disturbs_nobody(fields, named):
+    feeder = Feeder([task("bad", **fields), *(task(f"good{n}") for n in range(8))])
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert found["bad/0"].stop_reason is StopReason.INVALID_TASK
+    assert named in (found["bad/0"].error or "")
+    assert not found["bad/0"].is_complete
+    assert all(found[f"good{n}/0"].reward == 1.0 for n in range(8))
+
+
+class Raising:
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        raise ValueError("the loop's own bug")
+
+
+class AsksAgain:
+    """Observes a message of its own between two turns."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        ctx.observe(Message("user", "Are you sure?"))
+        await ctx.sample()
+
+
+async def test_a_users_loop_by_import_path():
+    trajectory = await one(task(loop="tests.rollout.test_worker:AsksAgain"), "Perhaps 4.", ANSWER)
+    assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert trajectory.reward == 1.0
+
+
+async def test_a_raising_loop_fails_its_trajectory_only():
+    feeder = Feeder([task("bad", loop="tests.rollout.test_worker:Raising"), task("good")])
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert found["bad/0"].stop_reason is StopReason.LOOP_FAILED
+    assert "ValueError: the loop's own bug" in (found["bad/0"].error or "")
+    assert not found["bad/0"].is_complete
+    assert found["bad/0"].path.response_mask.any(), "what was sampled is kept"
+    assert found["good/0"].reward == 1.0
+
+
+async def test_a_failing_reward_loses_no_trajectory():
+    trajectory = await one(task(reward="tests.rollout.test_worker:broken_reward"), CALL, ANSWER)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.is_complete
+    assert trajectory.reward is None
+    assert "ZeroDivisionError" in (trajectory.reward_error or "")
+
+
+def broken_reward(task, messages):
+    return 1 / 0
+
+
+async def test_a_lost_replica_costs_a_retry_elsewhere():
+    broken, healthy = scripted_engine(CALL, ANSWER), scripted_engine(CALL, ANSWER)
+    feeder = Feeder([task(f"t{n}") for n in range(10)], urls=["sim://a", "sim://b"])
+    async with running_worker(feeder, {"sim://a": broken, "sim://b": healthy}), asyncio.timeout(60):
+        broken.kill("gone")
+        feeder.dead.add("sim://a")
+        await feeder.is_done.wait()
+    assert all(trajectory.reward == 1.0 for trajectory in feeder.records.values())
+    assert {turn.replica_id for t in feeder.records.values() for turn in t.path.turns} <= {"", "sim://b"}
+
+
+async def test_no_replica_left_is_a_failed_record():
+    engine = scripted_engine(CALL, ANSWER)
+    feeder = Feeder([task()])
+    async with running_worker(feeder, {"sim://a": engine}, turn_attempts=2), asyncio.timeout(60):
+        engine.kill("gone")
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    assert trajectory.stop_reason in (StopReason.ENGINE_FAILED, StopReason.COMPLETED)
+    if trajectory.stop_reason is StopReason.ENGINE_FAILED:
+        assert EngineLost.code in (trajectory.error or "")
+
+
+async def test_an_operators_abort_goes_on_as_the_same_turn():
+    """pause(ABORT) cuts the turn; what was sampled stays and the turn goes on after the resume."""
+    engine = scripted_engine(" ".join(["word"] * 400))
+    feeder = Feeder([task(tools=(), limits=Limits(max_tokens_per_turn=2000))])
+    async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(60):
+        while engine.load().num_running == 0 and not feeder.is_done.is_set():
+            await asyncio.sleep(0)
+        await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)
+        await engine.resume()
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    (turn,) = trajectory.path.turns
+    assert trajectory.path.response_mask.all()
+    assert turn.end == len(trajectory.path.response_ids)
+
+
+async def test_cancelled_trajectories_have_their_record():
+    engine = scripted_engine(CALL, ANSWER)
+    feeder = Feeder([task(f"t{n}") for n in range(4)])
+    async with running_worker(feeder, {"sim://a": engine}) as worker, asyncio.timeout(60):
+        await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        while worker.num_running + len(feeder.records) < 4:
+            await asyncio.sleep(0.01)
+        feeder.cancel = ["t0/0", "t1/0"]
+        while "t0/0" not in feeder.records or "t1/0" not in feeder.records:
+            await asyncio.sleep(0.01)
+        await engine.resume()
+        await feeder.is_done.wait()
+    stops = {key: record.stop_reason for key, record in feeder.records.items()}
+    assert stops["t2/0"] is StopReason.COMPLETED
+    assert {stops["t0/0"], stops["t1/0"]} <= {StopReason.CANCELLED, StopReason.COMPLETED}
+
+
+async def test_a_record_is_offered_until_it_is_durable():
+    feeder = Feeder([task()])
+    feeder.finish_failures.extend([ServiceUnavailable("restarting"), ConnectionError("cut")])
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert found["t/0"].reward == 1.0
+
+
+class UpdatedAfterATurn(SimulatedEngine):
+    """Gets version 1 when its first turn has been sampled, and says so with that turn's answer."""
+
+    def __init__(self, checkpoint, *replies):
+        super().__init__(SPEC, policy=ScriptedPolicy(turns(*replies)))
+        self.checkpoint = str(write_checkpoint(checkpoint))
+
+    async def generate(self, request):
+        generation = await super().generate(request)
+        if self.weight_version == 0:
+            await self.stage(WeightUpdate(1, self.checkpoint))
+            await self.pause(PauseMode.KEEP, KVPolicy.KEEP)
+            await self.commit(1)
+            await self.resume()
+        return replace(generation, load=self.load())
+
+
+async def stale(tmp_path, limit: StalenessLimit):
+    """What becomes of a trajectory of two turns that an update meets between them."""
+    engine = UpdatedAfterATurn(tmp_path, "Perhaps 4.", ANSWER)
+    feeder = Feeder([task(loop="tests.rollout.test_worker:AsksAgain")], staleness=limit)
+    trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
+    assert trajectory.max_staleness == limit.max_staleness
+    return trajectory
+
+
+async def test_finish_ends_a_stale_trajectory_with_what_it_has(tmp_path):
+    trajectory = await stale(tmp_path, StalenessLimit(0, OnStale.FINISH))
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert (len(trajectory.path.turns), trajectory.versions, trajectory.num_masked_tokens) == (1, (0,), 0)
+    assert trajectory.path.response_mask.all()
+    assert trajectory.reward is not None
+
+
+async def test_mask_goes_on_and_takes_the_old_tokens_out(tmp_path):
+    trajectory = await stale(tmp_path, StalenessLimit(0, OnStale.MASK))
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.COMPLETED, True)
+    first, second = trajectory.path.turns
+    assert trajectory.versions == (0, 1)
+    assert trajectory.num_masked_tokens == first.end - first.start
+    assert trajectory.path.response_mask.nonzero()[0].tolist() == list(range(second.start, second.end))
+    assert trajectory.reward == 1.0
+
+
+async def test_drop_hands_in_nothing_and_says_so(tmp_path):
+    trajectory = await stale(tmp_path, StalenessLimit(0, OnStale.DROP))
+    assert (trajectory.stop_reason, trajectory.is_complete, trajectory.paths) == (StopReason.STALE, False, ())
+    assert trajectory.reward is None
+    assert len(trajectory.messages) == 1
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_within_its_limit_nothing_happens_to_it(tmp_path, on_stale):
+    trajectory = await stale(tmp_path, StalenessLimit(1, on_stale))
+    assert (trajectory.stop_reason, trajectory.versions) == (StopReason.COMPLETED, (0, 1))
+    assert trajectory.path.response_mask.sum() == trajectory.num_sampled_tokens
+
+
+async def test_a_failed_trajectory_keeps_its_own_reason(tmp_path):
+    limit = StalenessLimit(0, OnStale.FINISH)
+    feeder = Feeder([task("bad", loop="tests.rollout.test_worker:Raising")], staleness=limit)
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
+    assert (found["bad/0"].stop_reason, found["bad/0"].is_complete) == (StopReason.LOOP_FAILED, False)
+
+
+async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_path):
+    """Its tokens so far are kept, and it is a turn cut by an abort."""
+    engine = scripted_engine(" ".join(["word"] * 400))
+    limits = Limits(max_tokens_per_turn=2000)
+    feeder = Feeder([task(tools=(), limits=limits)], staleness=StalenessLimit(0, OnStale.FINISH))
+    async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(60):
+        while engine.load().kv_used_tokens < 200:  # more than the prompt, less than the answer
+            await asyncio.sleep(0)
+        await engine.stage(WeightUpdate(1, str(write_checkpoint(tmp_path))))
+        await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        await engine.commit(1)  # its answer, which the abort brings, tells of version 1
+        await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)
+        await engine.resume()
+        await feeder.is_done.wait()
+    trajectory = feeder.records["t/0"]
+    assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
+    assert trajectory.versions == (0,)
+    assert [turn.finish_reason for turn in trajectory.path.turns] == [FinishReason.ABORT]
+
+
+class Again(Feeder):
+    """Gives a dropped sample out again to the worker that dropped it, before that has the answer."""
+
+    def __init__(self, tasks, **options):
+        super().__init__(tasks, **options)
+        self.first = self._waiting[0]
+        self.reports: list[tuple[str, ...]] = []
+        self.is_out = asyncio.Event()
+        self.is_taken = asyncio.Event()
+
+    async def take(self, report, wait_s):
+        if self.is_out.is_set():
+            self.reports.append(report.running)
+            if not self.is_taken.is_set():
+                self.is_taken.set()
+                return Orders((replace(self.first, attempt=1, num_stale_attempts=1),), ())
+        return await super().take(report, wait_s)
+
+    async def finish(self, worker_id, trajectory):
+        if trajectory.stop_reason is StopReason.STALE and trajectory.attempt == 0:
+            self.is_out.set()
+            await self.is_taken.wait()
+            await asyncio.sleep(0.05)
+            return
+        await super().finish(worker_id, trajectory)
+
+
+async def test_a_dropped_sample_may_come_back_at_once(tmp_path):
+    engine = UpdatedAfterATurn(tmp_path, "Perhaps 4.", ANSWER)
+    feeder = Again([task(loop="tests.rollout.test_worker:AsksAgain")], staleness=StalenessLimit(0, OnStale.DROP))
+    trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
+    assert (trajectory.stop_reason, trajectory.versions) == (StopReason.COMPLETED, (1,))
+    assert (trajectory.attempt, trajectory.num_stale_attempts) == (1, 1)
+    assert "t/0" not in feeder.reports[0], "reported as running, it would be adopted"
+
+
+async def test_a_thousand_trajectories_in_one_worker():
+    feeder = Feeder([task(f"t{n}") for n in range(500)], num_samples=2)
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, capacity=1000)
+    assert len(found) == 1000
+    assert all(record.reward == 1.0 for record in found.values())

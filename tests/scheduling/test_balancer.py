@@ -1,0 +1,266 @@
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.engine import EngineInfo
+from agentloop.errors import NoHealthyReplica
+from agentloop.fleet.registry import Fleet
+from agentloop.scheduling.balancer import Balancer, BalancerConfig
+
+
+def add(fleet, replica_id, kv_tokens=10_000, url=None):
+    info = EngineInfo("fake", 4096, 1000, 16, kv_tokens, 8)
+    replica = fleet.register(ReplicaRegistration(replica_id, url or f"http://{replica_id}", info, 0), 0.0)
+    fleet.begin_update(replica)
+    fleet.admit(replica)
+
+
+def fleet_of(*replica_ids):
+    fleet = Fleet()
+    for replica_id in replica_ids:
+        add(fleet, replica_id)
+    return fleet
+
+
+def spread(balancer, *replica_ids):
+    return [balancer.num_leases(replica_id) for replica_id in replica_ids]
+
+
+NO_SLACK = BalancerConfig(prior_trajectory_tokens=1000, group_slack_trajectories=0.0)
+
+
+def test_a_trajectory_keeps_its_lease():
+    balancer = Balancer(fleet_of("a", "b"))
+    lease = balancer.acquire("r/g/0", "r/g", 100)
+    assert balancer.acquire("r/g/0", "r/g", 100) == lease
+    assert balancer.lease_of("r/g/0") == lease
+    assert sum(spread(balancer, "a", "b")) == 1
+
+
+def test_lease_ids_are_unique_over_coordinators():
+    fleet = fleet_of("a")
+    leases = [Balancer(fleet).acquire("r/g/0", "r/g", 1).lease_id for _ in range(3)]
+    assert len(set(leases)) == 3
+
+
+def test_groups_go_to_the_least_loaded_replica():
+    balancer = Balancer(fleet_of("a", "b", "c"), NO_SLACK)
+    for index in range(30):
+        balancer.acquire(f"r/g{index}/0", f"r/g{index}", 100)
+    assert spread(balancer, "a", "b", "c") == [10, 10, 10]
+
+
+def test_work_counts_and_not_requests():
+    balancer = Balancer(fleet_of("a", "b"), NO_SLACK)
+    long = balancer.acquire("r/long/0", "r/long", 9000)
+    others = [balancer.acquire(f"r/g{i}/0", f"r/g{i}", 0).replica_id for i in range(9)]
+    assert set(others) == {"a", "b"} - {long.replica_id}
+
+
+def test_load_is_relative_to_capacity():
+    fleet = Fleet()
+    add(fleet, "small", 10_000)
+    add(fleet, "large", 30_000)
+    balancer = Balancer(fleet, NO_SLACK)
+    for index in range(40):
+        balancer.acquire(f"r/g{index}/0", f"r/g{index}", 0)
+    assert spread(balancer, "small", "large") == [10, 30]
+
+
+def test_siblings_share_a_replica_within_the_slack():
+    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(1000, group_slack_trajectories=4.0))
+    first = [balancer.acquire(f"r/g1/{i}", "r/g1", 0).replica_id for i in range(4)]
+    second = [balancer.acquire(f"r/g2/{i}", "r/g2", 0).replica_id for i in range(4)]
+    assert len(set(first)) == 1
+    assert len(set(second)) == 1
+    assert first[0] != second[0]
+
+
+def test_a_large_group_is_split_when_it_exceeds_the_slack():
+    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(1000, group_slack_trajectories=2.0))
+    for index in range(20):
+        balancer.acquire(f"r/g/{index}", "r/g", 0)
+    counts = spread(balancer, "a", "b")
+    assert abs(counts[0] - counts[1]) <= 4
+    assert sum(counts) == 20
+
+
+def test_the_mean_follows_finished_trajectories():
+    balancer = Balancer(fleet_of("a"), BalancerConfig(prior_trajectory_tokens=1000))
+    for index, tokens in enumerate([100, 200, 300]):
+        balancer.release(balancer.acquire(f"r/g/{index}", "r/g", 50), tokens)
+    assert balancer.mean_trajectory_tokens == pytest.approx(200.0)
+    balancer.release(balancer.acquire("r/g/9", "r/g", 50))  # cancelled: teaches nothing
+    assert balancer.mean_trajectory_tokens == pytest.approx(200.0)
+    balancer.acquire("r/g/10", "r/g", 50)
+    assert balancer.work_tokens("a") == pytest.approx(250.0)
+
+
+def test_release_is_idempotent_and_keyed_by_lease():
+    balancer = Balancer(fleet_of("a"))
+    old = balancer.acquire("r/g/0", "r/g", 1)
+    balancer.release(old)
+    new = balancer.acquire("r/g/0", "r/g", 1)
+    balancer.release(old)
+    assert balancer.lease_of("r/g/0") == new
+    balancer.release(new)
+    balancer.release(new)
+    assert balancer.num_leases("a") == 0
+    assert balancer.work_tokens("a") == 0.0
+
+
+def test_no_replica():
+    with pytest.raises(NoHealthyReplica):
+        Balancer(Fleet()).acquire("r/g/0", "r/g", 1)
+
+
+def test_a_failed_move_goes_elsewhere_and_stays_only_if_there_is_no_other():
+    fleet = fleet_of("a", "b")
+    balancer = Balancer(fleet)
+    lease = balancer.acquire("r/g/0", "r/g", 1)
+    moved = balancer.move(lease, is_failed=True)
+    assert moved.replica_id != lease.replica_id
+    assert moved.lease_id != lease.lease_id
+    fleet.deregister(lease.replica_id)
+    balancer.drop_replica(lease.replica_id)
+    assert balancer.move(moved, is_failed=True).replica_id == moved.replica_id
+    assert sum(spread(balancer, "a", "b")) == 1
+
+
+def test_a_move_without_failure_stays_with_its_kv():
+    balancer = Balancer(fleet_of("a", "b"))
+    lease = balancer.acquire("r/g/0", "r/g", 1)
+    balancer.begin_epoch()
+    moved = balancer.move(lease, is_failed=False)
+    assert moved.replica_id == lease.replica_id
+    assert (lease.epoch, moved.epoch) == (0, 1)
+
+
+def test_a_move_without_failure_leaves_an_overloaded_replica():
+    fleet = fleet_of("a")
+    balancer = Balancer(fleet, NO_SLACK)
+    leases = [balancer.acquire(f"r/g{i}/0", f"r/g{i}", 0) for i in range(4)]
+    add(fleet, "b")
+    assert balancer.move(leases[0], is_failed=False).replica_id == "b"
+
+
+def test_a_move_that_finds_no_replica_keeps_the_lease():
+    fleet = fleet_of("a")
+    balancer = Balancer(fleet)
+    lease = balancer.acquire("r/g/0", "r/g", 1)
+    fleet.set_weight_version(1)  # nobody holds it yet
+    with pytest.raises(NoHealthyReplica):
+        balancer.move(lease, is_failed=True)
+    assert balancer.lease_of("r/g/0") == lease
+    assert balancer.num_leases("a") == 1
+
+
+def test_the_leases_of_a_dropped_replica_count_no_more_even_when_it_returns():
+    fleet = fleet_of("a")
+    balancer = Balancer(fleet)
+    lease = balancer.acquire("r/g/0", "r/g", 1)
+    fleet.deregister("a")
+    balancer.drop_replica("a")
+    add(fleet, "a")
+    assert balancer.num_leases("a") == 0
+    again = balancer.acquire("r/g/0", "r/g", 1)  # its KV is lost: a new lease
+    assert again.lease_id != lease.lease_id
+    assert balancer.num_leases("a") == 1
+    balancer.release(again)
+    assert balancer.work_tokens("a") == 0.0
+
+
+def test_an_adopted_lease_counts_and_can_move():
+    fleet = fleet_of("a", "b")
+    lease = Balancer(fleet).acquire("r/g/0", "r/g", 1)  # of an earlier coordinator
+    balancer = Balancer(fleet)
+    balancer.adopt("r/g/0", "r/g", 1, lease)
+    balancer.adopt("r/g/0", "r/g", 1, lease)
+    assert balancer.num_leases(lease.replica_id) == 1
+    assert balancer.move(lease, is_failed=True).replica_id != lease.replica_id
+
+
+def test_direct_leases_expire():
+    balancer = Balancer(fleet_of("a"))
+    balancer.acquire_direct("s", 100, expires_at=10.0)
+    balancer.acquire("r/g/0", "r/g", 1)
+    assert balancer.expire(9.9) == 0
+    balancer.acquire_direct("s", 100, expires_at=20.0)  # used again: lives longer
+    assert balancer.expire(10.0) == 0
+    assert balancer.expire(20.0) == 1
+    assert balancer.num_leases("a") == 1
+
+
+def test_idle_replicas_take_turns_with_short_calls():
+    balancer = Balancer(fleet_of("a", "b", "c"))
+    used = Counter()
+    for index in range(30):
+        lease = balancer.acquire_direct(f"s{index}", 100, expires_at=10.0)
+        used[lease.replica_id] += 1
+        balancer.release(lease)
+    assert used == {"a": 10, "b": 10, "c": 10}
+
+
+class BalancerMachine(RuleBasedStateMachine):
+    """A replica's leases and work are what its holders add up to, after anything."""
+
+    holders = st.integers(0, 7)
+
+    def __init__(self):
+        super().__init__()
+        self.fleet = fleet_of("a", "b")
+        self.balancer = Balancer(self.fleet, NO_SLACK)
+        self.held = {}
+        self.used_ids = set()
+
+    def _hold(self, holder, lease):
+        old = self.held.get(holder)
+        if old is None or old.lease_id != lease.lease_id:
+            assert lease.lease_id not in self.used_ids
+        self.used_ids.add(lease.lease_id)
+        self.held[holder] = lease
+
+    @rule(holder=holders)
+    def acquire(self, holder):
+        if self.fleet.placeable():
+            self._hold(holder, self.balancer.acquire(f"r/g{holder % 2}/{holder}", f"r/g{holder % 2}", 10))
+
+    @rule(holder=holders, is_failed=st.booleans())
+    def move(self, holder, is_failed):
+        if holder in self.held and self.fleet.placeable():
+            self._hold(holder, self.balancer.move(self.held[holder], is_failed))
+
+    @rule(holder=holders, tokens=st.sampled_from([None, 7, 70]))
+    def release(self, holder, tokens):
+        if holder in self.held:
+            self.balancer.release(self.held.pop(holder), tokens)
+
+    @rule(name=st.sampled_from("ab"))
+    def lose(self, name):
+        self.fleet.deregister(name)
+        self.balancer.drop_replica(name)
+
+    @rule(name=st.sampled_from("ab"))
+    def join(self, name):
+        if self.fleet.get(name) is None:
+            add(self.fleet, name)
+
+    @invariant()
+    def adds_up(self):
+        counted = Counter(h.lease.replica_id for h in self.balancer._by_lease.values() if h.is_counted)
+        for name in "ab":
+            assert self.balancer.num_leases(name) == counted[name]
+            assert (self.balancer.work_tokens(name) == 0.0) == (counted[name] == 0)
+        homes = Counter()
+        for home in self.balancer._group_homes.values():
+            homes.update(home)
+        assert homes == counted
+        assert {lease.lease_id for lease in self.held.values()} == set(self.balancer._by_lease)
+
+
+BalancerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBalancerMachine = BalancerMachine.TestCase

@@ -1,0 +1,528 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agentloop.errors import Conflict, InvalidRequest, Overloaded
+from agentloop.scheduling.rollout_queue import RolloutQueue
+from agentloop.scheduling.staleness_budget import FleetVersions
+from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
+
+
+def group(group_id="g", num_samples=2, rollout_id="r", limit=None):
+    return RolloutGroup(group_id, RolloutTask(group_id, (Message("user", "hi"),)), num_samples, rollout_id, limit)
+
+
+def queue_of(*sizes, **config):
+    queue = RolloutQueue(**config)
+    queue.reserve("r", [group(f"g{i}", size) for i, size in enumerate(sizes)])
+    queue.add("r", now=0.0)
+    queue.check()
+    return queue
+
+
+def names(handouts):
+    return [handout.assignment_id for handout in handouts]
+
+
+def test_whole_groups_in_order():
+    queue = queue_of(2, 3, 2)
+    assert names(queue.take("w", 4, 1.0)) == ["r/g0/0", "r/g0/1"]  # g1 does not fit beside it, and is not passed by
+    assert names(queue.take("v", 3, 1.0)) == ["r/g1/0", "r/g1/1", "r/g1/2"]
+    assert names(queue.take("w", 2, 1.0)) == ["r/g2/0", "r/g2/1"]
+    assert queue.take("w", 10, 1.0) == ()
+    assert queue.status("r").num_running == 7
+    queue.check()
+
+
+def test_a_group_larger_than_a_worker_is_split():
+    queue = queue_of(5)
+    assert len(queue.take("w", 2, 0.0)) == 2
+    assert len(queue.take("w", 0, 0.0)) == 0
+    for index in range(2):
+        queue.finished(f"r/g0/{index}")
+    assert len(queue.take("w", 2, 0.0)) == 2
+    queue.check()
+
+
+def test_a_group_waits_for_a_worker_that_could_hold_it():
+    queue = queue_of(1, 4)
+    queue.take("w", 4, 0.0)
+    assert queue.take("w", 3, 0.0) == ()
+    queue.finished("r/g0/0")
+    assert len(queue.take("w", 4, 0.0)) == 4
+
+
+def test_time_in_the_queue_is_told():
+    queue = queue_of(1)
+    assert queue.take("w", 1, 2.5)[0].queued_s == 2.5
+
+
+def test_the_bound_counts_reservations():
+    queue = RolloutQueue(max_queued=4)
+    queue.reserve("a", [group(num_samples=3)])
+    with pytest.raises(Overloaded):
+        queue.reserve("b", [group(num_samples=2)])
+    queue.unreserve("a")
+    queue.reserve("b", [group(num_samples=4)])
+    queue.add("b", 0.0)
+    with pytest.raises(Overloaded):
+        queue.reserve("c", [group(num_samples=1)])
+    queue.take("w", 4, 0.0)
+    queue.reserve("c", [group(num_samples=4)])  # what runs is not queued
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "groups", "error"),
+    [
+        ("r", [group()], Conflict),
+        ("x", [], InvalidRequest),
+        ("x", [group(), group()], InvalidRequest),
+        ("x", [group(num_samples=0)], InvalidRequest),
+        ("x/y", [group()], InvalidRequest),
+        ("", [group()], InvalidRequest),
+    ],
+)
+def test_bad_submissions_change_nothing(rollout_id, groups, error):
+    queue = queue_of(1)
+    with pytest.raises(error):
+        queue.reserve(rollout_id, groups)
+    assert queue.num_queued == 1
+    queue.check()
+
+
+def test_rollouts_may_use_the_same_group_ids():
+    queue = queue_of(1)
+    queue.reserve("s", [group("g0", 1)])
+    queue.add("s", 0.0)
+    assert names(queue.take("w", 2, 0.0)) == ["r/g0/0", "s/g0/0"]
+
+
+def test_finished_once():
+    queue = queue_of(2)
+    queue.take("w", 2, 0.0)
+    assert queue.finished("r/g0/0")
+    assert not queue.finished("r/g0/0")
+    assert not queue.finished("r/nobody/0")
+    assert queue.status("r").num_finished == 1
+    assert queue.finished("r/g0/1")
+    assert queue.status("r") is None
+    assert [status.is_done for status in queue.rollouts] == [True]
+
+
+def test_cancel_drops_what_is_queued_and_names_what_runs():
+    queue = queue_of(2, 2)
+    queue.take("w", 2, 0.0)
+    cancellation = queue.cancel("r")
+    assert cancellation.dropped == ("r/g1/0", "r/g1/1")
+    assert cancellation.running == ("r/g0/0", "r/g0/1")
+    assert [(owed.handout.assignment_id, owed.stop_reason) for owed in queue.owed(0.0)] == [
+        ("r/g1/0", StopReason.CANCELLED),
+        ("r/g1/1", StopReason.CANCELLED),
+    ]
+    assert queue.take("v", 4, 0.0) == ()
+    assert queue.has_new_cancels("w")
+    assert queue.cancels("w") == ("r/g0/0", "r/g0/1")
+    queue.cancels_told("w", queue.cancels("w"))
+    assert not queue.has_new_cancels("w")
+    assert queue.cancels("w")  # told again with every answer, in case one was lost
+    queue.check()
+    for name in ("r/g1/0", "r/g1/1", "r/g0/0", "r/g0/1"):
+        assert queue.finished(name)
+    assert queue.owed(0.0) == ()
+    assert queue.cancel("r").dropped == ()
+
+
+def test_a_lost_workers_samples_are_queued_first_with_one_attempt_more():
+    queue = queue_of(2, 1, max_attempts=3)
+    queue.take("w", 2, 0.0)
+    assert queue.worker_lost("w") == ("r/g0/0", "r/g0/1")
+    again = queue.take("v", 3, 0.0)
+    assert [(h.assignment_id, h.attempt) for h in again] == [("r/g0/0", 1), ("r/g0/1", 1), ("r/g1/0", 0)]
+    assert queue.worker_lost("unknown") == ()
+    queue.check()
+
+
+def test_out_of_attempts_is_a_failure_of_the_loop():
+    queue = queue_of(1, max_attempts=2)
+    for worker in ("w", "v"):
+        queue.take(worker, 1, 0.0)
+        queue.worker_lost(worker)
+    (owed,) = queue.owed(0.0)
+    assert owed.stop_reason is StopReason.LOOP_FAILED
+    assert owed.handout.attempt == 2
+    assert queue.take("u", 1, 0.0) == ()
+    queue.check()
+
+
+def test_a_lost_workers_cancelled_samples_are_not_run_again():
+    queue = queue_of(1)
+    queue.take("w", 1, 0.0)
+    queue.cancel("r")
+    queue.worker_lost("w")
+    assert [owed.stop_reason for owed in queue.owed(0.0)] == [StopReason.CANCELLED]
+
+
+def test_a_restarted_queue_adopts_what_workers_run():
+    queue = RolloutQueue()
+    queue.restore("r", [(group("g", 4), (1, 3))], 0.0, num_finished=2)
+    assert queue.status("r").num_finished == 2
+    queue.report("w", ["r/g/1", "r/gone/0"], 0.0)
+    assert queue.cancels("w") == ("r/gone/0",)
+    assert names(queue.take("v", 4, 0.0)) == ["r/g/3"]
+    queue.check()
+    assert queue.finished("r/g/1")
+    assert queue.finished("r/g/3")
+    assert queue.rollouts[-1].num_finished == 4
+
+
+def test_a_sample_whose_handing_out_was_lost_is_queued_again():
+    queue = queue_of(1, missing_after_s=10.0)
+    queue.take("w", 1, 0.0)
+    assert queue.report("w", [], 1.0) == ()
+    assert queue.report("w", ["r/g0/0"], 5.0) == ()  # it was only late
+    assert queue.report("w", [], 6.0) == ()
+    assert queue.report("w", [], 15.0) == ()
+    assert queue.report("w", [], 16.0) == ("r/g0/0",)
+    assert queue.take("v", 1, 16.0)[0].attempt == 1
+    queue.check()
+
+
+def test_a_worker_that_returns_from_the_dead_loses_what_others_run():
+    queue = queue_of(1, 1)
+    queue.take("w", 2, 0.0)
+    queue.worker_lost("w")
+    queue.take("v", 1, 0.0)
+    queue.report("w", ["r/g0/0", "r/g1/0"], 1.0)
+    on_v = [name for name in ("r/g0/0", "r/g1/0") if queue.is_running_at("v", name)]
+    assert len(on_v) == 1
+    assert list(queue.cancels("w")) == on_v
+    assert queue.num_running("w") == 1
+    queue.check()
+
+
+def test_the_other_runner_of_a_finished_sample_is_told_to_stop():
+    queue = queue_of(1)
+    queue.take("w", 1, 0.0)
+    queue.worker_lost("w")
+    queue.take("v", 1, 0.0)
+    queue.finished("r/g0/0")  # by w, after all
+    assert queue.has_new_cancels("v")
+    assert queue.cancels("v") == ("r/g0/0",)
+    queue.report("v", [], 1.0)
+    assert queue.cancels("v") == ()
+
+
+def test_a_late_record_of_a_queued_sample_finishes_it():
+    queue = queue_of(1)
+    queue.take("w", 1, 0.0)
+    queue.worker_lost("w")
+    assert queue.finished("r/g0/0")
+    assert queue.take("v", 1, 0.0) == ()
+    queue.check()
+
+
+def test_give_back():
+    queue = queue_of(1)
+    queue.take("w", 1, 0.0)
+    assert not queue.give_back("v", "r/g0/0")
+    assert queue.give_back("w", "r/g0/0")
+    assert queue.take("v", 1, 0.0)[0].attempt == 1
+
+
+def test_repeats_are_known():
+    queue = queue_of(1, 2)
+    assert queue.is_repeat("r", [group("g0", 1), group("g1", 2)])
+    assert not queue.is_repeat("r", [group("g0", 1), group("g1", 3)])
+    assert not queue.is_repeat("other", [group("g0", 1)])
+
+
+# --- staleness --------------------------------------------------------------------------------------------
+
+
+def limited(limit, *sizes, served=0, rollout_id="r", queue=None, **config):
+    queue = queue or RolloutQueue(**config)
+    queue.set_versions(FleetVersions(served))
+    queue.reserve(rollout_id, [group(f"g{i}", size, rollout_id, limit) for i, size in enumerate(sizes)])
+    queue.add(rollout_id, now=0.0)
+    queue.check()
+    return queue
+
+
+def test_no_more_is_begun_than_the_trainer_consumes_in_time():
+    queue = limited(StalenessLimit(1, trajectories_per_version=2), 2, 2, 2, 2)
+    assert len(queue.take("w", 100, 0.0)) == 4
+    assert queue.take("w", 100, 0.0) == ()
+    status = queue.status("r")
+    assert (status.num_queued, status.num_held) == (4, 4)
+    queue.set_versions(FleetVersions(1))
+    assert queue.status("r").num_held == 2
+    assert names(queue.take("w", 100, 0.0)) == ["r/g2/0", "r/g2/1"]
+    queue.finished("r/g0/0")  # what is finished stays counted
+    assert queue.take("w", 100, 0.0) == ()
+    queue.set_versions(FleetVersions(2))
+    assert len(queue.take("w", 100, 0.0)) == 2
+    queue.check()
+
+
+def test_what_fails_or_is_lost_or_dropped_gives_its_place_back():
+    queue = limited(StalenessLimit(0, trajectories_per_version=2), 1, 1, 1, 1)
+    assert names(queue.take("w", 9, 0.0)) == ["r/g0/0", "r/g1/0"]
+    queue.finished("r/g0/0", is_trained=False)
+    assert names(queue.take("w", 9, 0.0)) == ["r/g2/0"]
+    queue.drop_stale("w", "r/g1/0", 0)
+    assert [(h.assignment_id, h.attempt) for h in queue.take("w", 9, 0.0)] == [("r/g1/0", 1)]
+    queue.worker_lost("w")
+    queue.check()
+    assert len(queue.take("v", 9, 0.0)) == 2
+    assert queue.take("v", 9, 0.0) == ()
+    queue.check()
+
+
+def test_a_late_record_of_a_queued_sample_takes_a_place():
+    queue = limited(StalenessLimit(0, trajectories_per_version=1), 1, 1)
+    queue.take("w", 1, 0.0)
+    queue.worker_lost("w")
+    assert queue.finished("r/g0/0")
+    assert queue.take("v", 1, 0.0) == ()
+    queue.check()
+
+
+def test_a_group_is_divided_where_its_run_admits_a_part():
+    queue = limited(StalenessLimit(0, trajectories_per_version=3), 8)
+    assert names(queue.take("w", 8, 0.0)) == ["r/g0/0", "r/g0/1", "r/g0/2"]
+    queue.set_versions(FleetVersions(1))
+    assert queue.take("w", 2, 0.0) == ()  # what is admitted goes whole to a worker that could hold it
+    assert names(queue.take("v", 8, 0.0)) == ["r/g0/3", "r/g0/4", "r/g0/5"]
+    queue.check()
+
+
+def test_what_is_held_back_is_passed_by():
+    queue = limited(StalenessLimit(0, trajectories_per_version=1), 2, 2)
+    limited(None, 2, rollout_id="s", queue=queue)
+    assert names(queue.take("w", 9, 0.0)) == ["r/g0/0", "s/g0/0", "s/g0/1"]
+    assert [status.num_held for status in queue.rollouts] == [3, 0]
+    queue.set_versions(FleetVersions(0, coming=1))
+    assert [status.num_held for status in queue.rollouts] == [3, 0]
+
+
+def test_nothing_on_policy_is_begun_while_an_update_is_on_its_way():
+    queue = limited(StalenessLimit(0), 2)
+    queue.set_versions(FleetVersions(0, coming=1))
+    assert queue.take("w", 9, 0.0) == ()
+    assert queue.status("r").num_held == 2
+    queue.set_versions(FleetVersions(1))
+    assert len(queue.take("w", 9, 0.0)) == 2
+
+
+def test_a_cancelled_rollout_holds_nothing_back():
+    queue = limited(StalenessLimit(0, trajectories_per_version=1), 3)
+    queue.take("w", 1, 0.0)
+    assert len(queue.cancel("r").dropped) == 2
+    assert queue.status("r").num_held == 0
+    for owed in queue.owed(0.0):
+        queue.finished(owed.handout.assignment_id, is_trained=False)
+    queue.check()
+
+
+def test_rollouts_of_one_run_share_the_allowance():
+    limit = StalenessLimit(0, trajectories_per_version=3, run_id="run")
+    queue = limited(limit, 2)
+    limited(limit, 2, rollout_id="s", queue=queue)
+    assert [status.num_held for status in queue.rollouts] == [0, 1]
+    assert names(queue.take("w", 9, 0.0)) == ["r/g0/0", "r/g0/1", "s/g0/0"]
+    for name in ("r/g0/0", "r/g0/1"):
+        queue.finished(name)
+    assert queue.take("w", 9, 0.0) == ()  # r is done; what it used is still used
+    with pytest.raises(InvalidRequest):
+        limited(StalenessLimit(1, run_id="run"), 1, rollout_id="t", queue=queue)
+    assert queue.finished("s/g0/0")
+    queue.set_versions(FleetVersions(1))
+    assert names(queue.take("w", 9, 0.0)) == ["s/g0/1"]
+
+
+def test_a_dropped_sample_is_begun_anew_until_its_attempts_are_used_up():
+    queue = limited(StalenessLimit(0, OnStale.DROP), 1, max_attempts=2)
+    queue.take("w", 1, 0.0)
+    assert not queue.drop_stale("v", "r/g0/0", 0)  # it runs elsewhere
+    assert queue.drop_stale("w", "r/g0/0", 0)
+    assert not queue.drop_stale("w", "r/g0/0", 0)  # again: its answer was lost
+    (again,) = queue.take("w", 1, 0.0)
+    assert (again.attempt, again.num_stale_attempts) == (1, 1)
+    assert not queue.drop_stale("w", "r/g0/0", 0)  # and again, when the worker has it again
+    assert queue.is_running_at("w", "r/g0/0")
+    assert queue.drop_stale("w", "r/g0/0", 1)
+    (owed,) = queue.owed(0.0)
+    assert owed.stop_reason is StopReason.STALE
+    assert (owed.handout.attempt, owed.handout.num_stale_attempts) == (2, 2)
+    assert queue.take("w", 1, 0.0) == ()
+    queue.check()
+    assert queue.finished("r/g0/0", is_trained=False)
+
+
+def test_a_restored_queue_counts_what_was_finished():
+    limit = StalenessLimit(1, trajectories_per_version=2)
+    queue = RolloutQueue()
+    queue.set_versions(FleetVersions(6))
+    queue.restore("r", [(group("g", 12, "r", limit), tuple(range(4, 12)))], 0.0, 4, num_trained=3, first_version=5)
+    queue.adopt("w", ["r/g/4"])
+    assert len(queue.take("v", 9, 0.0)) == 2  # of (1 + 1 + 1) * 2, 3 are finished and 1 runs
+    queue.check()
+
+
+def test_what_is_adopted_before_the_fleets_version_is_known_counts_from_the_first_one_known():
+    queue = RolloutQueue()
+    queue.restore("r", [(group("g", 4, "r", StalenessLimit(0, trajectories_per_version=1)), (0, 1, 2, 3))], 0.0)
+    queue.adopt("w", ["r/g/0"])
+    queue.set_versions(FleetVersions(0))
+    assert queue.take("w", 9, 0.0) == ()
+    queue.set_versions(FleetVersions(1))
+    assert len(queue.take("w", 9, 0.0)) == 1
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every accepted sample ends exactly once, whoever is lost, late, cancelled or restarted in between."""
+
+    workers = st.sampled_from(["u", "v"])
+    limits = st.sampled_from(
+        [
+            None,
+            StalenessLimit(0, OnStale.DROP, 2),
+            StalenessLimit(1, OnStale.MASK, 3, "run"),
+            StalenessLimit(0, OnStale.FINISH),
+        ]
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.queue = RolloutQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
+        self.now = 0.0
+        self.num_rollouts = 0
+        self.accepted = {}  # name -> group, never forgotten
+        self.finished = set()
+        self.at_worker = {"u": set(), "v": set()}  # what each worker believes that it runs
+        self.attempts = {}  # (worker, name) -> the attempt it was handed
+        self.served = 0
+        self.is_stuck = False
+
+    @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), limit=limits)
+    def submit(self, sizes, limit):
+        rollout_id = f"r{self.num_rollouts}"
+        groups = [group(f"g{i}", size, rollout_id, limit) for i, size in enumerate(sizes)]
+        try:
+            self.queue.reserve(rollout_id, groups)
+        except Overloaded:
+            assert self.queue.num_queued + sum(sizes) > 40
+            return
+        self.num_rollouts += 1
+        self.queue.add(rollout_id, self.now)
+        for one in groups:
+            for index in range(one.num_samples):
+                self.accepted[f"{rollout_id}/{one.group_id}/{index}"] = one
+
+    @rule(worker=workers, num_free=st.integers(0, 6), is_answer_lost=st.booleans())
+    def take(self, worker, num_free, is_answer_lost):
+        self.queue.report(worker, self.at_worker[worker], self.now)
+        handed = names(self.queue.take(worker, num_free, self.now))
+        assert len(handed) <= num_free
+        assert not self.finished & set(handed)
+        if not is_answer_lost:
+            self.at_worker[worker] |= set(handed)
+            self.attempts |= {(worker, name): self.queue._live[name].attempt for name in handed}
+
+    @rule(worker=workers, data=st.data())
+    def finish(self, worker, data):
+        if self.at_worker[worker]:
+            name = data.draw(st.sampled_from(sorted(self.at_worker[worker])))
+            self.at_worker[worker].discard(name)
+            assert self.queue.finished(name) == (name not in self.finished)
+            self.finished.add(name)
+
+    @rule(worker=workers, data=st.data(), is_repeated=st.booleans())
+    def drop(self, worker, data, is_repeated):
+        if self.at_worker[worker]:
+            name = data.draw(st.sampled_from(sorted(self.at_worker[worker])))
+            self.at_worker[worker].discard(name)
+            for _ in range(1 + is_repeated):
+                self.queue.drop_stale(worker, name, self.attempts.get((worker, name), 0))
+
+    @rule(is_coming=st.booleans())
+    def update(self, is_coming):
+        self.served += 1
+        self.queue.set_versions(FleetVersions(self.served, self.served + 1 if is_coming else None))
+
+    @rule(worker=workers)
+    def obey(self, worker):
+        told = set(self.queue.cancels(worker))
+        self.queue.cancels_told(worker, told)
+        for name in told & self.at_worker[worker]:
+            self.at_worker[worker].discard(name)
+            if self.queue.is_running_at(worker, name) and self.queue.is_cancelled(name):
+                assert self.queue.finished(name)
+                self.finished.add(name)
+
+    @rule(worker=workers, is_dead=st.booleans())
+    def lose_worker(self, worker, is_dead):
+        self.queue.worker_lost(worker)
+        if is_dead:
+            self.at_worker[worker].clear()
+
+    @rule(number=st.integers(0, 5))
+    def cancel(self, number):
+        self.queue.cancel(f"r{number}")
+
+    @rule()
+    def write_owed(self):
+        for owed in self.queue.owed(self.now):
+            assert self.queue.finished(owed.handout.assignment_id)
+            assert owed.handout.assignment_id not in self.finished
+            self.finished.add(owed.handout.assignment_id)
+
+    @rule()
+    def pass_time(self):
+        self.now += 1.5
+
+    @rule()
+    def restart(self):
+        """A new coordinator knows only what is durable."""
+        before, self.queue = self.queue, RolloutQueue(max_queued=40, max_attempts=3, missing_after_s=2.0)
+        before.check()
+        self.queue.set_versions(FleetVersions(self.served))
+        rollouts = {name.partition("/")[0] for name in self.accepted}
+        for rollout_id in sorted(rollouts):
+            mine = {n: g for n, g in self.accepted.items() if n.startswith(f"{rollout_id}/")}
+            missing = {}
+            for name, one in mine.items():
+                if name not in self.finished:
+                    missing.setdefault(one.group_id, (one, []))[1].append(int(name.rpartition("/")[2]))
+            if missing:
+                work = [(one, tuple(indexes)) for one, indexes in missing.values()]
+                self.queue.restore(rollout_id, work, self.now, len(mine.keys() & self.finished))
+
+    @invariant()
+    def exactly_once(self):
+        self.queue.check()
+        for status in self.queue.rollouts:
+            assert 0 <= status.num_held <= status.num_queued
+        live = {name for name in self.accepted if self.queue.is_live(name)}
+        assert live == self.accepted.keys() - self.finished
+
+    def teardown(self):
+        """From any state, working on ends everything."""
+        for worker in self.at_worker:
+            self.queue.worker_lost(worker)
+        while self.queue.num_queued:
+            handed = self.queue.take("last", 100, self.now)
+            for name in names(handed):
+                assert self.queue.finished(name)
+                self.finished.add(name)
+            assert handed or not self.is_stuck, "no version lets anything go"
+            self.is_stuck = not handed
+            self.served += 1  # the trainer has consumed its batch
+            self.queue.set_versions(FleetVersions(self.served))
+        self.write_owed()
+        assert self.finished == self.accepted.keys()
+
+
+QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestQueueMachine = QueueMachine.TestCase

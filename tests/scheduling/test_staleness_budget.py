@@ -1,0 +1,184 @@
+"""The two halves of a staleness limit: how many may be begun, and what becomes of what runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentloop.errors import InvalidRequest
+from agentloop.generation.leased_engine import NewestVersion
+from agentloop.rollout.budget import LimitReached
+from agentloop.rollout.staleness_guard import StalenessGuard
+from agentloop.scheduling.staleness_budget import UNBOUNDED, Allowance, Allowances, FleetVersions
+from agentloop.trajectory.builder import TrajectoryBuilder
+from agentloop.types import (
+    FinishReason,
+    Generation,
+    Load,
+    OnStale,
+    RolloutGroup,
+    RolloutTask,
+    StalenessLimit,
+    StopReason,
+    WeightVersionSpan,
+)
+
+
+def generation(*versions: int, load_version: int | None = None) -> Generation:
+    """Two tokens under each version."""
+    spans = tuple(WeightVersionSpan(version, 2 * at, 2 * at + 2) for at, version in enumerate(versions))
+    num_tokens = 2 * len(versions)
+    load = Load(weight_version=load_version)
+    ids, logprobs = tuple(range(num_tokens)), (-0.5,) * num_tokens
+    return Generation("r", ids, logprobs, spans, FinishReason.STOP, load=load)
+
+
+def guarded(limit: StalenessLimit, *turns: Generation) -> tuple[StalenessGuard, TrajectoryBuilder, NewestVersion]:
+    builder, newest = TrajectoryBuilder(), NewestVersion()
+    builder.start([1, 2, 3])
+    for turn in turns:
+        builder.add_sampled(turn)
+        builder.add_observed([7])
+        newest.see(turn)
+    return StalenessGuard(limit, newest), builder, newest
+
+
+# --- admission --------------------------------------------------------------------------------------------
+
+
+def begun(limit: StalenessLimit, num_begun: int, first_version: int = 0) -> Allowance:
+    allowance = Allowance(limit)
+    for _ in range(num_begun):
+        allowance.begin(first_version)
+    return allowance
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_room_grows_with_every_version(max_staleness: int) -> None:
+    allowance = begun(StalenessLimit(max_staleness, trajectories_per_version=4), 4 * (max_staleness + 1))
+    assert allowance.room(FleetVersions(0)) == 0
+    assert allowance.room(FleetVersions(1)) == 4
+    assert allowance.room(FleetVersions(5)) == 20
+
+
+def test_versions_are_counted_from_the_first_hand_out() -> None:
+    allowance = begun(StalenessLimit(0, trajectories_per_version=4), 4, first_version=7)
+    assert allowance.room(FleetVersions(7)) == 0
+    assert allowance.room(FleetVersions(8)) == 4
+    assert begun(StalenessLimit(0, trajectories_per_version=4), 0).room(FleetVersions(7)) == 4
+
+
+def test_what_failed_gives_its_place_back() -> None:
+    allowance = begun(StalenessLimit(0, trajectories_per_version=2), 2)
+    allowance.give_back()
+    assert allowance.room(FleetVersions(0)) == 1
+
+
+@pytest.mark.parametrize(("coming", "expected"), [(None, UNBOUNDED), (6, 0), (7, 0)])
+def test_on_policy_nothing_is_begun_while_an_update_is_on_its_way(coming: int | None, expected: int) -> None:
+    assert Allowance(StalenessLimit(0)).room(FleetVersions(5, coming)) == expected
+
+
+def test_with_a_limit_above_zero_only_an_update_that_jumps_over_it_holds() -> None:
+    allowance = Allowance(StalenessLimit(1))
+    assert allowance.room(FleetVersions(0, 1)) == UNBOUNDED
+    assert allowance.room(FleetVersions(0, 2)) == 0
+
+
+def test_rollouts_of_one_run_share_an_allowance_until_the_last_is_done() -> None:
+    allowances = Allowances()
+    limit = StalenessLimit(1, trajectories_per_version=2, run_id="run")
+    one, two = allowances.join("a", limit), allowances.join("b", limit)
+    assert one is two
+    assert allowances.join("run", StalenessLimit(1)) is not one, "a rollout's id is no run's"
+    allowances.leave("a", one)
+    assert allowances.join("c", limit) is two
+    allowances.leave("b", one)
+    allowances.leave("c", one)
+    assert allowances.join("d", limit) is not one
+    assert allowances.join("e", None) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "param"),
+    [
+        ([StalenessLimit(-1)], "max_staleness"),
+        ([StalenessLimit(0, trajectories_per_version=0)], "trajectories_per_version"),
+        ([StalenessLimit(0), None], "max_staleness"),
+        ([StalenessLimit(1, run_id="run")], "run_id"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(limits: list[StalenessLimit | None], param: str) -> None:
+    allowances = Allowances()
+    allowances.join("other", StalenessLimit(0, run_id="run"))
+    groups = [RolloutGroup(f"g{n}", RolloutTask("t", ()), 1, "r", limit) for n, limit in enumerate(limits)]
+    with pytest.raises(InvalidRequest) as caught:
+        allowances.check("r", groups)
+    assert caught.value.param == param
+    allowances.check("r", [RolloutGroup("g", RolloutTask("t", ()), 1, "r", StalenessLimit(0, run_id="run"))])
+
+
+# --- in flight --------------------------------------------------------------------------------------------
+
+
+def test_the_newest_version_comes_from_loads_and_spans_and_never_goes_back() -> None:
+    newest = NewestVersion()
+    newest.see(generation())
+    assert newest.value is None
+    newest.see(generation(0))
+    assert newest.value == 0
+    newest.see(generation(0, load_version=3))
+    newest.see(generation(1, 2, load_version=2))  # an answer that took long
+    assert newest.value == 3
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+@pytest.mark.parametrize(("load_version", "is_over"), [(1, False), (2, True)])
+def test_a_trajectory_ends_when_its_oldest_token_is_too_old(
+    on_stale: OnStale, load_version: int, is_over: bool
+) -> None:
+    guard, builder, _ = guarded(StalenessLimit(1, on_stale), generation(0, load_version=load_version))
+    must_end = is_over and on_stale is not OnStale.MASK
+    assert guard.must_end(builder) is must_end
+    if must_end:
+        with pytest.raises(LimitReached) as caught:
+            guard.check(builder)
+        assert caught.value.reason is StopReason.STALE
+    else:
+        guard.check(builder)
+
+
+def test_before_anything_is_sampled_nothing_is_too_old() -> None:
+    guard, builder, newest = guarded(StalenessLimit(0))
+    newest.see(generation(9))
+    guard.check(builder)
+    assert guard.settle(builder) is None
+
+
+@pytest.mark.parametrize(
+    ("on_stale", "max_staleness", "in_mask"),
+    [
+        (OnStale.MASK, 0, {2}),
+        (OnStale.MASK, 1, {1, 2}),
+        (OnStale.MASK, 2, {0, 1, 2}),
+        (OnStale.FINISH, 0, {0}),
+        (OnStale.FINISH, 1, {0, 1}),
+        (OnStale.FINISH, 2, {0, 1, 2}),
+        (OnStale.DROP, 0, {0, 1, 2}),
+    ],
+)
+def test_a_turn_that_spans_updates_is_settled_token_by_token(
+    on_stale: OnStale, max_staleness: int, in_mask: set[int]
+) -> None:
+    guard, builder, _ = guarded(StalenessLimit(max_staleness, on_stale), generation(0), generation(0, 1, 2))
+    assert guard.settle(builder) is (on_stale if max_staleness < 2 else None)
+    (path,) = builder.finish()
+    assert path.trained_versions == in_mask
+    num_out = sum(2 * (1 + (version == 0)) for version in {0, 1, 2} - in_mask)
+    assert builder.num_masked_tokens == num_out == 8 - int(path.response_mask.sum())
+    assert not path.response_mask[[2, 9]].any(), "observed tokens are never in the mask"
+
+
+def test_mask_may_leave_nothing() -> None:
+    guard, builder, _ = guarded(StalenessLimit(0, OnStale.MASK), generation(0, load_version=1))
+    assert guard.settle(builder) is OnStale.MASK
+    assert builder.finish()[0].trained_versions == frozenset()

@@ -1,0 +1,383 @@
+"""The command line, and the part of a rollout run that is not Ray's, over the real HTTP app."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from agentloop.api.coordinator import ReplicaUpdate, RolloutStatus, UpdateReport
+from agentloop.client.client import RolloutClient
+from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.errors import InvalidRequest, WeightUpdateFailed
+from agentloop.storage.summary import StaleSummary
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
+from agentloop.types import KVPolicy, OnStale, RolloutGroup, StalenessLimit, StopReason
+from agentloop_servers.cli.commands import app
+from agentloop_servers.cli.doctor import Check, examine
+from agentloop_servers.cli.progress import PlainProgress, summary_table
+from agentloop_servers.cli.run import (
+    Collected,
+    RunOptions,
+    WeightPush,
+    check_can_end,
+    collect,
+    link_latest,
+    write_results,
+)
+from agentloop_servers.http.guard import Keys
+from agentloop_servers.ingress.app import create_app
+from tests.support.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.samples import make_group, make_task, make_trajectory
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "20260101-000000-abcd"
+    path.mkdir()
+    store = TrajectoryStore(path / STORE_NAME)
+    store.accept("r", [make_group("a", 2), make_group("b", 1)])
+    store.commit([make_trajectory("a", 0), make_trajectory("a", 1, spans=((1, 0, 3),)), make_trajectory("b", 0)])
+    store.close()
+    return path
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[tuple[str, FakeCoordinator]]:
+    """The HTTP app in a thread of its own: the commands run event loops themselves."""
+    coordinator = FakeCoordinator()
+    ready, stop = threading.Event(), asyncio.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        front_door = create_app(coordinator, FakeEngine().connect, Keys.of([], "admin"), weight_roots=[tmp_path])
+        async with serving(front_door) as url:
+            found.append(url)
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(30)
+    yield found[0], coordinator
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+    loop.close()
+
+
+@pytest.mark.parametrize("name", ["parquet", "jsonl"])
+def test_export_writes_beside_the_store(run_dir: Path, name: str) -> None:
+    result = runner.invoke(app, ["export", str(run_dir), "--format", name])
+    assert result.exit_code == 0, result.output
+    assert "3 rows" in result.output
+    out = run_dir / f"trajectories.{name}"
+    rows = pq.read_table(out).num_rows if name == "parquet" else len(out.read_bytes().splitlines())
+    assert rows == 3
+
+
+def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.jsonl"
+    arguments = ["export", str(run_dir / STORE_NAME), "--format", "jsonl", "--out", str(out)]
+    assert runner.invoke(app, [*arguments, "--rollout-id", "r"]).exit_code == 0
+    assert len(out.read_bytes().splitlines()) == 3
+    result = runner.invoke(app, [*arguments, "--rollout-id", "nobody"])
+    assert result.exit_code == 1
+    assert "error: unknown rollout 'nobody'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["export", "no-such-run"], 1, "error: no run 'no-such-run'"),
+        (["export", "x", "--format", "csv"], 2, "csv"),
+        (["rollout", "--samples", "0"], 2, "samples"),
+        (["sleep", "--level", "3"], 2, "level"),
+        (["wake", "--tag", "lora"], 2, "tag"),
+        (["wake", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
+        (["rollout", "--push-after", "2"], 2, "push-after"),
+        (["rollout", "--config", "absent.yaml"], 1, "error: cannot read the config"),
+        (["rollout", "--tasks", "absent.jsonl"], 1, "error: cannot read tasks"),
+        (["rollout", "--max-staleness", "-1"], 2, "max-staleness"),
+        (["rollout", "--max-staleness", "0", "--on-stale", "keep"], 2, "on-stale"),
+        (["rollout", "--max-staleness", "0", "--trajectories-per-version", "0"], 2, "trajectories-per-version"),
+        (["rollout", "--on-stale", "drop"], 2, "need --max-staleness"),
+        (["rollout", "--trajectories-per-version", "8"], 2, "need --max-staleness"),
+        (
+            ["rollout", "--max-staleness", "0", "--trajectories-per-version", "8", "--no-push"],
+            1,
+            "error: the staleness limit lets 8 of 512 trajectories begin: the run would never end",
+        ),
+        (["serve", "--config", "absent.yaml"], 1, "error: cannot read the config"),
+        (["status", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
+    ],
+)
+def test_wrong_use_is_told_in_one_line(arguments: list[str], exit_code: int, message: str) -> None:
+    result = runner.invoke(app, arguments, env={"NO_COLOR": "1", "COLUMNS": "200"})
+    assert result.exit_code == exit_code
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_status_shows_the_fleet(service: tuple[str, FakeCoordinator]) -> None:
+    result = runner.invoke(app, ["status", "--url", service[0]])
+    assert result.exit_code == 0, result.output
+    assert "ready, weight version 0, 1 worker(s)" in result.output
+    assert "replica-1" in result.output
+
+
+async def _submit(url: str) -> str:
+    async with RolloutClient(url) as client:
+        return (await client.submit([make_task("t")], num_samples=3)).rollout_ids[0]
+
+
+def test_status_says_what_a_staleness_limit_holds_back(service: tuple[str, FakeCoordinator]) -> None:
+    url, coordinator = service
+    coordinator.is_holding = True
+    rollout_id = asyncio.run(_submit(url))
+    arguments, wide = ["status", "--url", url], {"COLUMNS": "200"}
+    assert "held" not in runner.invoke(app, arguments, env=wide).output
+    coordinator.num_held = 2
+    [line] = [line for line in runner.invoke(app, arguments, env=wide).output.splitlines() if rollout_id in line]
+    assert " ".join(line.split()[1:]) == "3 0 0 3 2 of them held for the next version"
+
+
+def test_weights_push_needs_the_admin_key(service: tuple[str, FakeCoordinator], tmp_path: Path) -> None:
+    url, coordinator = service
+    arguments = ["weights", "push", str(tmp_path), "--version", "3", "--url", url]
+    refused = runner.invoke(app, arguments, env={"AGENTLOOP_ADMIN_KEY": ""})
+    assert (refused.exit_code, coordinator.updates) == (1, [])
+    result = runner.invoke(app, [*arguments, "--kv-policy", "keep"], env={"AGENTLOOP_ADMIN_KEY": "admin"})
+    assert result.exit_code == 0, result.output
+    assert "version 3 live" in result.output
+    assert coordinator.updates[0][1] is KVPolicy.KEEP
+
+
+def test_status_shows_what_is_asleep_and_why_a_replica_is_quarantined(
+    service: tuple[str, FakeCoordinator],
+) -> None:
+    url, coordinator = service
+    coordinator.asleep = frozenset({MemoryTag.KV_CACHE})
+    coordinator.replica_error = "commit: checksums of [model.embed] differ"
+    result = runner.invoke(app, ["status", "--url", url])
+    assert "asleep (kv_cache), weight version 0" in result.output
+    assert "replica-1: commit: checksums of [model.embed] differ" in result.output
+
+
+def test_an_adapter_is_pushed_as_one(service: tuple[str, FakeCoordinator], tmp_path: Path) -> None:
+    url, coordinator = service
+    arguments = ["weights", "push", str(tmp_path), "--version", "3", "--adapter", "--url", url]
+    result = runner.invoke(app, arguments, env={"AGENTLOOP_ADMIN_KEY": "admin"})
+    assert result.exit_code == 0, result.output
+    assert coordinator.updates[0][0].adapter == str(tmp_path.resolve())
+
+
+def test_sleep_and_wake(service: tuple[str, FakeCoordinator]) -> None:
+    url, coordinator = service
+    keys = {"AGENTLOOP_ADMIN_KEY": "admin"}
+    result = runner.invoke(app, ["sleep", "--level", "2", "--url", url], env=keys)
+    assert (result.exit_code, result.output) == (0, "asleep at level 2\n")
+    assert (coordinator.sleep_levels, coordinator.asleep) == ([2], ALL_MEMORY)
+    result = runner.invoke(app, ["wake", "--tag", "weights", "--url", url], env=keys)
+    assert (result.exit_code, result.output) == (0, "awake: weights\n")
+    assert coordinator.asleep == {MemoryTag.KV_CACHE}
+    assert runner.invoke(app, ["wake", "--url", url], env=keys).output == "awake: all\n"
+    assert coordinator.asleep == frozenset()
+    refused = runner.invoke(app, ["sleep", "--url", url], env={"AGENTLOOP_ADMIN_KEY": ""})
+    assert refused.exit_code == 1
+    assert "error: " in refused.output
+
+
+def test_doctor_says_what_is_there() -> None:
+    checks = {check.name: check for check in examine()}
+    assert checks["python"].is_ok
+    assert checks["ray"].is_ok
+    assert checks["sandbox"] == Check("sandbox", True, checks["sandbox"].detail)
+    result = runner.invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    is_broken = any(check.is_needed and not check.is_ok for check in checks.values())
+    assert result.exit_code == int(is_broken)
+    assert ("BROKEN" in result.output) == is_broken
+    assert "6 * 7 = 42" in result.output
+
+
+def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        link_latest(tmp_path / name)
+        assert (tmp_path / "latest").resolve() == (tmp_path / name).resolve()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
+
+
+def test_ctrl_c_during_the_long_imports_is_quiet() -> None:
+    program = "import agentloop_servers.cli as cli; print('up', flush=True); cli.main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.2)  # the imports take seconds
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+
+
+# --- a run, without Ray -----------------------------------------------------------------------------------
+
+
+async def run(
+    coordinator: FakeCoordinator, tmp_path: Path, push: WeightPush | None, limit: StalenessLimit | None = None
+) -> tuple[Collected, str]:
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    front_door = create_app(coordinator, FakeEngine().connect, Keys(), weight_roots=[tmp_path])
+    async with serving(front_door) as url, RolloutClient(url) as client:
+        tasks = [make_task(f"t{index}") for index in range(50)]
+        with PlainProgress(console) as progress:
+            collected = await collect(client, tasks, RunOptions(tmp_path, 2, tmp_path, push, limit), progress)
+    return collected, output.getvalue()
+
+
+async def test_a_run_collects_everything_and_pushes_once_in_the_middle(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    collected, output = await run(coordinator, tmp_path, WeightPush(tmp_path, 1, 0.25))
+    assert (collected.num_accepted, collected.num_received, collected.push_error) == (100, 100, None)
+    [(update, policy)] = coordinator.updates
+    assert (update.version, policy) == (1, KVPolicy.RECOMPUTE)
+    assert [report.version for report in collected.updates] == [1]
+    assert "rollout  100/100" in output
+    assert "tok/s" in output
+    assert "version 1 live, decoding stood still for 20 ms" in output
+
+
+@pytest.mark.parametrize("after_share", [0.0, 1.0])
+async def test_a_push_at_either_end_happens(tmp_path: Path, after_share: float) -> None:
+    coordinator = FakeCoordinator()
+    await run(coordinator, tmp_path, WeightPush(tmp_path, 1, after_share))
+    assert len(coordinator.updates) == 1
+
+
+async def test_a_failed_push_costs_no_trajectory(tmp_path: Path) -> None:
+    coordinator = FakeCoordinator()
+    coordinator.update_error = WeightUpdateFailed("replica-1: no such tensor")
+    collected, output = await run(coordinator, tmp_path, WeightPush(tmp_path, 1, 0.5))
+    assert collected.num_received == 100
+    assert isinstance(collected.push_error, WeightUpdateFailed)
+    assert "version 1 not pushed: replica-1: no such tensor" in output
+
+
+@pytest.mark.parametrize("limit", [None, StalenessLimit(0, OnStale.DROP), StalenessLimit(2, OnStale.MASK, 64)])
+async def test_a_run_submits_under_its_limit(tmp_path: Path, limit: StalenessLimit | None) -> None:
+    coordinator = FakeCoordinator()
+    collected, _ = await run(coordinator, tmp_path, None, limit)
+    assert collected.num_received == 100
+    submitted = {group.staleness for groups in coordinator.groups.values() for group in groups.values()}
+    if limit is None:
+        assert submitted == {None}
+    else:
+        [found] = submitted
+        assert found is not None
+        assert replace(found, run_id="") == limit
+
+
+class HoldingCoordinator(FakeCoordinator):
+    """Finishes the first half; what it holds back ends by a cancellation only."""
+
+    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+        self.is_holding = True
+        await super().submit(rollout_id, groups)
+        for group in groups[: len(groups) // 2]:
+            self.finished[rollout_id] += self._records(group)
+        return self._status(rollout_id)
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        for group in list(self.groups[rollout_id].values())[len(self.groups[rollout_id]) // 2 :]:
+            ended = [replace(one, stop_reason=StopReason.CANCELLED) for one in self._records(group)]
+            self.finished[rollout_id] += ended
+        self._wake()
+        return await super().cancel(rollout_id)
+
+
+async def test_a_failed_push_ends_what_waits_for_its_version(tmp_path: Path) -> None:
+    coordinator = HoldingCoordinator()
+    coordinator.update_error = WeightUpdateFailed("replica-1: no such tensor")
+    async with asyncio.timeout(30):
+        collected, _ = await run(
+            coordinator, tmp_path, WeightPush(tmp_path, 1, 0.25), StalenessLimit(0, trajectories_per_version=50)
+        )
+    assert coordinator.is_cancelled
+    assert (collected.num_accepted, collected.num_received) == (100, 100)
+    assert isinstance(collected.push_error, WeightUpdateFailed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "push", "message"),
+    [
+        (None, None, None),
+        (StalenessLimit(0), None, None),
+        (StalenessLimit(1, trajectories_per_version=50), None, None),
+        (StalenessLimit(1, trajectories_per_version=49), None, "lets 98 of 100 trajectories begin: .* never end"),
+        (StalenessLimit(0, trajectories_per_version=50), (1, 0.5), None),
+        (StalenessLimit(0, trajectories_per_version=50), (1, 0.51), "lets 50 of 100 .* never reach its push"),
+        (StalenessLimit(0, trajectories_per_version=49), (1, 0.25), "lets 98 of 100 .* never end"),
+        (StalenessLimit(0, trajectories_per_version=34), (2, 0.25), None),
+        (StalenessLimit(0, trajectories_per_version=50), (1, 0.0), "lets 50 of 100 .* never end"),
+    ],
+)
+def test_a_limit_under_which_a_run_cannot_end_is_refused(
+    tmp_path: Path, limit: StalenessLimit | None, push: tuple[int, float] | None, message: str | None
+) -> None:
+    weights = WeightPush(tmp_path, *push) if push is not None else None
+    options = RunOptions(tmp_path, 2, tmp_path, weights, limit)
+    if message is None:
+        check_can_end(options, 100, model_version=0)
+    else:
+        with pytest.raises(InvalidRequest, match=message):
+            check_can_end(options, 100, model_version=0)
+
+
+def test_the_results_are_those_of_the_store(run_dir: Path) -> None:
+    report = UpdateReport(1, 0, KVPolicy.RECOMPUTE, (ReplicaUpdate("replica-1", 5.0, 7.0),), 20.0)
+    summary = write_results(run_dir, Collected(4, 3, 2.0, (report,), None))
+    assert (summary.lost, summary.records) == (1, 3)  # accepted 4: one has no record
+    written = orjson.loads((run_dir / "summary.json").read_bytes())
+    assert written["updates"][0]["pause_to_resume_ms"] == 7.0
+    assert pq.read_table(run_dir / "trajectories.parquet").num_rows == 3
+    output = io.StringIO()
+    Console(file=output, width=200).print(summary_table(summary))
+    assert "3 of 4 accepted, 1 lost" in output.getvalue()
+    assert "success v1" in output.getvalue()
+    assert "stale" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stale", "row"),
+    [
+        (StaleSummary(0, 0, 0, 0, 0, 0), "none"),
+        (
+            StaleSummary(4, 1, 2, 3, 5, 6000),
+            "4 attempts dropped, 1 given up, 2 masked, 3 ended early, 5 late, 6,000 tokens masked",
+        ),
+        (StaleSummary(0, 0, 0, 3, 0, 0), "3 ended early"),
+    ],
+)
+def test_the_table_tells_what_became_of_stale_ones(run_dir: Path, stale: StaleSummary, row: str) -> None:
+    summary = write_results(run_dir, Collected(3, 3, 2.0, (), None))
+    output = io.StringIO()
+    Console(file=output, width=200).print(summary_table(replace(summary, stale=stale)))
+    [line] = [line for line in output.getvalue().splitlines() if line.startswith("stale")]
+    assert line.removeprefix("stale").strip() == row

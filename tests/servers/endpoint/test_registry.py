@@ -1,0 +1,261 @@
+"""The registry of sessions over a real file and real sessions, mostly in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.clock import RealClock
+from agentloop.codec import to_builtins
+from agentloop.errors import Conflict, InvalidRequest, Overloaded, SessionNotFound
+from agentloop.types import Message
+from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.endpoint.session_keys import SessionKeys
+from agentloop_servers.endpoint.session_values import NewSession, SessionLimits
+from tests.support.session_site import EPOCH_S, LIMITS, Site, say, talk, virtually
+
+# --- who has which ---
+
+
+@virtually()
+async def test_sessions_are_found_by_their_owner_alone(site: Site, sessions: Sessions) -> None:
+    session = await sessions.create(NewSession("mine"), "alice")
+    assert await sessions.find("mine", "alice") is session
+    assert await sessions.find("mine", None) is session  # by its own key
+    assert await sessions.find_or_create("mine", "alice") is session
+    for owner in ("bob", ""):
+        with pytest.raises(SessionNotFound):
+            await sessions.find("mine", owner)
+        with pytest.raises(SessionNotFound):
+            await sessions.find_or_create("mine", owner)
+        with pytest.raises(SessionNotFound):
+            await sessions.finish("mine", owner)
+        with pytest.raises(SessionNotFound):
+            await sessions.delete("mine", owner)
+        with pytest.raises(Conflict):
+            await sessions.create(NewSession("mine"), owner)
+    with pytest.raises(SessionNotFound):
+        await sessions.find("nobody's", "alice")
+    await site.clock.sleep(70.0)  # on disk
+    with pytest.raises(SessionNotFound):
+        await sessions.find("mine", "bob")
+    assert (await sessions.find("mine", "alice")).facts == session.facts
+
+
+@virtually()
+async def test_a_create_may_be_repeated_until_the_first_call(site: Site, sessions: Sessions) -> None:
+    wanted = NewSession("s", ttl_s=50.0, rollout_id="r", group_id="g", task_id="t", sample_index=3)
+    session = await sessions.create(wanted, "")
+    await site.clock.sleep(1.0)
+    assert await sessions.create(wanted, "") is session
+    facts = session.facts
+    assert (facts.rollout_id, facts.group_id, facts.task_id, facts.sample_index) == ("r", "g", "t", 3)
+    assert (facts.created_at, facts.ttl_s) == (EPOCH_S, 50.0)
+    with pytest.raises(Conflict):
+        await sessions.create(replace(wanted, sample_index=4), "")
+    await talk(session, 1)
+    with pytest.raises(Conflict):
+        await sessions.create(wanted, "")
+    assert (await sessions.create(NewSession(), "")).facts.session_id != "s"
+    assert sessions.stats().num_open == 2
+
+
+@virtually()
+async def test_what_is_asked_for_is_checked(site: Site, sessions: Sessions) -> None:
+    for wanted in (
+        NewSession("a b"),
+        NewSession("../x"),
+        NewSession(""),
+        NewSession("x" * 129),
+        NewSession(ttl_s=0.0),
+        NewSession(ttl_s=float("nan")),
+        NewSession(ttl_s=1e9),
+    ):
+        with pytest.raises(InvalidRequest):
+            await sessions.create(wanted, "")
+    with pytest.raises(InvalidRequest):
+        await sessions.find_or_create("a/b", "")
+    assert sessions.stats().num_open == 0
+
+
+@virtually()
+async def test_first_users_of_an_id_share_one_session(site: Site, sessions: Sessions) -> None:
+    found = await asyncio.gather(*(sessions.find_or_create("s", "") for _ in range(20)))
+    assert len({id(session) for session in found}) == 1
+    one_offs = await asyncio.gather(*(sessions.find_or_create(None, "") for _ in range(5)))
+    assert len({session.facts.session_id for session in one_offs}) == 5
+    assert all(session.facts.is_one_off for session in one_offs)
+    assert sessions.stats().num_open == 6
+
+
+@virtually()
+async def test_open_sessions_are_bounded(site: Site, sessions: Sessions) -> None:
+    for index in range(8):
+        await sessions.create(NewSession(f"s{index}"), "")
+    with pytest.raises(Overloaded):
+        await sessions.create(NewSession("more"), "")
+    with pytest.raises(Overloaded):
+        await sessions.find_or_create(None, "")
+    assert (await sessions.find_or_create("s3", "")).facts.session_id == "s3"
+    await sessions.finish("s0", "")
+    await sessions.create(NewSession("more"), "")
+    await sessions.delete("s1", "")
+    await sessions.create(NewSession("even-more"), "")
+    assert sessions.stats().num_open == 8
+
+
+async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_true(tmp_path: Path) -> None:
+    site = Site(RealClock(), tmp_path, is_virtual=False)
+    sessions = await site.start()
+    for index in range(6):
+        making = asyncio.create_task(sessions.create(NewSession(f"s{index}"), ""))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+    made = 0
+    for index in range(6):
+        stored = await sessions._store.load(f"s{index}")
+        made += stored is not None
+    assert sessions.stats().num_open == made
+    deleting = asyncio.create_task(sessions.delete("s0", ""))
+    await asyncio.sleep(0.001)
+    deleting.cancel()
+    await asyncio.gather(deleting, return_exceptions=True)
+    stored = await sessions._store.load("s0")
+    is_open = stored is not None and stored.facts is not None
+    assert sessions.stats().num_open == made - 1 + is_open
+    await site.stop()
+
+
+def test_keys_open_one_session_of_one_run() -> None:
+    keys = SessionKeys("secret")
+    for session_id in ("s", "a.b-c_d", "x" * 128):
+        key = keys.key_of(session_id)
+        assert key.startswith("sk-agentloop-")
+        assert keys.session_of(key) == session_id
+        assert SessionKeys("other").session_of(key) is None
+        for bad in (key[:-1], key + "0", key.replace(session_id, "t"), key.upper(), f" {key}"):
+            assert keys.session_of(bad) is None
+    for junk in ("", "sk-agentloop-", "sk-agentloop-.", "sk-agentloop-s", "sk-agentloop-\u00e9.\ud800", "sk-other"):
+        assert keys.session_of(junk) is None
+
+
+# --- memory ---
+
+
+@virtually()
+async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(site: Site, sessions: Sessions) -> None:
+    session = await sessions.find_or_create("s", "")
+    history = await talk(session, 3)
+    await session.set_reward(0.5)
+    before = session.trajectory()
+    assert len(site.coordinator.leases) == 1
+    await site.clock.sleep(65.0)
+    assert (sessions.stats().num_resident, sessions.stats().resident_bytes) == (0, 0)
+    assert site.coordinator.leases == {}
+    del session
+    gc.collect()
+    session = await sessions.find("s", "")
+    assert sessions.stats().num_restored == 1
+    after = session.trajectory()
+    assert to_builtins(replace(after, timings=before.timings)) == to_builtins(before)
+    result = await say(session, *history, Message("user", "and now?"))
+    assert result.choices[0].split is None
+    assert result.choices[0].parent_id is not None
+    assert len(session.trajectory().paths) == 1
+
+
+@virtually()
+async def test_whoever_has_a_spilled_session_has_the_only_one(site: Site, sessions: Sessions) -> None:
+    session = await sessions.find_or_create("s", "")
+    await site.clock.sleep(65.0)
+    assert sessions.stats().num_resident == 0
+    await talk(session, 1)  # by who has had it all the time
+    assert sessions.stats().num_resident == 1
+    assert await sessions.find("s", "") is session
+    await site.clock.sleep(65.0)
+    assert await sessions.find("s", "") is session
+    assert sessions.stats().num_restored == 0
+
+
+@virtually()
+async def test_a_session_with_a_call_under_way_stays_and_lives(site: Site, sessions: Sessions) -> None:
+    session = await sessions.create(NewSession("s", ttl_s=30.0), "")
+    site.talker.gate.clear()
+    calling = asyncio.create_task(talk(session, 1))
+    await site.clock.sleep(200.0)
+    assert sessions.stats().num_resident == 1
+    site.talker.gate.set()
+    await calling
+    assert (await sessions.find("s", "")).num_turns == 1
+
+
+@virtually(replace(LIMITS, max_resident_bytes=100_000, max_sessions=1000))
+async def test_over_the_quota_the_longest_unused_go(site: Site, sessions: Sessions) -> None:
+    for index in range(100):
+        await talk(await sessions.find_or_create(f"s{index}", ""), 2)
+        assert sessions.stats().resident_bytes < 150_000
+    stats = sessions.stats()
+    assert stats.num_spilled >= 50
+    assert 1 <= stats.num_resident < 50
+    await sessions.find("s99", "")
+    assert sessions.stats().num_restored == 0
+    assert (await sessions.find("s0", "")).num_turns == 2
+    assert sessions.stats().num_restored == 1
+
+
+@virtually(replace(LIMITS, max_resident_bytes=20_000, max_sessions=1000))
+async def test_memory_that_is_all_in_use_is_an_overload(site: Site, sessions: Sessions) -> None:
+    site.talker.gate.clear()
+    calls: list[asyncio.Task[Any]] = []
+
+    async def fill() -> None:
+        for index in range(100):
+            calls.append(asyncio.create_task(talk(await sessions.find_or_create(f"s{index}", ""), 1)))
+            await site.clock.sleep(0.1)
+
+    with pytest.raises(Overloaded):
+        await fill()
+    assert 2 <= len(calls) < 20
+    site.talker.gate.set()
+    await asyncio.gather(*calls)
+    await sessions.find_or_create("now", "")
+
+
+# --- many ---
+
+NUM_SESSIONS = 10_000
+
+
+@pytest.mark.slow
+async def test_ten_thousand_sessions_take_bounded_memory_and_all_come_back(tmp_path: Path) -> None:
+    limits = SessionLimits(max_resident_bytes=16 << 20, watch_interval_s=0.2)
+    site = Site(RealClock(), tmp_path, limits, is_virtual=False)
+    sessions = await site.start()
+    largest = 0
+
+    async def use(index: int) -> None:
+        nonlocal largest
+        await talk(await sessions.find_or_create(f"s{index}", ""), 2)
+        largest = max(largest, sessions.stats().resident_bytes)
+
+    for start in range(0, NUM_SESSIONS, 100):
+        await asyncio.gather(*(use(index) for index in range(start, start + 100)))
+    stats = sessions.stats()
+    assert stats.num_open == NUM_SESSIONS
+    assert largest < (16 << 20) + 100 * 100_000  # the quota, and what the calls under way add
+    assert stats.num_spilled > NUM_SESSIONS / 2
+    gc.collect()
+    assert len(sessions._residents._alive) == stats.num_resident
+    for start in range(0, NUM_SESSIONS, 100):
+        found = await asyncio.gather(*(sessions.find(f"s{index}", "") for index in range(start, start + 100)))
+        assert [session.num_turns for session in found] == [2] * 100
+        assert all(session.is_complete for session in found)
+    await site.stop()
+    assert site.coordinator.leases == {}

@@ -1,0 +1,95 @@
+"""The routes of sessions over the real registry: what they answer, and how refusals name what the client sent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentloop.api.answers import GenerateAnswer
+from tests.support.chat_service import SPEC, ChatService, chat_service
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+USER = {"role": "user", "content": "hi"}
+LOOKUP = {"name": "lookup", "parameters": SCHEMA}
+COMMON = {"model": "tiny", "max_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
+    spec = replace(SPEC, can_constrain=False)
+    async with chat_service(tmp_path_factory.mktemp("service"), spec=spec) as running:
+        yield running
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+async def test_generate_answers_what_was_asked(service: ChatService, num_top: int) -> None:
+    await service.call("POST", "/sessions", json={"session_id": f"top{num_top}"})
+    body = {"token_ids": [5, 6, 7], "sampling": {"max_tokens": 4, "num_top_logprobs": num_top}}
+    status, answer, _ = await service.call("POST", f"/sessions/top{num_top}/generate", json=body)
+    assert status == 200
+    found = GenerateAnswer.model_validate(answer)
+    assert [len(row) for row in found.top_logprobs] == [num_top] * len(found.token_ids) * bool(num_top)
+    [node] = (await service.sessions.find(f"top{num_top}", "")).graph.nodes
+    assert [tuple(row) for row in found.top_logprobs] == list(node.reply.top_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            "response_format",
+        ),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "function", "function": LOOKUP}], "tool_choice": "required"},
+            "tool_choice",
+        ),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+            "text.format",
+        ),
+        ("/v1/responses", {"tools": [{"type": "function", **LOOKUP}], "tool_choice": "required"}, "tool_choice"),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            "output_config.format",
+        ),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": SCHEMA}}, "output_format"),
+        (
+            "/v1/messages",
+            {"tools": [{"name": "lookup", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+            "tool_choice",
+        ),
+    ],
+)
+async def test_what_cannot_be_constrained_names_the_field_of_the_dialect(
+    service: ChatService, path: str, body: dict[str, Any], param: str
+) -> None:
+    asked = {**COMMON, "messages": [USER], **body}
+    if path == "/v1/responses":
+        asked = {"model": "tiny", "max_output_tokens": 5, "input": "hi", **body}
+    status, answer, _ = await service.call("POST", path, json=asked)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported_parameter", param)
+
+
+async def test_a_raw_constraint_is_named_as_it_came(service: ChatService) -> None:
+    await service.call("POST", "/sessions", json={"session_id": "raw"})
+    body = {"token_ids": [5], "sampling": {"max_tokens": 4, "constraint": {"kind": "json_object"}}}
+    status, answer, _ = await service.call("POST", "/sessions/raw/generate", json=body)
+    assert (status, answer["error"]["param"]) == (400, "constraint")
+
+
+async def test_a_failed_reward_is_in_the_record(service: ChatService) -> None:
+    await service.call("POST", "/sessions", json={"session_id": "unrewarded"})
+    body = {"reward_error": "ZeroDivisionError: division by zero"}
+    status, [record], _ = await service.call("POST", "/sessions/unrewarded/finish", json=body)
+    assert (status, record["reward"], record["reward_error"]) == (200, None, body["reward_error"])
+    assert record["is_complete"]
+    [kept] = [one for one in service.coordinator.finished["sessions"] if one.group_id == "unrewarded"]
+    assert kept.reward_error == body["reward_error"]

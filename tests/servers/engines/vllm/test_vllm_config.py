@@ -1,0 +1,150 @@
+"""The exact arguments that vLLM is given in each mode and form of parallelism.
+
+What these machines cannot run (several GPUs, sleep) is covered by this: every name exists in the installed vLLM,
+and the values are the ones written down here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_parts import vllm_config
+from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, kv_endpoint, kv_endpoints
+
+ROOT = Path(__file__).parents[4]
+MODEL = ROOT / "examples" / "tiny_policy" / "v0"
+ENDPOINT = "ipc:///run/inproc-kv"
+
+ALWAYS = {
+    "model": str(MODEL),
+    "load_format": "auto",
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "max_num_seqs": 256,
+    "block_size": 32,
+    "tensor_parallel_size": 1,
+    "seed": 0,
+    "kv_cache_memory_bytes": None,
+    "enforce_eager": False,
+    "skip_tokenizer_init": False,
+    "generation_config": "vllm",
+    "logprobs_mode": "processed_logprobs",
+    "enable_prefix_caching": True,
+    "use_tqdm_on_load": False,
+    "disable_log_stats": True,
+    "enable_log_requests": False,
+}
+CUDA = ALWAYS | {"gpu_memory_utilization": 0.9}
+LORA = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}
+CPU = {"device": "cpu", "kv_cache_mib": 64}
+
+CASES = {
+    "standalone": ({"mode": "standalone"}, CUDA),
+    "debug": ({"mode": "debug"}, CUDA),
+    "hybrid": ({"mode": "hybrid"}, CUDA | {"enable_sleep_mode": True}),
+    "colocated": ({"mode": "colocated"}, CUDA | {"enable_sleep_mode": True}),
+    "tensor parallel": (
+        {"engine": {"tensor_parallel_size": 4}},
+        CUDA | {"tensor_parallel_size": 4, "distributed_executor_backend": "mp"},
+    ),
+    "data parallel": (
+        {"engine": {"data_parallel_size": 2}},
+        CUDA | {"data_parallel_size": 2, "distributed_executor_backend": "mp"},
+    ),
+    "expert parallel": (
+        {"engine": {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": True}},
+        CUDA
+        | {
+            "tensor_parallel_size": 2,
+            "data_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "distributed_executor_backend": "mp",
+        },
+    ),
+    "hybrid, expert parallel": (
+        {"mode": "hybrid", "engine": {"tensor_parallel_size": 2, "expert_parallel": True}},
+        CUDA
+        | {
+            "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "distributed_executor_backend": "mp",
+            "enable_sleep_mode": True,
+        },
+    ),
+    "adapters": ({"engine": {"lora_rank": 16}}, CUDA | LORA),
+    "adapters, tensor parallel": (
+        {"engine": {"lora_rank": 16, "tensor_parallel_size": 2}},
+        CUDA | LORA | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    ),
+    "cpu": (
+        {"mode": "debug", "engine": CPU},
+        ALWAYS | {"kv_cache_memory_bytes": 64 * 2**20, "enforce_eager": True, "enable_chunked_prefill": False},
+    ),
+    "dummy": ({"engine": {"load_format": "dummy"}}, CUDA | {"load_format": "dummy"}),
+}
+
+
+def configured(changed: dict[str, object]) -> VllmConfig:
+    return vllm_config(ServiceConfig.model_validate({"model": str(MODEL), **changed}))
+
+
+@pytest.mark.parametrize(("changed", "expected"), CASES.values(), ids=CASES.keys())
+def test_the_arguments_are_exactly_these(changed, expected):
+    arguments = engine_arguments(configured(changed), ENDPOINT)
+    events = arguments.pop("kv_events_config")
+    assert arguments.pop("structured_outputs_config").backend == "xgrammar"
+    assert (events.enable_kv_cache_events, events.publisher, events.endpoint) == (True, "zmq", ENDPOINT)
+    module, _, name = arguments.pop("worker_extension_cls").rpartition(".")
+    assert module.startswith("agentloop_servers.weight_transfer.")
+    assert name
+    assert arguments == expected
+
+
+@pytest.mark.parametrize(("changed", "expected"), CASES.values(), ids=CASES.keys())
+def test_vllm_takes_them(changed, expected):
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - slow to import, and only wanted here
+
+    arguments = engine_arguments(configured(changed), ENDPOINT)
+    assert set(arguments) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    built = AsyncEngineArgs(**arguments)
+    assert {name: getattr(built, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["hybrid", "judge", "moe", "standalone", "cpu"])
+def test_a_shipped_config_gives_arguments(name):
+    config = ServiceConfig.load(ROOT / "servers" / f"{name}.yaml").model_copy(update={"model": str(MODEL)})
+    arguments = engine_arguments(vllm_config(config), ENDPOINT)
+    assert arguments.get("enable_sleep_mode", False) == (name in ("hybrid", "judge"))
+    assert arguments.get("enable_expert_parallel", False) == (name == "moe")
+    assert vllm_config(config).num_workers == (2 if name == "moe" else 1)
+
+
+def test_what_the_adapter_needs_beside_the_arguments():
+    config = configured({"mode": "hybrid", "engine": {"stage_timeout_s": 5, "commit_timeout_s": 6, "lora_rank": 8}})
+    assert (config.weight_staging, config.stage_timeout_s, config.commit_timeout_s) == ("none", 5, 6)
+    assert (config.can_sleep, config.lora_rank) == (True, 8)
+    with pytest.raises(ValueError, match="cannot be given back on CPU"):
+        dataclasses.replace(configured({"mode": "debug", "engine": CPU}), can_sleep=True)
+
+
+def test_without_a_tokenizer_an_engine_does_not_constrain(tmp_path):
+    with_one = configured({"mode": "standalone"})
+    without = dataclasses.replace(with_one, model=str(tmp_path))
+    assert (with_one.can_constrain, without.can_constrain) == (True, False)
+    assert engine_arguments(without, ENDPOINT)["skip_tokenizer_init"]
+
+
+def test_every_data_parallel_rank_has_a_socket_for_its_events():
+    """vLLM fails on endpoints of its own choosing: this is its function, on ours."""
+    from vllm.distributed.kv_events import ZmqEventPublisher  # noqa: PLC0415
+
+    endpoint = kv_endpoint("/tmp/agentloop-x")
+    ranks = tuple(ZmqEventPublisher.offset_endpoint_port(endpoint, rank) for rank in range(4))
+    assert kv_endpoints(endpoint, 4) == ranks
+    assert len(set(ranks)) == 4
+    with pytest.raises(ValueError, match="inproc"):
+        ZmqEventPublisher.offset_endpoint_port("ipc:///tmp/agentloop-x/kv", 1)

@@ -1,0 +1,389 @@
+"""Weight updates on real vLLM (CPU), proved against transformers: an engine compared with itself would not notice
+that a layer kept its old weights.
+
+The tied model is the shipped policy in float32: there the CPU build packs its weights on every machine, and a
+trained policy's logits are too large for bfloat16 to come within `SAME`. The untied one is random, in bfloat16, and
+its engine starts with dummy weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agentloop.engine import CommitReport, Delta, HeldIn, StageReport, TensorInfo, WeightUpdate
+from agentloop.errors import CheckpointUnreadable, Conflict, EngineLost, EngineUnusable, WeightUpdateFailed
+from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.receiver import Receiver
+from agentloop_servers.weight_transfer.sender import WeightSender
+from agentloop_servers.weight_transfer.staged_weights import receive
+
+pytestmark = pytest.mark.engine
+
+POLICY = Path(__file__).parents[4] / "examples" / "tiny_policy"
+END_OF_TURN = json.loads((POLICY / "v0" / "config.json").read_text())["eos_token_id"]
+SAME = 0.02  # mean absolute difference of logprobs
+DIFFERENT = 0.1
+TIE = 1e-3  # difference of logits within which prefill and decode may round to different best ids
+
+
+def config(model: Path, **changed: object) -> VllmConfig:
+    fields: dict[str, object] = {
+        "model": str(model),
+        "initial_version": 0,
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "kv_cache_memory_bytes": 64 * 2**20,
+    }
+    return VllmConfig(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two random checkpoints without tied embeddings, in two files each."""
+    fields = json.loads((POLICY / "v0" / "config.json").read_text())
+    fields |= {"tie_word_embeddings": False, "initializer_range": 0.06, "num_hidden_layers": 2}
+    folders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**fields)).to(torch.bfloat16)
+        folder = tmp_path_factory.mktemp("untied") / f"v{seed}"
+        model.save_pretrained(folder, max_shard_size="1MB")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+@pytest.fixture(scope="module")
+async def tied_engine() -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(config(POLICY / "v0", dtype="float32"))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+async def dummy_engine(
+    untied: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[VllmEngine]:
+    folder = tmp_path_factory.mktemp("no weights")
+    (folder / "config.json").write_bytes((untied[0] / "config.json").read_bytes())
+    engine = VllmEngine(config(folder, initial_version=None, load_format="dummy", weight_staging="none"))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def prompts() -> list[tuple[int, ...]]:
+    tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
+    questions = ("What is 37 * 12 + 5?", "What is 8 + 9?", "What is (4 + 6) * 11?", "What is 90 - 17?")
+    texts = (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in questions)
+    return [tuple(tokenizer.encode(text).ids) for text in texts]
+
+
+@functools.cache
+def independent(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+    """The independent model: float32 logits of every position."""
+    with torch.inference_mode():
+        return independent(folder)(torch.tensor([ids])).logits[0]
+
+
+def mean_difference(folder: Path, pairs: list[tuple[tuple[int, ...], Generation]]) -> float:
+    """Mean absolute difference between the engine's logprobs and the independent model's, over all tokens."""
+    differences = []
+    for prompt, generation in pairs:
+        ids = (*prompt, *generation.token_ids)
+        logprobs = logits(folder, ids[:-1])[len(prompt) - 1 :].log_softmax(-1)
+        own = logprobs.gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+        differences.append((own - torch.tensor(generation.logprobs)).abs())
+    return float(torch.cat(differences).mean())
+
+
+async def sampled(engine: VllmEngine, name: str) -> list[tuple[tuple[int, ...], Generation]]:
+    # Up to the end of the turn: what a policy says after it is noise, on which bfloat16 rounds coarsely.
+    requests = [
+        GenerateRequest(
+            f"{name}-{index}", prompt, SamplingParams(max_tokens=64, seed=index, stop_token_ids=(END_OF_TURN,))
+        )
+        for index, prompt in enumerate(prompts() * 4)
+    ]
+    generations = await asyncio.gather(*(engine.generate(request) for request in requests))
+    return [(request.token_ids, generation) for request, generation in zip(requests, generations, strict=True)]
+
+
+async def assert_holds(engine: VllmEngine, folder: Path, other: Path) -> None:
+    pairs = await sampled(engine, "proof")
+    same, different = mean_difference(folder, pairs), mean_difference(other, pairs)
+    print(f"mean |difference|: {same:.4f}, other version {different:.4f}")
+    assert same < SAME
+    assert different > DIFFERENT
+
+
+async def update(engine: VllmEngine, version: int, folder: Path, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
+    await engine.stage(WeightUpdate(version, str(folder)))
+    await engine.pause(PauseMode.KEEP, kv_policy)
+    await engine.commit(version)
+    await engine.resume()
+
+
+async def test_a_tied_model_computes_with_the_committed_weights(tied_engine: VllmEngine) -> None:
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+    await update(tied_engine, 1, POLICY / "v1")
+    await assert_holds(tied_engine, POLICY / "v1", POLICY / "v0")
+    await update(tied_engine, 2, POLICY / "v0")
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+def write_wrong_shape(source: Path, target: Path) -> Path:
+    """A checkpoint one of whose matrices is too small, in the middle of its layer's parts."""
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        small = {
+            name: tensor[:, :-1].contiguous() for name, tensor in tensors.items() if "1.self_attn.k_proj" in name
+        }
+        save_file({**tensors, **small}, target / path.name)
+    return target
+
+
+async def test_a_dummy_loaded_engine_serves_from_its_first_good_commit(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    request = GenerateRequest("early", (1, 2, 3), SamplingParams(max_tokens=4))
+    assert dummy_engine.weight_version is None
+    assert not dummy_engine.is_usable
+    with pytest.raises(EngineUnusable):
+        await dummy_engine.generate(request)
+    with pytest.raises(WeightUpdateFailed):  # nothing says yet what shapes this model has
+        await update(dummy_engine, 6, write_wrong_shape(untied[0], tmp_path))
+    assert dummy_engine.weight_version is None
+    assert not dummy_engine.is_usable
+    await update(dummy_engine, 7, untied[0])  # and the load that broke half-way left nothing behind
+    assert dummy_engine.weight_version == 7
+    assert dummy_engine.is_usable
+    await assert_holds(dummy_engine, untied[0], untied[1])
+
+
+async def test_an_untied_model_computes_with_the_committed_weights(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path]
+) -> None:
+    await update(dummy_engine, 8, untied[1])
+    await assert_holds(dummy_engine, untied[1], untied[0])
+
+
+async def test_a_folder_that_changes_after_its_stage_is_not_committed(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for source in untied[0].glob("*.safetensors"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    await dummy_engine.stage(WeightUpdate(9, str(tmp_path)))
+    (tmp_path / source.name).unlink()
+    await dummy_engine.pause(PauseMode.KEEP)
+    with pytest.raises(WeightUpdateFailed, match="changed after it was staged"):
+        await dummy_engine.commit(9)
+    assert not dummy_engine.is_usable
+    await update(dummy_engine, 10, untied[0])
+    await assert_holds(dummy_engine, untied[0], untied[1])
+
+
+async def test_a_checkpoint_of_another_model_is_refused(dummy_engine: VllmEngine, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnreadable, match="served model"):
+        await dummy_engine.stage(WeightUpdate(11, str(POLICY / "v0")))
+    save_file({"model.embed_tokens.weight": torch.zeros(4, 4, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointUnreadable, match="not a float type"):
+        await dummy_engine.stage(WeightUpdate(11, str(tmp_path)))
+    assert dummy_engine.is_usable
+
+
+# --- pushed tensors ---
+
+
+async def push(
+    engine: VllmEngine,
+    version: int,
+    folder: Path,
+    sender: WeightSender,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> tuple[StageReport, CommitReport]:
+    """As `update`, from the tensors of a folder, which this process holds."""
+    items = [outgoing(name, tensor) for name, tensor in stored(folder).items()]
+    offer = replace(sender.offer(items), num_receivers=1)
+    sending = asyncio.create_task(asyncio.to_thread(sender.run, 60.0))
+    try:
+        staged = await engine.stage(WeightUpdate(version, push=offer))
+        await engine.pause(PauseMode.KEEP)
+        committed = await engine.commit(version)
+        await engine.resume()
+    except BaseException:
+        sender.cancel("the update failed")
+        await asyncio.gather(sending, return_exceptions=True)
+        raise
+    await sending
+    return staged, committed
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def outgoing(name: str, tensor: torch.Tensor) -> Outgoing:
+    info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return Outgoing(info, lambda: tensor)
+
+
+@pytest.fixture
+def sender() -> Iterator[WeightSender]:
+    sender = WeightSender()
+    yield sender
+    sender.close()
+
+
+async def test_pushed_weights_wait_beside_the_served_ones(tied_engine: VllmEngine, sender: WeightSender) -> None:
+    """Two updates over the same link; the first one's label is what the engine's label was, and grows."""
+    version = tied_engine.weight_version
+    assert version is not None
+    staged, committed = await push(tied_engine, version + 1, POLICY / "v1", sender)
+    assert (staged.held_in, staged.transport) == (HeldIn.HOST, "shm")
+    assert staged.num_bytes > 1e6
+    assert committed.num_verified > 10
+    await assert_holds(tied_engine, POLICY / "v1", POLICY / "v0")
+    await push(tied_engine, version + 2, POLICY / "v0", sender)
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+async def test_a_trainer_that_gives_up_changes_nothing(tied_engine: VllmEngine, sender: WeightSender) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+
+    def die() -> torch.Tensor:
+        sender.cancel("the trainer gave up")
+        return torch.zeros(0)
+
+    items = [outgoing(name, tensor) for name, tensor in stored(POLICY / "v1").items()]
+    items[3] = replace(items[3], load=die)
+    offer = replace(sender.offer(items), num_receivers=1)
+    sending = asyncio.create_task(asyncio.to_thread(sender.run, 60.0))
+    with pytest.raises(CheckpointUnreadable):
+        await tied_engine.stage(WeightUpdate(version + 1, push=offer))
+    with pytest.raises(WeightUpdateFailed):
+        await sending
+    assert tied_engine.weight_version == version
+    await tied_engine.pause(PauseMode.KEEP)
+    with pytest.raises(Conflict, match="nothing is staged"):
+        await tied_engine.commit(version + 1)
+    await tied_engine.resume()
+    await assert_holds(tied_engine, POLICY / "v0", POLICY / "v1")
+
+
+async def test_weights_that_came_by_a_push_can_be_given_on(tied_engine: VllmEngine, sender: WeightSender) -> None:
+    version = tied_engine.weight_version
+    assert version is not None
+    await push(tied_engine, version + 1, POLICY / "v1", sender)
+    offer = await tied_engine.offer()
+    assert offer is not None
+    received: dict[str, torch.Tensor] = {}
+
+    def take() -> None:
+        incoming = Receiver(torch.device("cpu"), 0).open(
+            replace(offer, num_receivers=1), can_hold=True, timeout_s=30.0
+        )
+        receive(incoming, lambda name, tensor: received.update({name: tensor.clone()}))
+
+    await asyncio.to_thread(take)
+    sent = stored(POLICY / "v1")
+    assert received.keys() == sent.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
+
+
+async def test_without_memory_for_staging_the_commit_receives(
+    dummy_engine: VllmEngine, untied: tuple[Path, Path], sender: WeightSender
+) -> None:
+    version = dummy_engine.weight_version
+    assert version is not None
+    staged, committed = await push(dummy_engine, version + 1, untied[1], sender)
+    assert staged.held_in is HeldIn.NOWHERE
+    assert committed.transfer_ms > 0
+    await assert_holds(dummy_engine, untied[1], untied[0])
+
+
+async def greedy_across_update(engine: VllmEngine, prompt: tuple[int, ...], folder: Path) -> Generation:
+    """A greedy generation whose weights are swapped under RECOMPUTE after some tokens."""
+    version = engine.weight_version
+    assert version is not None
+    request = GenerateRequest("across", prompt, SamplingParams(max_tokens=160, temperature=0.0))
+    num_tokens, update_task = 0, None
+    async for piece in engine.stream(request):
+        if isinstance(piece, Generation):
+            assert update_task is not None
+            await update_task
+            return piece
+        assert isinstance(piece, Delta)
+        num_tokens += len(piece.token_ids)
+        if num_tokens >= 8 and update_task is None:
+            update_task = asyncio.create_task(update(engine, version + 1, folder, KVPolicy.RECOMPUTE))
+    raise AssertionError("a stream ends with its generation")
+
+
+async def test_recompute_goes_on_as_a_fresh_engine_with_the_new_weights_does(tied_engine: VllmEngine) -> None:
+    """Equal ids, or, where the paths part, two ids that the independent model finds tied."""
+    prompt, folder = prompts()[0], POLICY / "v1"
+    both = await greedy_across_update(tied_engine, prompt, folder)
+    old, new = both.weight_versions
+    assert (old.start, new.end) == (0, 160)
+    prefix = prompt + both.token_ids[: old.end]
+    children = set(multiprocessing.active_children())
+    fresh = VllmEngine(config(folder, initial_version=1, dtype="float32"))
+    await fresh.start()
+    (process,) = set(multiprocessing.active_children()) - children
+    try:
+        rest = SamplingParams(max_tokens=160 - old.end, temperature=0.0)
+        expected = await fresh.generate(GenerateRequest("fresh", prefix, rest))
+        assert_same_greedy_path(folder, prefix, both.token_ids[old.end :], expected.token_ids)
+        await assert_dies_cleanly(fresh, process.pid)
+    finally:
+        await fresh.close()
+
+
+def assert_same_greedy_path(
+    folder: Path, prefix: tuple[int, ...], ids: Sequence[int], others: Sequence[int]
+) -> None:
+    pairs = enumerate(zip(ids, others, strict=True))
+    parted = next((index for index, (a, b) in pairs if a != b), None)
+    if parted is not None:
+        last = logits(folder, (*prefix, *ids[:parted]))[-1]
+        assert abs(float(last[ids[parted]] - last[others[parted]])) < TIE
+    assert parted is None or parted >= 8
+
+
+async def assert_dies_cleanly(engine: VllmEngine, pid: int | None) -> None:
+    """A killed engine process: calls in flight, and later ones, raise EngineLost."""
+    assert pid is not None
+    request = GenerateRequest("last", prompts()[0], SamplingParams(max_tokens=400))
+    call = asyncio.create_task(engine.generate(request))
+    while engine.load().num_running == 0:
+        await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        await asyncio.wait_for(call, 30)
+    with pytest.raises(EngineLost):
+        await engine.check_health()

@@ -1,0 +1,120 @@
+"""The OpenAPI document is true: schemathesis asks every route what the document says it takes, and what it says it
+does not, and runs all of its checks on the answers.
+
+Deterministic: a fixed seed, few examples. Two things are changed in the document before it is used: bounds so large
+that only megabytes reach them are dropped (the bad-input table has those), and names of models become the
+service's, since a 404 to every body would hide what is behind. Streams are asked for too: their first byte decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import schemathesis
+from schemathesis.config import SchemathesisConfig
+from schemathesis.engine import events, from_schema
+from schemathesis.schemas import BaseSchema
+
+from agentloop_servers.endpoint.endpoint import DEFAULT_MODEL
+from agentloop_servers.http.guard import Keys
+from tests.support.chat_service import SPEC, chat_service
+
+LARGE = {"maxItems": 256, "maxLength": 2048, "maxProperties": 256}
+REFUSALS = [400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 431]
+CONFIG = {
+    "seed": 7,
+    "generation": {"max-examples": 3, "deterministic": True, "database": "none"},
+    "phases": {"stateful": {"enabled": False}},
+    "headers": {"Authorization": "Bearer admin-1"},
+    "checks": {
+        "negative_data_rejection": {"expected-statuses": REFUSALS},
+        "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", 504]},  # a timeout_s of next to nothing
+    },
+}
+RULES = {
+    "a rule between fields": r"give either|needs |above the maximum|differ|two sessions|different sessions|"
+    r"exactly one|must be|without tools|there is no tool|two tools|holds no |is empty|twice|exclude each other|"
+    r"kept for sessions",
+    "strict: 1.0 is no integer": r"Input should be a valid integer",
+    "the model's bounds": r"leaves no room|outside \[0|context",
+    "what is not implemented": r"not supported|only text is answered|one prompt a request|"
+    r"cannot be continued|not edited|engine cannot",
+    "free JSON that no codec holds": r"nested (deeper|too deeply)|beyond 64 bits|not JSON of 64-bit|lone surrogate",
+    "no schema for a compiler": r"\$ref|a schema has|a pattern has",
+    "not of this service": r"weight roots|unknown (tool|loop|reward)",
+}
+"""Why what the document allows may yet be refused, by the text of the refusal: a schema cannot say these."""
+
+
+class Fault(NamedTuple):
+    operation: str
+    check: str
+    detail: str
+
+
+def without_large_bounds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: without_large_bounds(item)
+            for key, item in value.items()
+            if not (key in LARGE and isinstance(item, int) and item > LARGE[key])
+        }
+    return [without_large_bounds(item) for item in value] if isinstance(value, list) else value
+
+
+def loaded(document: dict[str, Any], url: str) -> BaseSchema:
+    config = SchemathesisConfig.from_dict({**CONFIG, "base-url": url})
+    schema = schemathesis.openapi.from_dict(without_large_bounds(document), config=config)
+
+    @schema.hook
+    def map_body(context: Any, body: Any) -> Any:
+        if isinstance(body, dict) and isinstance(body.get("model"), str) and 1 <= len(body["model"]) <= 256:
+            body["model"] = DEFAULT_MODEL
+        return body
+
+    return schema
+
+
+def faults_of(schema: BaseSchema, num_checked: dict[str, int]) -> Iterator[Fault]:
+    """Everything that schemathesis finds; counts the answers it checked by operation."""
+    for event in from_schema(schema).execute():
+        if isinstance(event, events.NonFatalError | events.FatalError):
+            error = event.value if isinstance(event, events.NonFatalError) else event.exception
+            yield Fault(getattr(event, "label", ""), "run", repr(error))
+        if not isinstance(event, events.ScenarioFinished):
+            continue
+        for case_id, checks in event.recorder.checks.items():
+            label = event.recorder.label
+            num_checked[label] = num_checked.get(label, 0) + 1
+            answer = event.recorder.interactions[case_id].response
+            said = answer.content.decode(errors="replace") if answer is not None else ""
+            for one in checks:
+                if one.failure_info is None:
+                    continue
+                if one.name == "positive_data_acceptance" and any(re.search(rule, said) for rule in RULES.values()):
+                    continue
+                case = event.recorder.cases[case_id].value
+                asked = f"{case.method} {case.formatted_path} {str(case.body)[:300]}"
+                yield Fault(label, one.name, f"{one.failure_info.failure.message[:400]}\n{asked}\n{said[:300]}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # schemathesis has some of its own
+async def test_the_document_is_true(tmp_path: Path) -> None:
+    spec = replace(SPEC, max_context_tokens=128)
+    async with chat_service(tmp_path, keys=Keys.of(["user-1"], "admin-1"), spec=spec) as service:
+        _, document, _ = await service.call("GET", "/openapi.json")
+        schema = loaded(document, service.url)
+        num_checked: dict[str, int] = {}
+        faults = await asyncio.to_thread(lambda: list(faults_of(schema, num_checked)))
+        assert not faults, "\n\n".join(f"{one.check}: {one.operation}\n{one.detail}" for one in faults)
+        operations = {f"{method.upper()} {path}" for path, item in document["paths"].items() for method in item}
+        assert set(num_checked) == operations
+        assert sum(num_checked.values()) > 2000
+        assert (service.engine.load().num_running, service.engine.load().num_waiting) == (0, 0)

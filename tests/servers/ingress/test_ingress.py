@@ -1,0 +1,644 @@
+"""The front door on a real socket. The table of bad inputs is the specification of what it refuses, and how."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from agentloop import codec
+from agentloop.api.answers import GenerateAnswer, PageBody, StatusBody, UpdateBody
+from agentloop.api.coordinator import Page
+from agentloop.client.loopback import is_loopback
+from agentloop.engine import PushSource, TensorInfo, WeightUpdate
+from agentloop.errors import EngineLost, EnginePaused, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
+from agentloop.types import KVPolicy, PauseMode
+from agentloop_servers.http.guard import HttpLimits, Keys
+from agentloop_servers.ingress.admin import ModeRules
+from agentloop_servers.ingress.app import create_app
+from tests.support.front_door import FakeCoordinator, FakeEngine, serving
+
+LIMITS = HttpLimits(max_body_bytes=200_000, max_direct_calls=2, body_timeout_s=1.0, coordinator_timeout_s=5.0)
+RULES = ModeRules()
+PUSH = {
+    "addresses": ["127.0.0.1:5000"],
+    "token": "t",
+    "tensors": [{"name": "w", "dtype": "float32", "shape": [2]}],
+}
+GENERATE = {"token_ids": [1, 2, 3], "sampling": {"max_tokens": 2}}
+TASK = {"task_id": "t", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@dataclass
+class Door:
+    url: str
+    coordinator: FakeCoordinator
+    engine: FakeEngine
+    http: aiohttp.ClientSession
+    root: Path
+
+    async def call(self, method: str, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
+        """Status, JSON body and headers, after checking what holds for every answer."""
+        async with self.http.request(method, self.url + path, **kwargs) as answer:
+            assert answer.headers["x-request-id"]
+            body = orjson.loads(await answer.read())
+            if answer.status >= 400 and path != "/health":
+                assert set(body) == {"error"}
+                assert set(body["error"]) == {"message", "type", "param", "code"}
+                assert len(orjson.dumps(body)) < 16_384
+            return answer.status, body, answer.headers
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[Door]:
+    async with opened(tmp_path, Keys()) as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
+    """One server for the tables of what must leave no trace."""
+    async with opened(tmp_path_factory.mktemp("shared"), Keys()) as door:
+        yield door
+
+
+class opened:
+    """A served app with the keys given; its weight root is `tmp_path/weights`."""
+
+    def __init__(self, tmp_path: Path, keys: Keys, rules: ModeRules = RULES) -> None:
+        self._root = tmp_path / "weights"
+        self._root.mkdir(exist_ok=True)
+        self._keys = keys
+        self._rules = rules
+
+    async def __aenter__(self) -> Door:
+        coordinator, engine = FakeCoordinator(), FakeEngine()
+        app = create_app(
+            coordinator,
+            engine.connect,
+            self._keys,
+            LIMITS,
+            weight_roots=[self._root],
+            tool_names=frozenset({"calculator"}),
+            rules=self._rules,
+        )
+        self._serving = serving(app)
+        url = await self._serving.__aenter__()
+        self._http = aiohttp.ClientSession()
+        return Door(url, coordinator, engine, self._http, self._root)
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._http.close()
+        await self._serving.__aexit__(None, None, None)
+
+
+# --- what works -------------------------------------------------------------------------------------------
+
+
+async def test_generate_takes_ids_and_gives_ids_and_the_lease_is_given_back(door: Door) -> None:
+    status, body, _ = await door.call("POST", "/generate", json=GENERATE)
+    assert status == 200
+    GenerateAnswer.model_validate(body)
+    assert body["token_ids"] == [3, 2]
+    assert body["weight_versions"] == [{"version": 0, "start": 0, "end": 2}]
+    await asyncio.sleep(0.05)
+    assert (door.coordinator.num_leased, door.coordinator.leases) == (1, {})
+
+
+async def test_a_retryable_failure_is_repeated_once_on_another_lease(door: Door) -> None:
+    door.engine.errors = [EngineLost("gone")]
+    status, body, _ = await door.call("POST", "/generate", json=GENERATE)
+    assert (status, body["replica_id"]) == (200, "url-2")
+    door.engine.errors = [EngineLost("gone"), EnginePaused("paused")]
+    status, body, headers = await door.call("POST", "/generate", json=GENERATE)
+    assert (status, body["error"]["code"], headers["retry-after"]) == (503, "engine_paused", "1")
+    await asyncio.sleep(0.05)
+    assert door.coordinator.leases == {}
+
+
+async def test_a_permanent_failure_is_not_repeated(door: Door) -> None:
+    door.engine.errors = [InvalidRequest("no such token", param="token_ids")]
+    status, body, _ = await door.call("POST", "/generate", json=GENERATE)
+    assert (status, body["error"]["param"], len(door.engine.requests)) == (400, "token_ids", 1)
+
+
+async def test_a_client_that_leaves_cancels_the_call_and_frees_the_lease(door: Door) -> None:
+    door.engine.is_hanging = True
+    call = asyncio.create_task(door.call("POST", "/generate", json=GENERATE))
+    async with asyncio.timeout(20):
+        await door.engine.started.wait()
+        call.cancel()
+        await door.engine.cancelled.wait()
+        while door.coordinator.leases:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_call_past_its_deadline_is_ended(door: Door) -> None:
+    door.engine.is_hanging = True
+    status, body, _ = await door.call("POST", "/generate", json={**GENERATE, "timeout_s": 0.1})
+    assert (status, body["error"]["code"], door.engine.num_cancelled) == (504, "deadline_exceeded", 1)
+
+
+async def test_direct_calls_are_bounded(door: Door) -> None:
+    door.engine.is_hanging = True
+    calls = [asyncio.create_task(door.call("POST", "/generate", json=GENERATE)) for _ in range(2)]
+    async with asyncio.timeout(20):
+        while len(door.engine.requests) < 2:
+            await asyncio.sleep(0.01)
+    status, body, headers = await door.call("POST", "/generate", json=GENERATE)
+    assert (status, body["error"]["code"]) == (429, "overloaded")
+    assert 1 <= int(headers["retry-after"]) <= 60
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_rollouts_from_submit_to_the_last_page(door: Door) -> None:
+    body = {"tasks": [TASK, {**TASK, "tools": ["calculator"]}], "num_samples": 3, "rollout_id": "mine"}
+    status, answer, _ = await door.call("POST", "/rollouts", json=body)
+    assert (status, answer["num_accepted"], answer["is_done"]) == (200, 6, True)
+    again = await door.call("POST", "/rollouts", json=body)
+    assert again[1] == answer  # the same submit again
+    other = await door.call("POST", "/rollouts", json={**body, "num_samples": 1})
+    assert (other[0], other[1]["error"]["code"]) == (409, "conflict")
+    assert list(door.coordinator.groups["mine"]) == ["mine-000000", "mine-000001"]
+    assert (await door.call("GET", "/rollouts/mine"))[1]["num_finished"] == 6
+    status, page, _ = await door.call("GET", "/rollouts/mine/trajectories?after=4&limit=5")
+    PageBody.model_validate(page)
+    assert (len(page["trajectories"]), page["cursor"]) == (2, 6)
+    assert (await door.call("POST", "/rollouts/mine/cancel"))[0] == 200
+    assert door.coordinator.is_cancelled
+
+
+async def test_trajectories_come_as_msgpack_too(door: Door) -> None:
+    await door.call("POST", "/rollouts", json={"tasks": [TASK], "rollout_id": "mine"})
+    url = f"{door.url}/rollouts/mine/trajectories"
+    async with door.http.get(url, headers={"accept": "application/msgpack"}) as answer:
+        assert answer.content_type == "application/msgpack"
+        page = codec.decode(await answer.read(), Page)
+    assert page.trajectories[0].path.response_ids.tolist() == list(range(100, 108))
+
+
+async def test_a_read_waits_for_the_first_trajectory(door: Door) -> None:
+    door.coordinator.is_holding = True
+    await door.call("POST", "/rollouts", json={"tasks": [TASK], "rollout_id": "mine"})
+    assert (await door.call("GET", "/rollouts/mine/trajectories"))[1]["trajectories"] == []
+    reading = asyncio.create_task(door.call("GET", "/rollouts/mine/trajectories?wait_s=30"))
+    await asyncio.sleep(0.1)
+    assert not reading.done()
+    door.coordinator.finish_held("mine")
+    async with asyncio.timeout(20):
+        assert len((await reading)[1]["trajectories"]) == 1
+
+
+async def test_status_and_health(door: Door) -> None:
+    StatusBody.model_validate((await door.call("GET", "/status"))[1])
+    assert (await door.call("GET", "/health"))[:2] == (200, {"is_ready": True})
+    door.coordinator.is_ready = False
+    status, body, headers = await door.call("GET", "/health")
+    assert (status, body, headers["retry-after"]) == (503, {"is_ready": False}, "1")
+
+
+async def test_admin_routes_reach_the_fleet(door: Door) -> None:
+    assert (await door.call("POST", "/admin/pause", json={"mode": "wait"}))[1] == {"is_paused": True}
+    assert door.coordinator.paused is PauseMode.WAIT
+    assert (await door.call("POST", "/admin/resume"))[1] == {"is_paused": False}
+    (door.root / "v1").mkdir()
+    body = {"version": 0, "directory": str(door.root / "v1"), "kv_policy": "keep"}
+    status, report, _ = await door.call("POST", "/admin/weights", json=body)
+    assert status == 200
+    UpdateBody.model_validate(report)
+    [(update, policy)] = door.coordinator.updates
+    assert (update.version, update.directory, policy) == (0, str((door.root / "v1").resolve()), KVPolicy.KEEP)
+
+
+async def test_sleep_and_wake_reach_the_fleet_and_tell_what_is_asleep(door: Door) -> None:
+    status, body, _ = await door.call("POST", "/admin/sleep", json={"level": 2})
+    assert (status, body, door.coordinator.sleep_levels) == (200, {"asleep": ["weights", "kv_cache"]}, [2])
+    StatusBody.model_validate((await door.call("GET", "/status"))[1])
+    assert (await door.call("POST", "/admin/wake", json={"tags": ["weights"]}))[1] == {"asleep": ["kv_cache"]}
+    assert (await door.call("POST", "/admin/wake", json={}))[1] == {"asleep": []}
+
+
+async def test_tensors_are_announced_to_the_fleet(door: Door) -> None:
+    status, report, _ = await door.call("POST", "/admin/weights", json={"version": 1, "push": PUSH})
+    assert (status, report["version"]) == (200, 1)
+    source = PushSource(("127.0.0.1:5000",), "t", (TensorInfo("w", "float32", (2,)),))
+    assert door.coordinator.updates == [(WeightUpdate(1, push=source), None)]
+
+
+async def test_an_adapter_lies_under_the_roots_too(door: Door) -> None:
+    (door.root / "lora").mkdir()
+    body = {"version": 1, "adapter": str(door.root / "lora")}
+    assert (await door.call("POST", "/admin/weights", json=body))[0] == 200
+    assert door.coordinator.updates[0][0].adapter == str((door.root / "lora").resolve())
+    status, answer, _ = await door.call("POST", "/admin/weights", json={"version": 2, "adapter": "/"})
+    assert (status, answer["error"]["param"]) == (400, "adapter")
+
+
+@pytest.mark.parametrize(
+    ("rules", "refused"),
+    [
+        (ModeRules(), set()),
+        (ModeRules("debug", allows_push=False, can_sleep=False), {"push", "sleep", "wake"}),
+        (ModeRules("colocated", allows_weights=False), {"directory", "push", "adapter"}),
+        (ModeRules("hybrid", allows_adapters=False), {"adapter"}),
+    ],
+)
+async def test_the_mode_says_what_is_possible(tmp_path: Path, rules: ModeRules, refused: set[str]) -> None:
+    async with opened(tmp_path, Keys(), rules) as door:
+        questions = {
+            "directory": ("/admin/weights", {"version": 1, "directory": str(door.root)}),
+            "push": ("/admin/weights", {"version": 1, "push": PUSH}),
+            "adapter": ("/admin/weights", {"version": 1, "adapter": str(door.root)}),
+            "sleep": ("/admin/sleep", {}),
+            "wake": ("/admin/wake", {}),
+        }
+        for name, (path, body) in questions.items():
+            status, answer, _ = await door.call("POST", path, json=body)
+            assert status == (400 if name in refused else 200), name
+            if name in refused:
+                assert rules.mode in answer["error"]["message"]
+        assert len(door.coordinator.updates) == 3 - len(refused & {"directory", "push", "adapter"})
+
+
+async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
+    _, schema, _ = await door.call("GET", "/openapi.json")
+    assert set(schema["paths"]) == {
+        "/health",
+        "/generate",
+        "/rollouts",
+        "/rollouts/{rollout_id}",
+        "/rollouts/{rollout_id}/trajectories",
+        "/rollouts/{rollout_id}/cancel",
+        "/status",
+        "/admin/pause",
+        "/admin/resume",
+        "/admin/weights",
+        "/admin/sleep",
+        "/admin/wake",
+    }
+    text = orjson.dumps(schema).decode()
+    names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert names <= set(schema["components"]["schemas"])
+    assert {"GenerateBody", "SubmitBody", "TaskBody", "TrajectoryBody", "ErrorBody", "PushBody"} <= names
+    sources = schema["components"]["schemas"]["WeightsBody"]["oneOf"]
+    assert [source["required"] for source in sources] == [["directory"], ["push"], ["adapter"]]
+    assert "HTTPValidationError" not in text or "422" not in schema["paths"]["/generate"]["post"]["responses"]
+    async with door.http.get(f"{door.url}/docs") as answer:
+        assert answer.status == 200
+
+
+async def test_the_clients_request_id_is_kept_if_it_is_sane(door: Door) -> None:
+    _, _, headers = await door.call("GET", "/status", headers={"x-request-id": "mine-1"})
+    assert headers["x-request-id"] == "mine-1"
+    _, _, headers = await door.call("GET", "/nowhere", headers={"x-request-id": "a b\u00ff" + "c" * 200})
+    assert len(headers["x-request-id"]) == 32
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+JSON = {"content-type": "application/json"}
+DEEP = b'{"tasks": [{"task_id": "t", "messages": [{"role": "user"}], "reference": ' + b"[" * 90_000
+CASES: dict[str, tuple[str, bytes, int, str | None]] = {
+    # name: path, body, status, what the param starts with
+    "empty": ("/generate", b"", 400, None),
+    "null": ("/generate", b"null", 400, None),
+    "list": ("/generate", b"[]", 400, None),
+    "malformed": ("/generate", b"{token_ids: [1]}", 400, None),
+    "truncated": ("/generate", orjson.dumps(GENERATE)[:-3], 400, None),
+    "trailing": ("/generate", orjson.dumps(GENERATE) + b"x", 400, None),
+    "utf-16": ("/generate", orjson.dumps(GENERATE).decode().encode("utf-16"), 400, None),
+    "byte order mark": ("/generate", b"\xef\xbb\xbf" + orjson.dumps(GENERATE), 400, None),
+    "invalid utf-8": ("/rollouts", b'{"tasks": [{"task_id": "\xff"}]}', 400, None),
+    "NaN": ("/generate", b'{"token_ids":[1],"sampling":{"max_tokens":1,"temperature":NaN}}', 400, "sampling.temp"),
+    "-Infinity": (
+        "/generate",
+        b'{"token_ids":[1],"sampling":{"max_tokens":1},"timeout_s":-Infinity}',
+        400,
+        "timeout",
+    ),
+    "1e999": (
+        "/generate",
+        b'{"token_ids":[1],"sampling":{"max_tokens":1,"temperature":1e999}}',
+        400,
+        "sampling.temp",
+    ),
+    "NaN in free JSON": (
+        "/rollouts",
+        b'{"tasks":[{"task_id":"t","messages":[{"role":"user"}],"reference":{"x":[NaN]}}]}',
+        400,
+        "tasks.0.reference",
+    ),
+    "lone surrogate": (
+        "/rollouts",
+        b'{"tasks":[{"task_id":"t","messages":[{"role":"user","content":"\\ud800"}]}]}',
+        400,
+        None,
+    ),
+    "deep nesting": ("/rollouts", DEEP + b"]" * 90_000 + b"}]}", 400, None),
+    "huge integer": ("/generate", b'{"token_ids":[' + b"9" * 5000 + b'],"sampling":{"max_tokens":1}}', 400, None),
+    "integer beyond 64 bits": (
+        "/generate",
+        b'{"token_ids":[1180591620717411303424],"sampling":{"max_tokens":1}}',
+        400,
+        "token_ids",
+    ),
+    "bool for an integer": ("/generate", b'{"token_ids":[true],"sampling":{"max_tokens":1}}', 400, "token_ids.0"),
+    "string for a number": (
+        "/generate",
+        b'{"token_ids":[1],"sampling":{"max_tokens":"1"}}',
+        400,
+        "sampling.max_tokens",
+    ),
+    "float for an integer": ("/generate", b'{"token_ids":[1.5],"sampling":{"max_tokens":1}}', 400, "token_ids.0"),
+    "negative id": ("/generate", b'{"token_ids":[-1],"sampling":{"max_tokens":1}}', 400, "token_ids.0"),
+    "max_tokens 0": ("/generate", b'{"token_ids":[1],"sampling":{"max_tokens":0}}', 400, "sampling.max_tokens"),
+    "unknown field": ("/generate", b'{"token_ids":[1],"sampling":{"max_tokens":1},"model":"x"}', 400, "model"),
+    "missing field": ("/generate", b'{"token_ids":[1]}', 400, "sampling"),
+    "no tasks": ("/rollouts", b'{"tasks":[]}', 400, "tasks"),
+    "too many samples": (
+        "/rollouts",
+        orjson.dumps({"tasks": [TASK], "num_samples": 1_000_000}),
+        400,
+        "num_samples",
+    ),
+    "unknown tool": ("/rollouts", orjson.dumps({"tasks": [TASK, {**TASK, "tools": ["rm"]}]}), 400, "tasks.1.tools"),
+    "unknown loop": ("/rollouts", orjson.dumps({"tasks": [{**TASK, "loop": "no_loop"}]}), 400, "tasks.0.loop"),
+    "unknown reward": ("/rollouts", orjson.dumps({"tasks": [{**TASK, "reward": "no"}]}), 400, "tasks.0.reward"),
+    "unknown pause mode": ("/admin/pause", b'{"mode":"stop"}', 400, "mode"),
+    "no source": ("/admin/weights", b'{"version":1}', 400, "directory"),
+    "two sources": ("/admin/weights", b'{"version":1,"directory":"/x","adapter":"/x"}', 400, "directory"),
+    "a push without tensors": (
+        "/admin/weights",
+        b'{"version":1,"push":{"addresses":["h:1"],"token":"t","tensors":[]}}',
+        400,
+        "push.tensors",
+    ),
+    "an address without a port": (
+        "/admin/weights",
+        b'{"version":1,"push":{"addresses":["h"],"token":"t","tensors":[]}}',
+        400,
+        "push.addresses.0",
+    ),
+    "sleep level 3": ("/admin/sleep", b'{"level":3}', 400, "level"),
+    "unknown memory": ("/admin/wake", b'{"tags":["lora"]}', 400, "tags.0"),
+    "negative version": ("/admin/weights", b'{"version":-1,"directory":"/x"}', 400, "version"),
+    "too large": ("/generate", b" " * 200_001, 413, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_bad_bodies(shared: Door, name: str) -> None:
+    path, data, expected, param = CASES[name]
+    status, body, _ = await shared.call("POST", path, data=data, headers=JSON)
+    assert status == expected
+    assert body["error"]["type"] == "invalid_request_error"
+    assert (body["error"]["param"] or "").startswith(param or "")
+    assert (body["error"]["param"] is None) == (param is None)
+    assert shared.engine.requests == []
+    assert shared.coordinator.groups == {}
+    assert (await shared.call("GET", "/status"))[0] == 200
+
+
+async def test_a_chunked_body_is_cut_at_the_bound(door: Door) -> None:
+    num_sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        while num_sent < 50_000_000:
+            num_sent += 10_000
+            yield b" " * 10_000
+            await asyncio.sleep(0)
+
+    try:
+        status, body, _ = await door.call("POST", "/generate", data=endless(), headers=JSON)
+        assert (status, body["error"]["code"]) == (413, "body_too_large")
+    except aiohttp.ClientConnectionError:
+        pass  # the server may close before the client has read the answer
+    assert num_sent < 20_000_000
+    assert (await door.call("GET", "/status"))[0] == 200
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
+    port = int(door.url.rsplit(":", 1)[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+    )
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 408")
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"content-type": "text/plain"}, 400, "invalid_request"),
+        ({"content-type": "application/json; charset=utf-16"}, 400, "invalid_request"),
+        ({"content-type": "application/msgpack"}, 400, "invalid_request"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        ({"content-type": "application/json", "content-encoding": "zstd"}, 415, "unsupported_media_type"),
+    ],
+)
+async def test_other_media_types_are_refused(shared: Door, headers: dict[str, str], status: int, code: str) -> None:
+    answer = await shared.call("POST", "/generate", data=b"\x1f\x8b\x08", headers=headers)
+    assert (answer[0], answer[1]["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "//status", 404, "not_found"),
+        ("GET", "/status/", 404, "not_found"),
+        ("GET", "/generate", 405, "method_not_allowed"),
+        ("GET", "/rollouts/unknown", 404, "not_found"),
+        ("GET", "/rollouts/unknown/trajectories", 404, "not_found"),
+        ("POST", "/rollouts/unknown/cancel", 404, "not_found"),
+        ("GET", "/rollouts/a%20b", 400, "invalid_request"),
+        ("GET", "/rollouts/r/trajectories?after=-1", 400, "invalid_request"),
+        ("GET", "/rollouts/r/trajectories?after=x", 400, "invalid_request"),
+        ("GET", "/rollouts/r/trajectories?limit=100000", 400, "invalid_request"),
+        ("GET", "/rollouts/r/trajectories?wait_s=nan", 400, "invalid_request"),
+        ("GET", "/rollouts/r/trajectories?wait_s=inf", 400, "invalid_request"),
+    ],
+)
+async def test_bad_paths_and_queries(shared: Door, method: str, path: str, status: int, code: str) -> None:
+    answer = await shared.call(method, path)
+    assert (answer[0], answer[1]["error"]["code"]) == (status, code)
+
+
+async def test_coordinator_errors_keep_their_code_and_others_become_a_plain_500(door: Door) -> None:
+    door.coordinator.next_errors = [NoHealthyReplica("none")]
+    status, body, headers = await door.call("POST", "/generate", json=GENERATE)
+    assert (status, body["error"]["code"], headers["retry-after"]) == (503, "no_healthy_replica", "1")
+    door.coordinator.next_errors = [RuntimeError("/secret/path at 10.0.0.1")]
+    status, body, _ = await door.call("GET", "/status")
+    assert (status, body["error"]["code"], body["error"]["message"]) == (500, "internal_error", "internal error")
+    door.coordinator.next_errors = [WeightUpdateFailed("replica-1")]
+    (door.root / "v").mkdir()
+    body = {"version": 1, "directory": str(door.root / "v")}
+    assert (await door.call("POST", "/admin/weights", json=body))[1]["error"]["code"] == "weight_update_failed"
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+KEYS = Keys.of(["user-1", "user-2"], "admin")
+
+
+@pytest.fixture(scope="module")
+async def locked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
+    async with opened(tmp_path_factory.mktemp("locked"), KEYS) as door:
+        yield door
+
+
+USER_ROUTES = [
+    ("POST", "/generate"),
+    ("POST", "/rollouts"),
+    ("GET", "/rollouts/r"),
+    ("GET", "/rollouts/r/trajectories"),
+    ("POST", "/rollouts/r/cancel"),
+    ("GET", "/status"),
+]
+ADMIN_ROUTES = [("POST", f"/admin/{verb}") for verb in ("pause", "resume", "weights", "sleep", "wake")]
+
+
+@pytest.mark.parametrize(("method", "path"), USER_ROUTES + ADMIN_ROUTES)
+async def test_without_a_good_key_every_route_says_401_before_it_reads_a_body(
+    locked: Door, method: str, path: str
+) -> None:
+    wrong: list[list[tuple[str, str]]] = [
+        [],
+        [("authorization", "Bearer wrong")],
+        [("authorization", "Bearer ")],
+        [("authorization", "Basic dXNlci0xOg==")],
+        [("authorization", "bearer user-1")],
+        [("authorization", "user-1")],
+        [("authorization", "Bearer user-1"), ("authorization", "Bearer user-1")],
+        [("x-api-key", "wrong")],
+    ]
+    for headers in wrong:
+        status, body, answered = await locked.call(method, path, data=b"{", headers=headers)
+        assert (status, body["error"]["code"]) == (401, "unauthorized")
+        assert answered["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+async def test_a_users_key_does_not_open_admin_routes(locked: Door, method: str, path: str) -> None:
+    headers = {"authorization": "Bearer user-1"}
+    status, body, _ = await locked.call(method, path, data=b"{}", headers=headers)
+    assert (status, body["error"]["code"]) == (403, "forbidden")
+
+
+@pytest.mark.parametrize("key", ["user-1", "user-2", "admin"])
+async def test_good_keys_open_user_routes(locked: Door, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}"}
+    assert (await locked.call("POST", "/generate", json=GENERATE, headers=headers))[0] == 200
+    assert (await locked.call("GET", "/health"))[0] == 200
+
+
+async def test_the_admin_key_opens_admin_routes(locked: Door) -> None:
+    headers = {"authorization": "Bearer admin"}
+    assert (await locked.call("POST", "/admin/resume", headers=headers))[0] == 200
+
+
+@pytest.mark.parametrize("host", ["a/x?", "a#b", "127.0.0.1/admin/pause?", "a\\b", "", "a b"])
+async def test_a_bad_host_header_opens_nothing(locked: Door, host: str) -> None:
+    port = int(locked.url.rsplit(":", 1)[1])
+    for target in ("/admin/resume", "/admin/../admin/resume", "/%61dmin/resume", "//admin/resume"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            f"POST {target} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+        )
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        assert answer.split(b" ")[1] in (b"400", b"401", b"404")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "user_is_open", "admin_is_open"),
+    [(Keys(), True, True), (Keys.of(["u"]), False, False), (Keys.of([], "a"), True, False)],
+)
+async def test_which_routes_are_open_without_a_key(
+    tmp_path: Path, keys: Keys, user_is_open: bool, admin_is_open: bool
+) -> None:
+    async with opened(tmp_path, keys) as door:
+        assert ((await door.call("GET", "/status"))[0] == 200) == user_is_open
+        assert ((await door.call("POST", "/admin/resume"))[0] == 200) == admin_is_open
+        if keys.users:
+            headers = {"authorization": "Bearer u"}
+            assert (await door.call("POST", "/admin/resume", headers=headers))[0] == 403
+
+
+def test_keys_are_kept_as_hashes_and_needed_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "user-1" not in repr(KEYS)
+    KEYS.check_bind("0.0.0.0")
+    Keys().check_bind("127.0.0.1")
+    for keys in (Keys(), Keys.of(["u"]), Keys.of([], "a")):
+        with pytest.raises(InvalidRequest):
+            keys.check_bind("0.0.0.0")
+    with pytest.raises(InvalidRequest):
+        Keys.of(["two words"])
+    assert [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost", "10.0.0.1", "example.com")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    monkeypatch.setenv("TEST_KEYS", "user-1,user-2")
+    monkeypatch.setenv("TEST_ADMIN", "admin")
+    assert Keys.from_environment("TEST_KEYS", "TEST_ADMIN") == KEYS
+    assert Keys.from_environment("TEST_ABSENT", "TEST_ABSENT") == Keys()
+
+
+# --- weight paths -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [
+        "{root}/../secret",
+        "{root}/link",
+        "{root}/link/inner",
+        "{root}/file.safetensors",
+        "{root}/absent",
+        "{root}/loop",
+        "{root}\x00/v1",
+        "../../etc",
+        "weights/v1",
+        "/etc",
+        "file://{root}/v1",
+        "https://example.com/v1",
+        "{root}-sibling",
+    ],
+)
+async def test_weights_come_from_under_the_roots_only(door: Door, directory: str) -> None:
+    (door.root / "v1").mkdir()
+    (door.root / "file.safetensors").touch()
+    (door.root.parent / "secret" / "inner").mkdir(parents=True)
+    (door.root.parent / f"{door.root.name}-sibling").mkdir()
+    (door.root / "link").symlink_to(door.root.parent / "secret")
+    (door.root / "loop").symlink_to(door.root / "loop")
+    body = {"version": 1, "directory": directory.format(root=door.root)}
+    status, answer, _ = await door.call("POST", "/admin/weights", json=body)
+    assert (status, answer["error"]["param"]) == (400, "directory")
+    assert str(door.root) not in answer["error"]["message"]
+    assert door.coordinator.updates == []
+
+
+async def test_a_link_that_stays_under_the_root_is_followed(door: Door) -> None:
+    (door.root / "v1").mkdir()
+    (door.root / "latest").symlink_to(door.root / "v1")
+    body = {"version": 1, "directory": str(door.root / "latest")}
+    assert (await door.call("POST", "/admin/weights", json=body))[0] == 200
+    assert door.coordinator.updates[0][0].directory == str((door.root / "v1").resolve())

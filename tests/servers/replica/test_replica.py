@@ -1,0 +1,270 @@
+"""An engine behind its private port is the same engine: results, errors, cancellation, and who may ask."""
+
+import asyncio
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from agentloop.clock import RealClock
+from agentloop.codec import encode
+from agentloop.engine import ALL_MEMORY, BlocksStored, Delta, HeldIn, MemoryTag, WeightUpdate
+from agentloop.errors import (
+    CheckpointUnreadable,
+    Conflict,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineLost,
+    InvalidRequest,
+)
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import Faults, LatencyModel
+from agentloop.simulation.spec import SimulatedSpec
+from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.protocol import (
+    EPOCH_HEADER,
+    ORDER_HEADER,
+    SECRET_HEADER,
+    Fence,
+    Lane,
+    OrderNumber,
+    PauseOrder,
+)
+from agentloop_servers.replica.server import DataPlaneServer
+from tests.support.pushes import Sender, Wire
+
+SPEC = SimulatedSpec(vocab_size=1000, max_context_tokens=512)
+SLOW = SimulatedSpec(vocab_size=1000, max_context_tokens=4096, latency=LatencyModel(decode_s=0.002))
+
+
+def request(request_id: str = "r", max_tokens: int = 20, **fields: object) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateRequest(request_id, tuple(range(1, 40)), sampling, **fields)  # type: ignore[arg-type]
+
+
+class Plane:
+    """A served engine and a client's view of it."""
+
+    def __init__(self, spec: SimulatedSpec) -> None:
+        self.wire = Wire(RealClock())
+        receiver = self.wire.receiver()
+        self.engine = receiver.engine = SimulatedEngine(spec, faults=Faults(), weight_source=receiver)
+        self.server = DataPlaneServer(self.engine, "replica-1", "secret")
+        self.clients = EngineClients("secret")
+
+    async def __aenter__(self) -> "Plane":
+        await self.engine.start()
+        await self.server.start()
+        self.remote = self.clients.connect(self.server.url)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.clients.close()
+        await self.server.close()
+        await self.engine.close()
+
+
+async def test_a_generation_is_the_same_and_names_its_replica():
+    async with Plane(SPEC) as plane:
+        there = await plane.remote.generate(request())
+        here = await plane.engine.generate(request("other"))
+    assert there.token_ids == here.token_ids
+    assert there.logprobs == pytest.approx(here.logprobs)
+    assert there.weight_versions == here.weight_versions
+    assert there.replica_id == "replica-1"
+    assert there.load.kv_capacity_tokens > 0
+
+
+async def test_a_stream_adds_up():
+    async with Plane(SPEC) as plane:
+        pieces = [piece async for piece in plane.remote.stream(request())]
+    *deltas, last = pieces
+    assert isinstance(last, Generation)
+    assert all(isinstance(piece, Delta) for piece in deltas)
+    assert tuple(token for piece in deltas for token in piece.token_ids) == last.token_ids
+
+
+async def test_control_verbs_reach_the_engine_and_bring_its_state(tmp_path):
+    async with Plane(SPEC) as plane:
+        await plane.remote.start()
+        assert plane.remote.info == plane.engine.info
+        await plane.remote.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+        assert plane.engine.is_paused
+        assert plane.remote.is_paused
+        await plane.remote.resume()
+        assert not plane.remote.is_paused
+        assert plane.remote.weight_version == 0
+        with pytest.raises(Conflict):
+            await plane.remote.commit(7)
+        with pytest.raises(CheckpointUnreadable):
+            await plane.remote.stage(WeightUpdate(1, str(tmp_path / "missing")))
+        await plane.remote.check_health()
+
+
+async def test_reports_of_stage_and_commit_come_back(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    async with Plane(SPEC) as plane:
+        staged = await plane.remote.stage(WeightUpdate(3, str(tmp_path)))
+        assert (staged.held_in, staged.transport, staged.num_bytes) == (HeldIn.FILES, "directory", 10)
+        await plane.remote.pause(PauseMode.KEEP)
+        assert (await plane.remote.commit(3)).num_verified == 1
+        assert plane.remote.weight_version == 3
+        await plane.remote.resume()
+
+
+async def test_a_push_travels_whole_and_its_relay_too():
+    async with Plane(SPEC) as plane:
+        source = plane.wire.listen(Sender(5, is_one_phase=True))
+        staged = await plane.remote.stage(WeightUpdate(5, push=replace(source, num_receivers=1)))
+        assert staged.held_in is HeldIn.NOWHERE
+        await plane.remote.pause(PauseMode.KEEP)
+        assert (await plane.remote.commit(5)).transfer_ms >= 0.0
+        await plane.remote.resume()
+        offer = await plane.remote.offer()
+        assert offer is not None
+        assert plane.wire.problems == []
+
+
+async def test_sleep_and_wake_bring_the_state():
+    async with Plane(SPEC) as plane:
+        await plane.remote.sleep(1)
+        assert plane.remote.asleep == plane.engine.asleep == ALL_MEMORY
+        assert plane.remote.is_paused
+        with pytest.raises(Conflict):
+            await plane.remote.resume()
+        await plane.remote.wake(frozenset({MemoryTag.WEIGHTS}))
+        assert plane.remote.asleep == {MemoryTag.KV_CACHE}
+        await plane.remote.wake()
+        assert plane.remote.asleep == frozenset()
+        await plane.remote.resume()
+        assert await plane.remote.generate(request())
+
+
+def numbered(epoch: int, number: int) -> dict[str, str]:
+    return {SECRET_HEADER: "secret", EPOCH_HEADER: str(epoch), ORDER_HEADER: str(number)}
+
+
+async def test_orders_that_arrive_late_or_twice_or_unnumbered_are_refused():
+    async with Plane(SPEC) as plane, aiohttp.ClientSession() as session:
+        pause = encode(PauseOrder(PauseMode.KEEP, KVPolicy.KEEP))
+
+        async def send(path: str, headers: dict[str, str], body: bytes | None = None) -> int:
+            async with session.post(plane.server.url + path, headers=headers, data=body) as answer:
+                return answer.status
+
+        assert await send("/pause", numbered(7, 1), pause) == 200
+        assert await send("/resume", numbered(7, 3)) == 200
+        for late in ((7, 2), (7, 3), (7, 1), (6, 99)):  # after its resume, a copy, an older coordinator
+            assert await send("/pause", numbered(*late), pause) == 409
+        assert not plane.engine.is_paused
+        assert await send("/pause", {SECRET_HEADER: "secret"}, pause) == 400
+        assert await send("/pause", {**numbered(7, 9), ORDER_HEADER: "soon"}, pause) == 400
+        assert not plane.engine.is_paused
+        assert await send("/pause", numbered(8, 1), pause) == 200
+        assert await send("/resume", numbered(7, 100)) == 409
+        assert plane.engine.is_paused
+
+
+async def test_a_new_process_outranks_the_one_before_it():
+    async with Plane(SPEC) as plane:
+        old, new, newest = (
+            EngineClients("secret", epoch=1),
+            EngineClients("secret", epoch=2),
+            EngineClients("secret"),
+        )
+        try:
+            await old.connect(plane.server.url).pause(PauseMode.KEEP)
+            await new.connect(plane.server.url).resume()
+            with pytest.raises(Conflict):
+                await old.connect(plane.server.url).pause(PauseMode.KEEP)
+            await newest.connect(plane.server.url).pause(PauseMode.KEEP)  # by default, the time counts
+            with pytest.raises(Conflict):
+                await new.connect(plane.server.url).resume()
+            assert plane.engine.is_paused
+        finally:
+            for clients in (old, new, newest):
+                await clients.close()
+
+
+def test_a_long_stage_is_not_late_because_of_what_froze_meanwhile():
+    fence = Fence()
+    fence.admit(Lane.FREEZE, OrderNumber(1, 2))
+    fence.admit(Lane.STAGE, OrderNumber(1, 1))
+    with pytest.raises(Conflict):
+        fence.admit(Lane.STAGE, OrderNumber(1, 1))
+
+
+async def test_kv_events_arrive():
+    async with Plane(SPEC) as plane, asyncio.timeout(20):
+        events = plane.remote.kv_events()
+        first = asyncio.ensure_future(anext(events))
+        while not first.done():
+            await plane.remote.generate(request(f"r{asyncio.get_running_loop().time()}"))
+            await asyncio.sleep(0.01)
+            if not first.done():
+                await plane.remote.generate(
+                    GenerateRequest("x", tuple(range(50, 120)), SamplingParams(max_tokens=2))
+                )
+        assert isinstance(first.result(), BlocksStored)
+        await events.aclose()
+
+
+async def test_errors_arrive_as_themselves():
+    async with Plane(SPEC) as plane:
+        with pytest.raises(InvalidRequest):
+            await plane.remote.generate(GenerateRequest("r", (5000,), SamplingParams(max_tokens=1)))
+        with pytest.raises(ContextLengthExceeded):
+            await plane.remote.generate(GenerateRequest("r", (1,) * 600, SamplingParams(max_tokens=1)))
+
+
+async def test_a_caller_that_hangs_up_aborts_in_the_engine():
+    async with Plane(SLOW) as plane, asyncio.timeout(20):
+        call = asyncio.create_task(plane.remote.generate(request(max_tokens=4000)))
+        while plane.engine.load().num_running == 0:
+            await asyncio.sleep(0.005)
+        call.cancel()
+        while plane.engine.load().num_running:
+            await asyncio.sleep(0.005)
+    assert call.cancelled() or isinstance(call.exception(), BaseException)
+
+
+async def test_abort_returns_what_there_is():
+    async with Plane(SLOW) as plane, asyncio.timeout(20):
+        call = asyncio.create_task(plane.remote.generate(request("long", max_tokens=4000)))
+        while plane.engine.load().num_running == 0:
+            await asyncio.sleep(0.005)
+        await plane.remote.abort("long")
+        assert (await call).finish_reason is FinishReason.ABORT
+
+
+async def test_an_engine_that_is_gone_is_lost():
+    async with Plane(SPEC) as plane:
+        await plane.server.close()
+        with pytest.raises(EngineLost):
+            await plane.remote.generate(request())
+
+
+async def test_an_engine_that_hangs_is_late():
+    async with Plane(SPEC) as plane, asyncio.timeout(30):
+        await plane.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        with pytest.raises(DeadlineExceeded):
+            await plane.remote._call("POST", "/generate", b"", 0.0001)
+
+
+@pytest.mark.parametrize("headers", [{}, {SECRET_HEADER: "wrong"}, {SECRET_HEADER: "Secret"}])
+async def test_only_the_runs_secret_opens_the_port(headers):
+    async with Plane(SPEC) as plane, aiohttp.ClientSession() as session:
+        for method, path in (("POST", "/generate"), ("POST", "/pause"), ("GET", "/state"), ("POST", "/commit")):
+            async with session.request(method, plane.server.url + path, headers=headers) as answer:
+                assert answer.status == 401
+                assert (await answer.json())["error"]["code"] == "unauthorized"
+        assert not plane.engine.is_paused
+
+
+@pytest.mark.parametrize("body", [b"", b"\x80\x04\x95cos\nsystem", b"{}", b"\xff" * 100])
+async def test_foreign_bytes_are_refused(body):
+    async with Plane(SPEC) as plane, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+        async with session.post(plane.server.url + "/generate", data=body) as answer:
+            assert answer.status == 400
+        assert await plane.remote.generate(request())

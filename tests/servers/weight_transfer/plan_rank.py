@@ -1,0 +1,238 @@
+"""One tensor-parallel rank without an engine: builds vLLM's models and compares plans with vLLM's own loading.
+
+Run as `python -m tests.servers.weight_transfer.plan_rank <rank> <ranks> <port> <empty folder>`; writes `found.json`
+there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from agentloop.engine import TensorInfo
+from agentloop_servers.weight_transfer.copy_plan import Plan, PlanRefused, apply, apply_fills, prove, trace
+
+NUM_LAYERS = 2
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERT_FFN, EXPERTS = 64, 4, 2, 16, 96, 32, 4
+VOCAB = 250  # no multiple of 64: the embeddings are padded, with two ranks on the second only
+FIELDS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "rope_theta": 1e4,
+    "dtype": "bfloat16",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": EXPERT_FFN,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    },
+    "tied": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
+    "untied": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "dtype": "float32",
+    },
+}
+MODELS["spread_moe"] = MODELS["moe"]  # the same, but expert-parallel
+CHECKPOINT_DTYPES = {"untied": torch.float32}  # a cast on the way in; the others have the model's dtype
+
+
+def shapes(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a checkpoint as transformers names them."""
+    fields = MODELS[name]
+    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}"
+        for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            yield f"{prefix}.self_attn.{part}_proj.weight", (heads * HEAD_DIM, HIDDEN)
+            if fields.get("attention_bias"):
+                yield f"{prefix}.self_attn.{part}_proj.bias", (heads * HEAD_DIM,)
+        yield f"{prefix}.self_attn.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
+        if fields.get("attention_bias"):
+            yield f"{prefix}.self_attn.o_proj.bias", (HIDDEN,)
+        if name != "llama":
+            yield f"{prefix}.self_attn.q_norm.weight", (HEAD_DIM,)
+            yield f"{prefix}.self_attn.k_norm.weight", (HEAD_DIM,)
+        if fields is MODELS["moe"]:
+            yield f"{prefix}.mlp.gate.weight", (EXPERTS, HIDDEN)
+        for owner, width in (
+            [(f"mlp.experts.{i}", EXPERT_FFN) for i in range(EXPERTS)]
+            if fields is MODELS["moe"]
+            else [("mlp", FFN)]
+        ):
+            yield f"{prefix}.{owner}.gate_proj.weight", (width, HIDDEN)
+            yield f"{prefix}.{owner}.up_proj.weight", (width, HIDDEN)
+            yield f"{prefix}.{owner}.down_proj.weight", (HIDDEN, width)
+        yield f"{prefix}.input_layernorm.weight", (HIDDEN,)
+        yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN,)
+    yield "model.norm.weight", (HIDDEN,)
+    if not fields["tie_word_embeddings"]:
+        yield "lm_head.weight", (VOCAB, HIDDEN)
+
+
+def checkpoint(name: str) -> dict[str, torch.Tensor]:
+    """Random tensors, the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    dtype = CHECKPOINT_DTYPES.get(name, getattr(torch, {**FIELDS, **MODELS[name]}["dtype"]))
+    return {key: torch.randn(shape, generator=generator).to(dtype) for key, shape in shapes(name)}
+
+
+def infos(tensors: Mapping[str, torch.Tensor]) -> list[TensorInfo]:
+    return [
+        TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+
+
+def build(config: VllmConfig) -> torch.nn.Module:
+    """A model whose parameters hold noise that no checkpoint has."""
+    config.compilation_config.static_forward_context.clear()  # the layers of the model before
+    with set_default_torch_dtype(config.model_config.dtype):
+        model = initialize_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(7.0, 9.0)
+    return model
+
+
+def state(model: torch.nn.Module) -> list[Any]:
+    """Everything of a model but its bytes: identities, addresses, attributes."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        found += [(name, {key: id(value) for key, value in vars(module).items()})]
+        found += [
+            (name, {key: id(value) for key, value in part.items()})
+            for part in (module._parameters, module._buffers)
+        ]
+    for name, parameter in model.named_parameters():
+        attributes = {key: id(value) for key, value in vars(parameter).items()}
+        found.append((name, parameter.data_ptr(), parameter.shape, parameter.stride(), attributes))
+    return found
+
+
+def refusal(call: Any, *args: Any) -> str:
+    """The reason; empty if it was not refused."""
+    try:
+        call(*args)
+    except PlanRefused as error:
+        return str(error)
+    return ""
+
+
+def compare(name: str, config: VllmConfig) -> dict[str, Any]:
+    """Load one model by plan and another by vLLM, and tell all that a test wants to know."""
+    tensors = checkpoint(name)
+    model, reference = build(config), build(config)
+    before, bytes_before = state(model), {key: value.clone() for key, value in model.named_parameters()}
+    plan = trace(model, infos(tensors))
+    parameters = dict(model.named_parameters())
+    is_unchanged = state(model) == before and all(
+        torch.equal(parameters[key], bytes_before[key]) for key in parameters
+    )
+    apply_fills(plan, parameters)
+    for key in sorted(tensors, reverse=True):  # in an order of our own
+        apply(plan, key, tensors[key], parameters)
+    reference.load_weights(iter(tensors.items()))
+    expected = dict(reference.named_parameters())
+    found = {
+        "num_copies": len(plan.copies),
+        "num_fills": len(plan.fills),
+        "unused": plan.unused,
+        "is_unchanged": is_unchanged,
+        "differing": [key for key in expected if not torch.equal(parameters[key], expected[key])],
+        "num_parameters": len(expected),
+        "num_proved": prove(plan, parameters, tensors.__getitem__),
+        "num_copied": sum(math.prod(copy.into.size) for copy in plan.copies),
+        "num_elements": sum(parameter.numel() for parameter in expected.values()),
+        "unnoticed": unnoticed(plan, parameters, tensors),
+    }
+    with set_current_vllm_config(config):
+        process_weights_after_loading(reference, config.model_config, torch.device("cpu"))
+    found["after_processing"] = refusal(trace, reference, infos(tensors))
+    less = dict(tensors)
+    del less["model.layers.1.self_attn.k_proj.weight"]
+    found["missing"] = refusal(trace, model, infos(less))
+    found["unknown"] = refusal(trace, model, infos({**tensors, "model.layers.1.nose.weight": torch.ones(2)}))
+    if name == "moe":
+        found["experts"] = experts(model, config, plan, tensors)
+    return found
+
+
+def unnoticed(plan: Plan, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Tensors whose late arrival (the parameters have another version's values) the proof did not see."""
+    missed = []
+    for name, tensor in tensors.items():
+        apply(plan, name, tensor + 1, parameters)
+        missed += [] if refusal(prove, plan, parameters, tensors.__getitem__) else [name]
+        apply(plan, name, tensor, parameters)
+    return missed
+
+
+def experts(
+    model: torch.nn.Module, config: VllmConfig, plan: Plan, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """What is said of experts in another layout: of the same shape (gate and up changed places), and packed."""
+    name, layer = next((name, layer) for name, layer in model.named_modules() if hasattr(layer, "w13_weight"))
+    layer.w13_weight.data.copy_(layer.w13_weight.data.roll(layer.w13_weight.shape[1] // 2, dims=1))
+    swapped = refusal(prove, plan, dict(model.named_parameters()), tensors.__getitem__)
+    with set_current_vllm_config(config):
+        layer.quant_method.process_weights_after_loading(layer)
+    return {"name": name, "swapped": swapped, "packed": refusal(trace, model, infos(tensors))}
+
+
+def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
+    found: dict[str, Any] = {}
+    for name, fields in MODELS.items():  # the one with experts first: only it makes vLLM set up their group
+        model_folder = folder / name
+        model_folder.mkdir()
+        (model_folder / "config.json").write_text(json.dumps({**FIELDS, **fields}))
+        config = EngineArgs(
+            model=str(model_folder),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            load_format="dummy",
+            max_model_len=64,
+            tensor_parallel_size=num_ranks,
+            enable_expert_parallel=name == "spread_moe",
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            if not found:
+                init_distributed_environment(
+                    num_ranks, rank, f"tcp://127.0.0.1:{port}", local_rank=rank, backend="gloo"
+                )
+                initialize_model_parallel(num_ranks)
+        found[name] = compare(name, config)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,74 @@
+"""One side of a push in a process of its own, so that a test can kill it.
+
+python -m tests.servers.weight_transfer.push_process receive <stall at bucket, or -1>  stdin: a PushSource as JSON
+python -m tests.servers.weight_transfer.push_process send <stall at tensor, or -1>  stdout: a PushSource as JSON
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import msgspec
+import torch
+
+from agentloop.engine import PushSource, TensorInfo
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.layout import view
+from agentloop_servers.weight_transfer.receiver import PassRestarted, Receiver
+from agentloop_servers.weight_transfer.sender import WeightSender
+
+TIMEOUT_S = 60.0
+BUCKET_BYTES = 2**16
+CPU = torch.device("cpu")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def stall() -> None:
+    say("stalled")
+    time.sleep(TIMEOUT_S)
+
+
+def receive(source: PushSource, stall_at: int) -> None:
+    """Print "done" after a whole update, "stalled" at the bucket where it stops."""
+    incoming = Receiver(CPU, 0).open(source, can_hold=True, timeout_s=TIMEOUT_S)
+    while True:
+        try:
+            found = {}
+            for bucket, data in incoming.buckets():
+                if bucket == stall_at:
+                    stall()
+                for place in incoming.layout.in_bucket(bucket):
+                    found[place.name] = view(data, place).clone()
+            incoming.finish()
+        except PassRestarted:
+            continue
+        say("done")
+        return
+
+
+def send(stall_at: int, num_tensors: int = 12) -> None:
+    """Print the offer for one receiver, then "stalled" at the tensor where it stops."""
+
+    def load(number: int) -> torch.Tensor:
+        if number == stall_at:
+            stall()
+        return torch.full((BUCKET_BYTES // 4,), float(number))
+
+    infos = [TensorInfo(f"t{number}", "float32", (BUCKET_BYTES // 4,)) for number in range(num_tensors)]
+    sender = WeightSender(bucket_bytes=BUCKET_BYTES, device=CPU)
+    source = sender.offer([Outgoing(info, lambda n=n: load(n)) for n, info in enumerate(infos)])
+    say(msgspec.json.encode(source).decode())
+    sender.run(TIMEOUT_S)
+    say("done")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "receive":
+        receive(msgspec.json.decode(sys.stdin.readline(), type=PushSource), int(sys.argv[2]))
+    else:
+        send(int(sys.argv[2]))

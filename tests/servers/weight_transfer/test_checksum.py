@@ -1,0 +1,62 @@
+"""The sum over a tensor's bytes: what it finds, and that it depends on nothing but bytes and rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentloop_servers.weight_transfer.checksum import checksum, to_host
+
+SHAPES = [(), (1,), (7,), (8, 16), (5, 3), (3, 1, 5), (64, 33), (0, 4)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64]
+
+
+def reference(tensor: torch.Tensor) -> int:
+    """The definition, with Python's integers."""
+    if tensor.numel() == 0:
+        return 0
+    num_rows = tensor.shape[0] if tensor.ndim else 1
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    row_bytes = len(data) // num_rows
+    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
+    total = 0
+    for row in range(num_rows):
+        words = data[row * row_bytes : (row + 1) * row_bytes]
+        for start in range(0, row_bytes, size):
+            total += (row + 1) * int.from_bytes(words[start : start + size], "little", signed=size > 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_what_its_definition_says(shape, dtype):
+    torch.manual_seed(0)
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    assert checksum(tensor).item() == reference(tensor)
+
+
+def checksums(tensors):
+    return to_host([checksum(tensor) for tensor in tensors])
+
+
+def test_zeros_swapped_rows_and_one_changed_bit_are_found():
+    torch.manual_seed(0)
+    tensor = torch.randn(16, 24).bfloat16()
+    swapped = tensor.clone()
+    swapped[[2, 9]] = swapped[[9, 2]]
+    changed = tensor.clone()
+    changed.view(torch.int16)[11, 3] ^= 1
+    found = checksums([tensor, torch.zeros_like(tensor), swapped, changed, tensor.roll(1, 0)])
+    assert len(set(found)) == 5
+
+
+def test_memory_layout_and_position_do_not_matter():
+    torch.manual_seed(0)
+    tensor = torch.randn(6, 8)
+    shifted = torch.empty(49)[1:].view(6, 8).copy_(tensor)  # not aligned for eight-byte words
+    turned = tensor.T.contiguous().T
+    assert checksums([tensor, shifted, turned]) == [checksum(tensor).item()] * 3
+
+
+def test_no_tensors_have_no_sums():
+    assert checksums([]) == []

@@ -1,0 +1,35 @@
+"""What of the NCCL lane can be seen without a GPU; the rest is `tests/gpu/push_lanes.py`."""
+
+import pytest
+
+from agentloop_servers.weight_transfer.transports.base import LaneBroken
+from agentloop_servers.weight_transfer.transports.nccl import check_settings, settings
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_ALGO", "NCCL_PROTO"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_equal_settings_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_settings(settings())
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    assert settings()["NCCL_PROTO"] == "Simple"
+    check_settings(settings())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        ({"NCCL_PROTO": "LL"}, "NCCL_PROTO is Simple in the engine's worker and LL in the sender"),
+        ({}, "NCCL_PROTO is Simple in the engine's worker and unset in the sender"),
+        ({"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring"}, "NCCL_ALGO is unset in the engine's worker and ring"),
+    ],
+)
+def test_settings_that_would_hang_a_broadcast_are_named(
+    theirs: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    with pytest.raises(LaneBroken, match=reason):
+        check_settings(theirs)

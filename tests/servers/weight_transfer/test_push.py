@@ -1,0 +1,436 @@
+"""A push over shared memory from a sender to receivers, on threads: what arrives, and what each failure means."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from agentloop.errors import CheckpointUnreadable, InvalidRequest, WeightUpdateFailed
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.receiver import RECEIVE_LANES, PassRestarted, Receiver
+from agentloop_servers.weight_transfer.route import Transport
+from agentloop_servers.weight_transfer.sender import SEND_LANES
+from agentloop_servers.weight_transfer.transports.base import LaneBroken
+from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveLane, ShmSendLane
+from tests.servers.weight_transfer.pushing import (
+    WAIT_S,
+    Stage,
+    collect,
+    leaving_no_files,
+    link_threads,
+    outgoing,
+    same,
+    to_workers,
+    until,
+    weights,
+)
+
+NEVER_S = 5.0  # far less than any deadline here, far more than a notice takes
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with leaving_no_files():
+        stage = Stage()
+        yield stage
+        stage.close()
+
+
+class ZeroLane(ShmReceiveLane):
+    """Succeeds, and delivers zeros: what a transport that disabled itself looks like."""
+
+    def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for bucket, data in super().buckets():
+            yield bucket, torch.zeros_like(data)
+
+
+class BrokenLane(ShmSendLane):
+    """Breaks at bucket 2 of the first `num_broken` passes though nobody is lost."""
+
+    num_broken = 1
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.num_left = self.num_broken
+
+    def send(self, bucket: int, buffer: int) -> None:
+        if bucket == 2 and self.num_left > 0:
+            self.num_left -= 1
+            raise LaneBroken("the wire is cut")
+        super().send(bucket, buffer)
+
+
+class AlwaysBrokenLane(BrokenLane):
+    num_broken = 100
+
+
+def test_several_workers_get_what_was_sent(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 3)
+    assert source.tensors[0].name == "t0"
+    arriving = [stage.receive(stage.receiver(rank), source) for rank in range(3)]
+    report = stage.run(sender).result(WAIT_S)
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in sent.values())
+    assert (report.transports, report.num_passes, report.num_receivers) == (("shm",), 1, 3)
+    assert report.failures == ()
+    assert report.transfer_ms > 0
+
+
+def test_workers_may_come_before_or_after_the_run_begins(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    early = stage.receive(stage.receiver(0), source)
+    time.sleep(0.1)
+    running = stage.run(sender)
+    time.sleep(0.1)
+    assert not running.done()
+    late = stage.receive(stage.receiver(1), source)
+    assert running.result(WAIT_S).num_receivers == 2
+    assert same(early.result(WAIT_S), sent)
+    assert same(late.result(WAIT_S), sent)
+
+
+def test_tensors_are_cast_to_what_was_offered(stage):
+    sent, sender = weights(num_tensors=3), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent, "bfloat16")), 1)
+    arriving = stage.receive(stage.receiver(), source)
+    stage.run(sender).result(WAIT_S)
+    assert same(arriving.result(WAIT_S), sent, torch.bfloat16)
+
+
+def test_later_updates_use_the_same_links(stage):
+    sender, receivers = stage.sender(), [stage.receiver(rank) for rank in range(2)]
+    num_threads = []
+    for seed in range(4):
+        sent = weights(seed, num_tensors=4 + seed % 2)
+        source = to_workers(sender.offer(outgoing(sent)), 2)
+        arriving = [stage.receive(receiver, source) for receiver in receivers]
+        assert stage.run(sender).result(WAIT_S).num_receivers == 2
+        assert all(same(one.result(WAIT_S), sent) for one in arriving)
+        num_threads.append(link_threads())
+    assert len(set(num_threads)) == 1
+    sender.release()  # and they survive that the buffers are made anew
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    arriving = [stage.receive(receiver, source) for receiver in receivers]
+    assert stage.run(sender).result(WAIT_S).num_receivers == 2
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert link_threads() == num_threads[-1]
+
+
+def test_another_worker_may_join_and_one_may_be_gone_at_the_next_update(stage):
+    sent, sender = weights(), stage.sender()
+    kept, gone, new = (stage.receiver(rank) for rank in range(3))
+    for receivers in ([kept, gone], [kept, new]):
+        source = to_workers(sender.offer(outgoing(sent)), 2)
+        arriving = [stage.receive(receiver, source) for receiver in receivers]
+        assert stage.run(sender).result(WAIT_S).num_receivers == 2
+        assert all(same(one.result(WAIT_S), sent) for one in arriving)
+        gone.close()
+
+
+def test_zeros_instead_of_the_data_are_refused(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    blind = stage.receive(stage.receiver(0, lanes={**RECEIVE_LANES, Transport.SHM: ZeroLane}), source)
+    sound = stage.receive(stage.receiver(1), source)
+    report = stage.run(sender).result(WAIT_S)
+    with pytest.raises(CheckpointUnreadable, match="5 of 5 buckets did not arrive"):
+        blind.result(WAIT_S)
+    assert same(sound.result(WAIT_S), sent)
+    assert report.num_receivers == 1
+    assert "did not arrive" in report.failures[0]
+
+
+def test_an_update_that_reaches_nobody_fails(stage):
+    sender = stage.sender()
+    source = to_workers(sender.offer(outgoing(weights())), 1)
+    arriving = stage.receive(stage.receiver(0, lanes={**RECEIVE_LANES, Transport.SHM: ZeroLane}), source)
+    with pytest.raises(WeightUpdateFailed, match=r"no worker is left.*did not arrive"):
+        stage.run(sender).result(WAIT_S)
+    with pytest.raises(CheckpointUnreadable):
+        arriving.result(WAIT_S)
+
+
+def test_one_phase_bytes_flow_only_once_all_have_committed(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    opening = [
+        stage.submit(stage.receiver(rank).open, source, can_hold=rank == 0, timeout_s=WAIT_S) for rank in range(2)
+    ]
+    started = threading.Event()
+    running = stage.run(sender, before_pass=started.set)
+    first, second = (one.result(WAIT_S) for one in opening)
+    assert first.is_one_phase
+    assert second.is_one_phase
+    arriving = [stage.submit(collect, first)]
+    time.sleep(0.3)
+    assert not started.is_set()
+    arriving.append(stage.submit(collect, second))
+    assert running.result(WAIT_S).num_receivers == 2
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert first.transfer_ms > 0
+
+
+def test_one_phase_a_worker_that_gives_up_does_not_hold_the_others(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    opening = [
+        stage.submit(stage.receiver(rank).open, source, can_hold=False, timeout_s=WAIT_S) for rank in range(2)
+    ]
+    running = stage.run(sender)
+    first, second = (one.result(WAIT_S) for one in opening)
+    arriving = stage.submit(collect, first)
+    second.fail("its pause failed")
+    report = running.result(WAIT_S)
+    assert same(arriving.result(WAIT_S), sent)
+    assert (report.num_receivers, report.num_passes) == (1, 1)
+    assert "its pause failed" in report.failures[0]
+
+
+def test_a_broken_pass_is_sent_again_and_every_load_is_called_once_a_pass(stage):
+    sent, loads, num_begun, num_restarts = weights(), [], [], []
+    sender = stage.sender(lanes={**SEND_LANES, Transport.SHM: BrokenLane})
+
+    def load(name: str) -> torch.Tensor:
+        loads.append(name)
+        return sent[name]
+
+    items = [Outgoing(item.info, lambda name=item.info.name: load(name)) for item in outgoing(sent)]
+    source = to_workers(sender.offer(items), 2)
+    arriving = [stage.receive(stage.receiver(rank), source, num_restarts=num_restarts) for rank in range(2)]
+    report = stage.run(sender, before_pass=lambda: num_begun.append(1)).result(WAIT_S)
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert (report.num_passes, report.num_receivers) == (2, 2)
+    assert len(num_begun) == len(num_restarts) == 2
+    assert loads == [*sent, *sent]
+
+
+def test_a_lane_that_never_holds_ends_the_update(stage):
+    sender = stage.sender(lanes={**SEND_LANES, Transport.SHM: AlwaysBrokenLane})
+    source = to_workers(sender.offer(outgoing(weights())), 1)
+    arriving = stage.receive(stage.receiver(), source)
+    with pytest.raises(WeightUpdateFailed, match=r"3 passes broke off.*the wire is cut"):
+        stage.run(sender).result(WAIT_S)
+    with pytest.raises(CheckpointUnreadable, match="the wire is cut"):
+        arriving.result(WAIT_S)
+
+
+def test_a_load_that_raises_ends_the_update_and_the_others_are_still_called(stage):
+    sent, loads, sender = weights(), [], stage.sender()
+
+    def load(name: str) -> torch.Tensor:
+        loads.append(name)
+        if name == "t4":
+            raise RuntimeError("out of memory")
+        return sent[name]
+
+    items = [Outgoing(item.info, lambda name=item.info.name: load(name)) for item in outgoing(sent)]
+    source = to_workers(sender.offer(items), 1)
+    arriving = stage.receive(stage.receiver(), source)
+    with pytest.raises(WeightUpdateFailed, match="out of memory"):
+        stage.run(sender).result(WAIT_S)
+    with pytest.raises(CheckpointUnreadable, match="out of memory"):
+        arriving.result(WAIT_S)
+    assert loads == list(sent)
+
+
+def test_a_tensor_of_another_shape_than_offered_ends_the_update(stage):
+    sent, sender = weights(num_tensors=2), stage.sender()
+    items = outgoing(sent)
+    items[1] = Outgoing(items[1].info, lambda: torch.zeros(1))  # would broadcast
+    source = to_workers(sender.offer(items), 1)
+    arriving = stage.receive(stage.receiver(), source)
+    with pytest.raises(WeightUpdateFailed, match=r"t1 has shape \(1,\)"):
+        stage.run(sender).result(WAIT_S)
+    with pytest.raises(CheckpointUnreadable):
+        arriving.result(WAIT_S)
+
+
+def test_a_worker_that_fails_in_the_middle_is_left_out(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    whole = stage.receive(stage.receiver(0), source)
+
+    def fails() -> None:
+        incoming = stage.receiver(1).open(source, can_hold=True, timeout_s=WAIT_S)
+        for bucket, _ in incoming.buckets():
+            if bucket == 1:
+                incoming.fail("no memory")
+                return
+
+    failing = stage.submit(fails)
+    report = stage.run(sender).result(WAIT_S)
+    failing.result(WAIT_S)
+    assert same(whole.result(WAIT_S), sent)
+    assert (report.num_receivers, report.num_passes) == (1, 2)
+    assert "no memory" in report.failures[0]
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["waiting", "sending"])
+def test_cancel_from_another_thread_ends_both_sides_at_once(stage, has_begun):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 1 if has_begun else 2)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def on_bucket(bucket: int) -> None:
+        if bucket == 1:
+            reached.set()
+            go_on.wait(WAIT_S)
+
+    arriving = stage.receive(stage.receiver(), source, on_bucket=on_bucket)
+    running = stage.run(sender)
+    if has_begun:
+        assert reached.wait(WAIT_S)
+    else:
+        time.sleep(0.2)
+    began_at = time.monotonic()
+    sender.cancel("the trainer has changed its mind")
+    with pytest.raises(WeightUpdateFailed, match="changed its mind"):
+        running.result(WAIT_S)
+    go_on.set()
+    with pytest.raises(CheckpointUnreadable, match="changed its mind"):
+        arriving.result(WAIT_S)
+    assert time.monotonic() - began_at < NEVER_S
+
+
+def test_after_a_cancel_the_next_update_works(stage):
+    sent, sender, receiver = weights(), stage.sender(), stage.receiver()
+    sender.offer(outgoing(sent))
+    sender.cancel("not yet")
+    with pytest.raises(WeightUpdateFailed, match="not yet"):
+        sender.run(WAIT_S)
+    source = to_workers(sender.offer(outgoing(sent)), 1)
+    arriving = stage.receive(receiver, source)
+    assert stage.run(sender).result(WAIT_S).num_receivers == 1
+    assert same(arriving.result(WAIT_S), sent)
+
+
+def test_abort_from_another_thread_ends_the_receiver_and_spares_the_others(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    opening = [
+        stage.submit(stage.receiver(rank).open, source, can_hold=True, timeout_s=WAIT_S) for rank in range(2)
+    ]
+    running = stage.run(sender)
+    kept, aborted = (one.result(WAIT_S) for one in opening)
+    ending = stage.submit(collect, aborted)  # waits: the other one is not ready
+    time.sleep(0.2)
+    began_at = time.monotonic()
+    aborted.abort()
+    aborted.abort()
+    with pytest.raises(CheckpointUnreadable, match="given up"):
+        ending.result(WAIT_S)
+    assert time.monotonic() - began_at < NEVER_S
+    arriving = stage.submit(collect, kept)
+    assert running.result(WAIT_S).num_receivers == 1
+    assert same(arriving.result(WAIT_S), sent)
+
+
+def test_an_open_that_is_given_up_ends_at_once(stage):
+    source = to_workers(stage.sender().offer(outgoing(weights())), 1)
+    with pytest.raises(CheckpointUnreadable, match="given up"):
+        stage.receiver().open(source, can_hold=True, timeout_s=WAIT_S, is_given_up=lambda: True)
+
+
+def test_deadlines_end_both_sides(stage):
+    sender = stage.sender()
+    source = to_workers(sender.offer(outgoing(weights())), 2)
+    arriving = stage.receive(stage.receiver(), source)
+    until(lambda: link_threads() > 1)
+    time.sleep(0.2)
+    with pytest.raises(WeightUpdateFailed, match="1 of 2 workers connected"):
+        sender.run(0.3)
+    with pytest.raises(CheckpointUnreadable, match="1 of 2 workers connected"):
+        arriving.result(WAIT_S)
+    source = to_workers(sender.offer(outgoing(weights())), 1)
+    with pytest.raises(CheckpointUnreadable, match="no Accept in time"):
+        stage.receiver().open(source, can_hold=True, timeout_s=0.2)
+
+
+def test_an_offer_is_for_one_run(stage):
+    sent, sender = weights(), stage.sender()
+    with pytest.raises(WeightUpdateFailed, match="no open offer"):
+        sender.run(1.0)
+    old = to_workers(sender.offer(outgoing(sent)), 1)
+    sender.offer(outgoing(sent))
+    with pytest.raises(CheckpointUnreadable, match="earlier offer"):
+        stage.receiver().open(old, can_hold=True, timeout_s=WAIT_S)
+
+
+def test_a_transport_that_cannot_serve_is_refused_by_name(stage):
+    sender = stage.sender(transport="nccl")
+    source = to_workers(sender.offer(outgoing(weights())), 1)
+    arriving = stage.receive(stage.receiver(), source)
+    with pytest.raises(WeightUpdateFailed, match="would need the transport shm, not nccl"):
+        stage.run(sender).result(WAIT_S)
+    with pytest.raises(CheckpointUnreadable, match="write a directory instead"):
+        arriving.result(WAIT_S)
+
+
+def test_impossible_requests_are_refused(stage):
+    with pytest.raises(InvalidRequest, match="listen_host"):
+        stage.sender(listen_host="0.0.0.0")
+    source = stage.sender().offer(outgoing(weights()))
+    with pytest.raises(CheckpointUnreadable, match="how many workers"):
+        stage.receiver().open(source, can_hold=True, timeout_s=1.0)
+
+
+def test_closing_ends_everything(stage):
+    before = link_threads()
+    sent, sender, receiver = weights(), stage.sender(), stage.receiver()
+    source = to_workers(sender.offer(outgoing(sent)), 1)
+    arriving = stage.receive(receiver, source)
+    stage.run(sender).result(WAIT_S)
+    arriving.result(WAIT_S)
+    sender.close()
+    sender.close()
+    receiver.close()
+    until(lambda: link_threads() <= before)
+    with pytest.raises(CheckpointUnreadable, match="no connection"):
+        receiver.open(source, can_hold=True, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_leaves_at_whatever_moment_the_others_get_everything(stage, seed):
+    """Two of four workers leave at random moments, in random ways; kept links are used by the second update."""
+    moments = random.Random(seed)
+    sender, receivers = stage.sender(), [stage.receiver(rank) for rank in range(4)]
+    for _ in range(2):
+        sent = weights(moments.randrange(1000))
+        source = to_workers(sender.offer(outgoing(sent)), 4)
+
+        def leaves(receiver: Receiver, bucket: int, delay_s: float, is_abort: bool, source=source) -> None:
+            incoming = receiver.open(source, can_hold=True, timeout_s=WAIT_S)
+            timer = threading.Timer(delay_s, incoming.abort)
+            with contextlib.suppress(CheckpointUnreadable, PassRestarted):
+                if is_abort:
+                    timer.start()
+                for number, _ in incoming.buckets():
+                    if number == bucket and not is_abort:
+                        break
+                if is_abort:
+                    timer.join()
+                else:
+                    incoming.fail("enough")
+            incoming.abort()
+            timer.cancel()
+
+        leaving = [
+            stage.submit(
+                leaves, receiver, moments.randrange(6), moments.choice((0, 0.001, 0.01)), moments.random() < 0.5
+            )
+            for receiver in receivers[:2]
+        ]
+        arriving = [stage.receive(receiver, source) for receiver in receivers[2:]]
+        report = stage.run(sender).result(WAIT_S)
+        assert all(same(one.result(WAIT_S), sent) for one in arriving)
+        assert [one.result(WAIT_S) for one in leaving] == [None, None]
+        assert report.num_receivers == 2
+        assert len(report.failures) == 2

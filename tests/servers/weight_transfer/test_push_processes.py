@@ -1,0 +1,117 @@
+"""A push between processes, some of which are killed while the bytes flow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from agentloop.engine import PushSource
+from agentloop.errors import CheckpointUnreadable
+from tests.servers.weight_transfer.pushing import (
+    WAIT_S,
+    Stage,
+    feed,
+    leaving_no_files,
+    line,
+    outgoing,
+    same,
+    to_workers,
+    weights,
+)
+
+NOTICE_S = 5.0  # within one second on an idle machine; a deadline would be a minute
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with leaving_no_files():
+        stage = Stage()
+        yield stage
+        stage.close()
+
+
+def test_the_survivors_of_a_killed_receiver_get_a_fresh_pass(stage):
+    sent, sender = weights(), stage.sender()
+    stalling, sound = stage.process("receive", "1"), stage.process("receive", "-1")
+    source = to_workers(sender.offer(outgoing(sent)), 4)
+    running = stage.run(sender)
+    for process in (stalling, sound):
+        feed(process, source)
+    arriving = [stage.receive(stage.receiver(rank), source) for rank in range(2)]
+    assert line(stalling) == "stalled"
+    stalling.kill()
+    killed_at = time.monotonic()
+    report = running.result(WAIT_S)
+    assert time.monotonic() - killed_at < NOTICE_S
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert line(sound) == "done"
+    assert (report.num_passes, report.num_receivers) == (2, 3)
+    assert "was lost" in report.failures[0]
+
+
+def test_a_worker_killed_before_it_is_ready_is_left_out(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    waiting = stage.process("receive", "-1")
+    feed(waiting, source)  # it says hello, and waits for the other one
+    other = stage.receiver()
+    running = stage.run(sender)
+    while not sender.num_connected:
+        time.sleep(0.01)
+    waiting.kill()
+    waiting.wait(WAIT_S)
+    arriving = stage.receive(other, source)
+    report = running.result(WAIT_S)
+    assert same(arriving.result(WAIT_S), sent)
+    assert report.num_receivers == 1
+    assert "was lost" in report.failures[0]
+
+
+@pytest.mark.parametrize("stall_at", ["0", "5"])
+def test_the_receivers_of_a_killed_sender_raise_at_once(stage, stall_at):
+    sender = stage.process("send", stall_at)
+    source = to_workers(msgspec.json.decode(line(sender), type=PushSource), 2)
+    arriving = [stage.receive(stage.receiver(rank), source) for rank in range(2)]
+    assert line(sender) == "stalled"
+    sender.kill()
+    killed_at = time.monotonic()
+    for one in arriving:
+        with pytest.raises(CheckpointUnreadable, match="the connection was"):
+            one.result(WAIT_S)
+    assert time.monotonic() - killed_at < NOTICE_S
+
+
+def test_strangers_during_a_push_change_nothing(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    host, _, port = source.addresses[0].rpartition(":")
+    with contextlib.ExitStack() as strangers:
+
+        def intrude() -> None:
+            sock = strangers.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
+            sock.sendall(os.urandom(200))
+            strangers.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))  # and says nothing
+
+        intrude()
+        with pytest.raises(CheckpointUnreadable, match="token"):
+            stage.receiver(7).open(replace(source, token="guessed"), can_hold=True, timeout_s=WAIT_S)
+        arriving = [
+            stage.receive(stage.receiver(rank), source, on_bucket=lambda bucket: intrude()) for rank in range(2)
+        ]
+        report = stage.run(sender).result(WAIT_S)
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert (report.num_passes, report.num_receivers) == (1, 2)
+
+
+def test_whole_processes_on_both_sides(stage):
+    sender, receiver = stage.process("send", "-1"), stage.process("receive", "-1")
+    feed(receiver, to_workers(msgspec.json.decode(line(sender), type=PushSource), 1))
+    assert line(receiver) == "done"
+    assert line(sender) == "done"

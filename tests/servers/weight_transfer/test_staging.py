@@ -1,0 +1,325 @@
+"""A worker's depot over a small torch model: which way an update takes, and that the commit proves what it did."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentloop.engine import PushSource, TensorInfo, TensorNames
+from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.layout import lay_out
+from agentloop_servers.weight_transfer.receiver import PassRestarted
+from agentloop_servers.weight_transfer.sender import WeightSender
+from agentloop_servers.weight_transfer.spot_checks import Read
+from agentloop_servers.weight_transfer.staged_weights import Swap, Tensors, receive
+from agentloop_servers.weight_transfer.staging import Depot
+
+ROWS, COLUMNS = 12, 8
+NAMES = ("left.weight", "right.weight", "norm.weight")
+
+
+class TwoInOne(torch.nn.Module):
+    """Fuses two checkpoint matrices into one parameter, with four rows of padding, as engines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.zeros(2 * ROWS + 4, COLUMNS))
+        self.norm = torch.nn.Parameter(torch.zeros(COLUMNS))
+
+    def load_weights(self, tensors: Tensors) -> None:
+        rows = {"left.weight": 0, "right.weight": ROWS}
+        for name, tensor in tensors:
+            if name == "norm.weight":
+                self.norm.data.copy_(tensor)
+            else:
+                self.fused.data[rows[name] : rows[name] + ROWS].copy_(tensor)
+        self.fused.data[2 * ROWS :].fill_(0)
+
+
+class PlainModel:
+    """See `holds.Model`. `num_reloads` counts the loads through the model's own loader."""
+
+    def __init__(self, module: TwoInOne) -> None:
+        self.module = module
+        self.num_reloads = 0
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self.module.named_parameters()}
+
+    def reload(self, tensors: Tensors) -> None:
+        self.num_reloads += 1
+        self.module.load_weights(tensors)
+
+    def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
+        if not torch.equal(self.module.norm.data, read("norm.weight")[:]):
+            raise RuntimeError("the norm is not what was loaded")
+        return 1, 2
+
+    def synchronize(self) -> None: ...
+
+
+class StaleModel(PlainModel):
+    """Computes with a copy of its parameters that no update reaches."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in super().parameters.items()}
+
+
+class WipedModel(PlainModel):
+    """Loses a row whenever somebody looks, once the test says so."""
+
+    is_losing = False
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        if self.is_losing:
+            self.module.fused.data[3].zero_()
+        return super().parameters
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    shapes = {"left.weight": (ROWS, COLUMNS), "right.weight": (ROWS, COLUMNS), "norm.weight": (COLUMNS,)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def infos() -> list[TensorInfo]:
+    return [TensorInfo(name, "float32", tuple(tensor.shape)) for name, tensor in weights(0).items()]
+
+
+class Site:
+    """A depot, its model, and a trainer that listens."""
+
+    def __init__(
+        self, kind: type[PlainModel] = PlainModel, *, staging: str = "auto", can_trace: bool = True
+    ) -> None:
+        self.module = TwoInOne()
+        self.model = kind(self.module)
+        self.depot = Depot(
+            self.model, self.module, torch.device("cpu"), 0, staging=staging, can_trace=can_trace, timeout_s=20.0
+        )
+        self.sender = WeightSender(bucket_bytes=1024)
+        self.num_stages = 0
+        self.trainer: threading.Thread | None = None
+
+    def load(self, directory: Path, seed: int) -> None:
+        """As the engine's own start does."""
+        save_file(weights(seed), directory / "model.safetensors")
+        self.module.load_weights(iter(weights(seed).items()))
+        self.depot.prepare(str(directory), infos())
+
+    def offer(self, seed: int, *, is_reversed: bool = False) -> PushSource:
+        items = [
+            Outgoing(TensorInfo(name, "float32", tuple(tensor.shape)), lambda tensor=tensor: tensor)
+            for name, tensor in weights(seed).items()
+        ]
+        items = items[::-1] if is_reversed else items
+        offer = replace(self.sender.offer(items), num_receivers=1)
+        self.trainer = threading.Thread(target=self.sender.run, args=(20.0,))
+        self.trainer.start()
+        return offer
+
+    def stage(self, source: PushSource | str) -> dict[str, object]:
+        self.num_stages += 1
+        self.depot.stage(self.num_stages, source, infos())
+        return self.wait()
+
+    def wait(self) -> dict[str, object]:
+        deadline_at = time.monotonic() + 20.0
+        while (state := self.depot.poll(self.num_stages))["state"] == "receiving":
+            assert time.monotonic() < deadline_at
+            time.sleep(0.005)
+        return state
+
+    def commit(self) -> Swap:
+        swap = self.depot.commit(self.num_stages)
+        if self.trainer is not None:
+            self.trainer.join(20.0)
+            assert not self.trainer.is_alive()
+        return swap
+
+    def assert_holds(self, seed: int) -> None:
+        expected = weights(seed)
+        fused = torch.cat([expected["left.weight"], expected["right.weight"], torch.zeros(4, COLUMNS)])
+        assert torch.equal(self.module.fused.data, fused)
+        assert torch.equal(self.module.norm.data, expected["norm.weight"])
+
+    def close(self) -> None:
+        self.depot.release()
+        self.sender.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Site, tmp_path: Path) -> None:
+    site.load(tmp_path, seed=1)
+    state = site.stage(site.offer(seed=2))
+    assert (state["state"], state["held_in"], state["transport"]) == ("held", "host", "shm")
+    site.assert_holds(1)
+    swap = site.commit()
+    assert swap.num_verified == 2
+    site.assert_holds(2)
+    assert site.model.num_reloads == 0
+
+
+def test_a_plan_serves_tensors_in_any_order(site: Site, tmp_path: Path) -> None:
+    site.load(tmp_path, seed=1)
+    source = site.offer(seed=2, is_reversed=True)
+    site.depot.stage(1, source, source.tensors)
+    site.num_stages = 1
+    assert site.wait()["state"] == "held"
+    site.commit()
+    site.assert_holds(2)
+    assert site.model.num_reloads == 0
+
+
+def test_a_directory_is_staged_the_same_way(site: Site, tmp_path: Path) -> None:
+    site.load(tmp_path, seed=1)
+    (tmp_path / "next").mkdir()
+    save_file(weights(2), tmp_path / "next" / "model.safetensors")
+    assert site.stage(str(tmp_path / "next"))["held_in"] == "host"
+    site.assert_holds(1)
+    site.commit()
+    site.assert_holds(2)
+    assert site.model.num_reloads == 0
+
+
+def test_dummy_weights_are_loaded_once_by_the_model_itself_which_proves_the_plan(site: Site) -> None:
+    for seed, num_reloads in ((1, 1), (2, 1), (3, 1)):
+        assert site.stage(site.offer(seed))["held_in"] == "host"
+        site.commit()
+        site.assert_holds(seed)
+        assert site.model.num_reloads == num_reloads
+
+
+def test_a_model_that_computes_with_copies_goes_through_its_loader(tmp_path: Path) -> None:
+    site = Site(can_trace=False)
+    try:
+        site.load(tmp_path, seed=1)
+        site.stage(site.offer(seed=2))
+        site.assert_holds(1)
+        assert site.commit().num_unverified == 2
+        site.assert_holds(2)
+        assert site.model.num_reloads == 1
+    finally:
+        site.close()
+
+
+@pytest.mark.parametrize("can_trace", [True, False])
+def test_one_phase_receives_in_the_commit(can_trace: bool, tmp_path: Path) -> None:
+    site = Site(staging="none", can_trace=can_trace)
+    try:
+        site.load(tmp_path, seed=1)
+        state = site.stage(site.offer(seed=2))
+        assert (state["state"], state["held_in"], state["transfer_ms"]) == ("held", "nowhere", 0.0)
+        site.assert_holds(1)
+        assert site.commit().transfer_ms > 0
+        site.assert_holds(2)
+        assert site.model.num_reloads == (0 if can_trace else 1)
+    finally:
+        site.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(StaleModel, "was replaced"), (WipedModel, "parameter fused does not hold what was sent")],
+)
+def test_a_commit_that_did_not_arrive_is_found(kind: type[PlainModel], reason: str, tmp_path: Path) -> None:
+    site = Site(kind)
+    try:
+        site.load(tmp_path, seed=1)
+        site.stage(site.offer(seed=2))
+        if isinstance(site.model, WipedModel):
+            site.model.is_losing = True
+        with pytest.raises(RuntimeError, match=reason):
+            site.commit()
+    finally:
+        site.close()
+
+
+def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Site, tmp_path: Path) -> None:
+    site.load(tmp_path, seed=1)
+    offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
+    site.num_stages += 1
+    site.depot.stage(site.num_stages, replace(offer, num_receivers=1), infos())
+    site.sender.close()
+    state = site.wait()
+    assert state["state"] == "failed"
+    assert state["error"]
+    with pytest.raises(RuntimeError, match="nothing is held"):
+        site.depot.commit(site.num_stages)
+    site.assert_holds(1)
+
+
+def test_a_dropped_stage_lets_go_of_the_trainer(site: Site, tmp_path: Path) -> None:
+    site.load(tmp_path, seed=1)
+    offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
+    site.depot.stage(1, replace(offer, num_receivers=2), infos())  # the other one never comes
+    site.depot.drop(1)
+    assert site.depot.poll(1)["state"] == "failed"
+    site.num_stages = 1
+    assert site.stage(site.offer(seed=3))["state"] == "held"
+    site.commit()
+    site.assert_holds(3)
+
+
+@pytest.mark.parametrize("can_trace", [True, False])
+def test_what_was_pushed_can_be_given_on(can_trace: bool, tmp_path: Path) -> None:
+    """By its parameters, or, where they cannot be read back, by what the push brought."""
+    site, other = Site(can_trace=can_trace), Site(can_trace=can_trace)
+    try:
+        site.load(tmp_path, seed=1)
+        other.load(tmp_path, seed=1)
+        site.stage(site.offer(seed=2))
+        site.commit()
+        given = site.depot.offer("a token")
+        assert given is not None
+        tensors = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in given["tensors"])
+        source = PushSource((given["address"],), "a token", tensors, TensorNames(given["names"]), num_receivers=1)
+        assert other.stage(source)["state"] == "held"
+        other.commit()
+        other.assert_holds(2)
+    finally:
+        site.close()
+        other.close()
+
+
+def test_a_pass_that_restarts_while_it_is_compared_is_received_again() -> None:
+    """Another worker can be lost after this one has every bucket."""
+    info = TensorInfo("a", "float32", (2,))
+    data = view_bytes(torch.tensor([1.0, 2.0]))
+
+    class Restarting:
+        layout = lay_out([info])
+        num_passes = 0
+
+        def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+            self.num_passes += 1
+            yield 0, data
+
+        def finish(self) -> None:
+            if self.num_passes == 1:
+                raise PassRestarted("another worker was lost")
+
+    incoming, found = Restarting(), []
+    receive(incoming, lambda name, tensor: found.append((name, tensor.tolist())))  # type: ignore[arg-type]
+    assert found == [("a", [1.0, 2.0])] * 2
+    assert incoming.num_passes == 2
+
+
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor.view(torch.uint8), (0, 4096 - tensor.nbytes))

@@ -1,0 +1,334 @@
+"""The end of a session, journals that fail, and sessions made again from what the journal has."""
+
+import asyncio
+import math
+
+import pytest
+
+from agentloop.errors import Gone, InvalidRequest, ServiceUnavailable, SessionFinished
+from agentloop.sessions.facts import CallLimits, SessionState
+from agentloop.trajectory.node import CallState
+from agentloop.types import Message, StopReason
+from tests.sessions.test_retries import is_running, leave, until
+from tests.support.sessions import (
+    CREATED_AT,
+    MemoryJournal,
+    Wall,
+    WatchedEngine,
+    ask,
+    check_trajectory,
+    key,
+    make_session,
+    simulated,
+    started,
+    streamed,
+)
+
+CHAT = ask("one", max_tokens=40)
+
+
+@pytest.fixture
+async def engine():
+    async with started(simulated(decode_s=0.001)) as running:
+        yield WatchedEngine(running)
+
+
+async def test_finish_gives_the_record(engine):
+    journal, wall = MemoryJournal(), Wall()
+    session = make_session(engine, journal, unix_time=wall)
+    await session.call(CHAT, key("a"))
+    await session.set_reward(0.25)
+    wall.now_s += 7.0
+    trajectory = await session.finish(reward=1.0)
+    assert (trajectory.reward, trajectory.is_complete, trajectory.error) == (1.0, True, None)
+    assert (trajectory.rollout_id, trajectory.group_id, trajectory.task_id) == ("sessions", "s", "t")
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.timings.total_s == 7.0
+    assert trajectory.timings.generate_s > 0
+    wall.now_s += 7.0
+    assert await session.finish(reward=0.0, error="late", stop_reason=StopReason.LOOP_FAILED) is trajectory
+    restored = journal.restored(session, engine)
+    assert trajectory.reward_error is None
+    again = await restored.finish()
+    assert again.timings == trajectory.timings
+    assert (again.reward, again.stop_reason, again.is_complete) == (1.0, StopReason.COMPLETED, True)
+    assert session.facts.created_at == CREATED_AT
+
+
+@pytest.mark.parametrize("call", [key("a"), key("a", 1), key("b"), key("b", 1)])
+async def test_a_late_call_is_refused(engine, call):
+    session = make_session(engine)
+    await session.call(CHAT, key("a"))
+    await session.finish()
+    with pytest.raises(SessionFinished):
+        await session.call(CHAT, call)
+    with pytest.raises(SessionFinished):
+        await streamed(session, CHAT, call)
+    with pytest.raises(SessionFinished):
+        await session.set_reward(1.0)
+    assert session.num_turns == 1
+
+
+async def test_finish_waits_for_open_calls(engine):
+    session = make_session(engine)
+    call = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: is_running(engine))
+    assert not session.trajectory().is_complete
+    finishing = asyncio.create_task(session.finish(wait_s=30.0))
+    await asyncio.sleep(0)
+    with pytest.raises(SessionFinished):
+        await session.call(CHAT, key("b"))
+    retried = asyncio.create_task(session.call(CHAT, key("a", 1)))  # still welcome
+    trajectory = await finishing
+    assert trajectory.is_complete
+    assert len(trajectory.paths) == 1
+    assert await call == await retried
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.01])
+async def test_finish_loses_what_is_open_then(engine, wait_s):
+    engine.engine.faults.num_hung = 1
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    call = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: len(engine.requests) == 1)
+    first, second = await asyncio.gather(session.finish(wait_s=wait_s), session.finish())
+    assert first is second
+    assert not first.is_complete
+    assert "lost" in first.error
+    with pytest.raises(SessionFinished):
+        await call
+    assert journal.writes == ["begin", "end failed", "save"]
+    assert engine.engine.load().num_waiting == 0
+
+
+async def test_finish_goes_on_when_its_caller_leaves(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    call = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: is_running(engine))
+    finishing = asyncio.create_task(session.finish(wait_s=30.0))
+    await asyncio.sleep(0)
+    await leave(finishing)
+    await call
+    trajectory = await session.finish()
+    assert trajectory.is_complete
+    assert session.facts.state is SessionState.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("options", "is_complete"),
+    [
+        ({"error": "the agent\ncrashed"}, False),
+        ({"stop_reason": StopReason.LOOP_FAILED}, False),
+        ({"stop_reason": StopReason.CANCELLED}, False),
+        ({"stop_reason": StopReason.DEADLINE}, True),
+    ],
+)
+async def test_how_the_agent_ended(engine, options, is_complete):
+    session = make_session(engine)
+    trajectory = await session.finish(**options)
+    assert trajectory.is_complete is session.is_complete is is_complete
+    assert "\n" not in (trajectory.error or "")
+
+
+async def test_a_failed_reward_leaves_a_complete_record(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    await session.call(CHAT, key("a"))
+    trajectory = await session.finish(reward_error="ZeroDivisionError: division by zero")
+    assert (trajectory.reward, trajectory.is_complete, trajectory.error) == (None, True, None)
+    assert trajectory.reward_error == "ZeroDivisionError: division by zero"
+    assert journal.restored(session, engine).trajectory().reward_error == trajectory.reward_error
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+async def test_a_reward_is_a_number(engine, reward):
+    session = make_session(engine)
+    with pytest.raises(InvalidRequest):
+        await session.set_reward(reward)
+    with pytest.raises(InvalidRequest):
+        await session.finish(reward=reward)
+    assert (await session.finish()).reward is None
+
+
+# --- journals that fail -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_call_that_could_not_be_begun_leaves_no_trace(engine, is_streamed):
+    journal = MemoryJournal()
+    journal.failures.append(("begin", OSError("disk full")))
+    session = make_session(engine, journal)
+    with pytest.raises(ServiceUnavailable, match="disk full") as raised:
+        await (streamed(session, CHAT, key("a")) if is_streamed else session.call(CHAT, key("a")))
+    assert raised.value.retryable
+    assert (engine.requests, journal.calls, session.calls) == ([], {}, ())
+    assert session.is_complete
+    await session.call(CHAT, key("a", 1))
+    assert session.num_turns == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_call_that_could_not_be_committed_has_failed(engine, is_late):
+    journal = MemoryJournal()
+    journal.failures.append(("end committed", OSError("disk full")))
+    journal.loses_answers = is_late
+    session = make_session(engine, journal)
+    pieces = []
+
+    async def read():
+        async for piece in session.stream(CHAT, key("a")):
+            pieces.append(piece)
+
+    with pytest.raises(ServiceUnavailable):
+        await read()
+    assert pieces
+    assert not any(piece.finish for piece in pieces)
+    assert journal.states == [CallState.FAILED]
+    assert not journal.stored_nodes
+    assert not session.graph.nodes
+    assert not session.is_complete
+    result = await session.call(CHAT, key("a", 1))
+    assert session.graph.nodes == result.choices
+    assert [node.node_id for node in journal.stored_nodes] == [result.choices[0].node_id]
+    assert journal.restored(session, engine).is_complete
+
+
+async def test_a_failure_that_cannot_be_written_is_found_by_the_next_process(engine):
+    journal = MemoryJournal()
+    journal.failures += [("end committed", OSError("disk full")), ("end failed", OSError("disk full"))]
+    session = make_session(engine, journal)
+    with pytest.raises(ServiceUnavailable):
+        await session.call(CHAT, key("a"))
+    assert journal.states == [CallState.OPEN]
+    restored = journal.restored(session, engine)
+    assert not session.is_complete
+    assert not restored.is_complete
+    await restored.call(CHAT, key("a", 1))
+    assert restored.is_complete
+
+
+async def test_a_journal_that_hangs_is_given_up(engine):
+    journal = MemoryJournal()
+    journal.gate = asyncio.Event()
+    session = make_session(engine, journal, limits=CallLimits(journal_timeout_s=0.02))
+    with pytest.raises(ServiceUnavailable, match="within"):
+        await session.call(CHAT, key("a"))
+    assert (session.num_turns, journal.states) == (0, [CallState.OPEN])
+    assert not session.is_complete  # as the next process may find it
+    with pytest.raises(ServiceUnavailable):
+        await session.set_reward(1.0)
+    assert session.facts.reward is None
+    with pytest.raises(ServiceUnavailable):
+        await session.finish()
+    assert session.facts.state is SessionState.OPEN
+    journal.gate.set()
+    await session.call(CHAT, key("a", 1))
+    assert (await session.finish()).is_complete
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+async def test_a_cancelled_task_leaves_nothing_open(engine, num_steps):
+    """As at the end of a process: the call's own task is cancelled, wherever it is."""
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    call = asyncio.create_task(session.call(ask("one", max_tokens=3), key("a")))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    for task in asyncio.all_tasks():
+        if task.get_name().startswith("call "):
+            task.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await until(lambda: not session.num_open_calls)
+    assert CallState.OPEN not in journal.states
+    assert len(journal.stored_nodes) == session.num_turns == journal.states.count(CallState.COMMITTED)
+    assert journal.restored(session, engine).is_complete is session.is_complete
+
+
+@pytest.mark.parametrize("num_steps", range(16))
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing_open(engine, num_steps):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    call = asyncio.create_task(session.call(ask("one", max_tokens=2), key("a")))
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    await leave(call)
+    await until(lambda: not session.num_open_calls)
+    assert CallState.OPEN not in journal.states
+    assert not is_running(engine)
+    await session.call(ask("one", max_tokens=2), key("a", 1))
+    assert session.num_turns == 1
+    assert session.is_complete
+
+
+async def test_close_ends_everything(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    call = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: is_running(engine))
+    await session.close(Gone("expired"))
+    assert session.num_open_calls == 0
+    with pytest.raises(Gone):
+        await call
+    with pytest.raises(Gone):
+        await session.call(CHAT, key("a", 1))
+    with pytest.raises(Gone):
+        await session.finish()
+    assert journal.states == [CallState.FAILED]
+
+
+# --- the next process -------------------------------------------------------------------------------------
+
+
+async def test_a_restored_session_goes_on_and_answers_again(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    first = await session.call(ask("one", num_choices=2), key("a"))
+    reply = first.choices[1].reply.message
+    second = await session.call(ask("one", reply, "two"), key("b"))
+    await session.set_reward(0.5)
+    restored = journal.restored(session, engine)
+    assert restored.trajectory().reward == 0.5
+    assert restored.trajectory().timings.generate_s == session.trajectory().timings.generate_s > 0
+    assert_same_paths(restored.trajectory(), session.trajectory())
+    num_requests = len(engine.requests)
+    for known, chat, name in ((first, ask("one", num_choices=2), "a"), (second, ask("one", reply, "two"), "b")):
+        again = await restored.call(chat, key(name, 1))
+        assert (again.call_id, again.created_at, again.prompt_ids) == (
+            known.call_id,
+            known.created_at,
+            known.prompt_ids,
+        )
+        assert [node.reply.message for node in again.choices] == [node.reply.message for node in known.choices]
+        assert [n.reply.token_ids.tolist() for n in again.choices] == [
+            n.reply.token_ids.tolist() for n in known.choices
+        ]
+    assert len(engine.requests) == num_requests
+    messages = (Message("user", "one"), reply, Message("user", "two"), second.choices[0].reply.message)
+    third = await restored.call(ask(*messages, "three"), key("c"))
+    assert third.choices[0].parent_id == second.choices[0].node_id
+    check_trajectory(restored.trajectory(), restored.graph.nodes)
+
+
+async def test_what_a_dead_process_left_open_is_lost(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    call = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: is_running(engine))
+    restored = journal.restored(session, engine)
+    assert not restored.is_complete
+    assert restored.num_open_calls == 0
+    await restored.call(CHAT, key("a", 1))
+    assert restored.is_complete
+    await leave(call)
+    await until(lambda: not session.num_open_calls)
+
+
+def assert_same_paths(one, two):
+    assert len(one.paths) == len(two.paths)
+    for mine, theirs in zip(one.paths, two.paths, strict=True):
+        for name in ("prompt_ids", "response_ids", "response_mask", "logprobs"):
+            assert getattr(mine, name).tolist() == getattr(theirs, name).tolist()
+        for name in ("weight_versions", "turns", "split_reason", "parent", "num_shared", "split_detail"):
+            assert getattr(mine, name) == getattr(theirs, name)

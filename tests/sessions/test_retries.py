@@ -1,0 +1,242 @@
+"""Retries: which call they mean, who waits for it, and when it is given up."""
+
+import asyncio
+
+import pytest
+
+from agentloop.errors import EngineLost
+from agentloop.trajectory.node import CallState
+from tests.support.sessions import (
+    MemoryJournal,
+    WatchedEngine,
+    ask,
+    check_pieces,
+    key,
+    make_session,
+    simulated,
+    started,
+    streamed,
+)
+
+CHAT = ask("one", max_tokens=40)
+
+
+@pytest.fixture
+async def engine():
+    """Some 40 ms a turn: slow enough to leave in the middle."""
+    async with started(simulated(decode_s=0.001)) as running:
+        yield WatchedEngine(running)
+
+
+async def until(condition, within_s=5.0):
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def leave(task):
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def is_running(engine):
+    return engine.engine.load().num_running > 0
+
+
+@pytest.mark.parametrize("joins", [2, 20])
+async def test_retries_join_the_call_in_flight(engine, joins):
+    session = make_session(engine)
+    first = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: is_running(engine))
+    retries = [session.call(CHAT, key("a", n + 1)) for n in range(joins)]
+    streams = [streamed(session, CHAT, key("a", n + 1)) for n in range(joins)]
+    results = await asyncio.gather(first, *retries)
+    assert len(session.graph.nodes) == len(engine.requests) == 1
+    assert all(result == results[0] for result in results)
+    for pieces, result in await asyncio.gather(*streams):
+        assert result.call_id == results[0].call_id
+        check_pieces(pieces, result)
+
+
+async def test_retries_join_before_the_prompt_is_made(engine):
+    session = make_session(engine)
+    chat = ask("word " * 10_000, max_tokens=5)  # long: rendered in a thread
+    roomy = make_session(engine, max_context_tokens=100_000)
+    both = (roomy.call(chat, key("a")), roomy.call(chat, key("a", 1)))
+    errors = await asyncio.gather(*both, return_exceptions=True)
+    assert [error.code for error in errors] == ["context_length_exceeded"] * 2
+    assert len(roomy.calls) == 1
+    calls = asyncio.gather(session.call(CHAT, key("a")), session.call(CHAT, key("a", 1)))
+    one, two = await calls
+    assert one is two
+
+
+async def test_a_stream_and_its_retries_get_the_same_pieces(engine):
+    session = make_session(engine)
+    first = session.stream(CHAT, key("a"))
+    begun = [await anext(first), await anext(first)]
+    retried = asyncio.create_task(streamed(session, CHAT, key("a", 1)))
+    whole = asyncio.create_task(session.call(CHAT, key("a", 1)))
+    *rest, result = [item async for item in first]
+    pieces, again = await retried
+    assert pieces == [*begun, *rest]
+    assert len(pieces) > 3
+    assert result == again == await whole
+    check_pieces(pieces, result)
+    assert len(session.graph.nodes) == 1
+
+
+async def test_a_retry_takes_over_when_the_first_leaves(engine):
+    session = make_session(engine)
+    first = asyncio.create_task(session.call(CHAT, key("a")))
+    stream = session.stream(CHAT, key("a", 1))
+    await until(lambda: is_running(engine))
+    reading = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    await leave(first)
+    await reading
+    result = [item async for item in stream][-1]
+    assert result.choices == session.graph.nodes
+    assert session.is_complete
+
+
+async def test_the_last_to_leave_ends_the_call_in_the_engine(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    stream = session.stream(CHAT, key("a"))
+    await anext(stream)
+    second = asyncio.create_task(session.call(CHAT, key("a", 1)))
+    await asyncio.sleep(0)
+    await stream.aclose()
+    await asyncio.sleep(0.003)
+    assert is_running(engine)
+    await leave(second)
+    await until(lambda: not session.num_open_calls)
+    assert not is_running(engine)
+    assert journal.states == [CallState.FAILED]
+    assert "left" in journal.records[0].error
+    assert not session.is_complete
+    assert not session.graph.nodes
+
+
+async def test_a_retry_heals(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    first = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: is_running(engine))
+    first.cancel()
+    await asyncio.sleep(0)
+    assert session.num_open_calls == 1
+    result = await session.call(CHAT, key("a", 1))  # it comes before the cancelled call has ended
+    assert [node.node_id for node in session.graph.nodes] == [result.choices[0].node_id]
+    await until(lambda: not session.num_open_calls)
+    assert journal.states == [CallState.FAILED, CallState.COMMITTED]
+    assert session.is_complete
+    engine.engine.faults.num_lost = 2
+    for retry_count in range(2):
+        with pytest.raises(EngineLost):
+            await session.call(CHAT, key("b", retry_count))
+        assert not session.is_complete
+    await session.call(CHAT, key("b", 2))
+    assert session.is_complete
+    assert journal.restored(session, engine).is_complete
+
+
+async def test_an_earlier_success_heals_nothing(engine):
+    session = make_session(engine)
+    await session.call(CHAT, key("a"))
+    engine.engine.faults.num_lost = 1
+    with pytest.raises(EngineLost):
+        await session.call(CHAT, key("a"))
+    assert not session.is_complete
+    await session.call(CHAT, key("a", 1))  # runs again: it is the failed one that is meant
+    assert len(session.graph.nodes) == 2
+    assert session.is_complete
+
+
+async def test_a_committed_answer_is_given_again(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    first = await session.call(ask("one", num_choices=2), key("a"))
+    again = await session.call(ask("one", num_choices=2), key("a", 1))
+    pieces, third = await streamed(session, ask("one", num_choices=2), key("a", 2))
+    assert first == again == third
+    check_pieces(pieces, third)
+    assert len(engine.requests) == 2
+    assert journal.writes == ["begin", "end committed"]
+
+
+async def test_a_client_that_leaves_during_the_commit_finds_its_answer(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    first = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: is_running(engine))
+    journal.gate = asyncio.Event()
+    await until(lambda: not is_running(engine))
+    await asyncio.sleep(0.01)
+    await leave(first)
+    waiting = asyncio.create_task(session.call(CHAT, key("a", 1)))
+    await asyncio.sleep(0)
+    journal.gate.set()
+    result = await waiting
+    assert result.choices == session.graph.nodes
+    assert journal.states == [CallState.COMMITTED]
+    assert len(engine.requests) == 1
+
+
+async def test_identical_bodies_are_two_samples(engine):
+    session = make_session(engine)
+    await asyncio.gather(session.call(CHAT, key("a")), session.call(CHAT, key("a")))
+    await session.call(CHAT, key("a"))
+    assert len(session.graph.nodes) == 3
+    assert len(session.trajectory().paths) == 3
+
+
+async def test_a_retry_of_what_never_arrived_is_a_call(engine):
+    session = make_session(engine)
+    result = await session.call(CHAT, key("a", 2))
+    assert result.choices == session.graph.nodes
+
+
+async def test_a_joined_call_fails_for_all(engine):
+    engine.engine.faults.num_hung = 1
+    session = make_session(engine)
+    calls = [asyncio.create_task(session.call(CHAT, key("a", n))) for n in range(3)]
+    calls.append(asyncio.create_task(streamed(session, CHAT, key("a", 3))))
+    await until(lambda: len(engine.requests) == 1)
+    await asyncio.sleep(0.005)
+    engine.engine.kill()
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in errors] == [EngineLost] * 4
+    assert len(session.calls) == 1
+
+
+class HeldEngine:
+    """Gives its answers when told to."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.held = []
+
+    async def generate(self, request):
+        generation = await self.engine.generate(request)
+        self.held.append(asyncio.get_running_loop().create_future())
+        await self.held[-1]
+        return generation
+
+
+async def test_the_last_leaves_as_the_reply_comes(engine):
+    """The retry that follows is the one that counts: the first reply must not be kept beside its own."""
+    journal, held = MemoryJournal(), HeldEngine(engine.engine)
+    session = make_session(held, journal)
+    first = asyncio.create_task(session.call(CHAT, key("a")))
+    await until(lambda: held.held)
+    first.cancel()
+    held.held[0].set_result(None)
+    await asyncio.sleep(0)
+    retry = asyncio.create_task(session.call(CHAT, key("a", 1)))
+    await until(lambda: len(held.held) == 2)
+    held.held[1].set_result(None)
+    result = await retry
+    assert journal.states == [CallState.FAILED, CallState.COMMITTED]
+    assert session.graph.nodes == result.choices

@@ -1,0 +1,309 @@
+"""What a session makes of calls: turns, branches, choices, versions."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from agentloop.chat.call import ToolChoice
+from agentloop.clock import VirtualClock
+from agentloop.engine import WeightUpdate
+from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.trajectory.node import CallState, SplitReason
+from agentloop.types import KVPolicy, Message, PauseMode, WeightVersionSpan
+from tests.support.model_folder import write_folder
+from tests.support.sessions import (
+    CALCULATOR,
+    RENDERER,
+    SPEC,
+    MemoryJournal,
+    WatchedEngine,
+    ask,
+    check_pieces,
+    check_trajectory,
+    ids,
+    key,
+    make_session,
+    simulated,
+    started,
+    streamed,
+)
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture
+async def engine():
+    async with started(simulated()) as running:
+        yield WatchedEngine(running)
+
+
+async def converse(session, *texts, name="turn"):
+    """One conversation of these user messages, the replies echoed; its messages."""
+    messages = []
+    for number, text in enumerate(texts):
+        messages.append(Message("user", text))
+        result = await session.call(ask(*messages), key(f"{name} {number}"))
+        messages.append(result.choices[0].reply.message)
+    return messages
+
+
+async def test_a_conversation_is_one_path_of_what_the_engine_saw(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one", "two", "three")
+    trajectory = session.trajectory()
+    [path] = trajectory.paths
+    assert trajectory.messages == tuple(messages)
+    last = engine.generations[-1]
+    assert (*path.prompt_ids, *path.response_ids) == (*engine.requests[-1].token_ids, *last.token_ids)
+    for earlier, answer, later in zip(engine.requests, engine.generations, engine.requests[1:], strict=False):
+        assert later.token_ids[: len(earlier.token_ids) + len(answer.token_ids)] == (
+            *earlier.token_ids,
+            *answer.token_ids,
+        )
+    check_trajectory(trajectory, session.graph.nodes)
+    assert trajectory.is_complete
+    assert trajectory.error is None
+
+
+async def test_a_stream_is_the_same_answer(engine):
+    chat = ask("one", max_tokens=40, seed=7)
+    pieces, result = await streamed(make_session(engine), chat, key("a"))
+    whole = await make_session(engine).call(chat, key("a"))
+    check_pieces(pieces, result)
+    ours, theirs = result.choices[0].reply, whole.choices[0].reply
+    assert ours.message == theirs.message
+    assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+    assert ours.logprobs.tolist() == theirs.logprobs.tolist()
+    assert result.prompt_ids == whole.prompt_ids
+
+
+async def test_the_answer_leaves_after_the_journal():
+    async with started(simulated("Hello.")) as engine:
+        journal = MemoryJournal()
+        session = make_session(engine, journal)
+        stream = session.stream(ask("one"), key("a"))
+        first = await anext(stream)
+        assert first.finish is None
+        journal.gate = asyncio.Event()
+        rest = asyncio.create_task(asyncio.wait_for(collect(stream), 5))
+        await asyncio.sleep(0.05)
+        assert not rest.done()
+        journal.gate.set()
+        *_, last, result = await rest
+        assert last.finish is not None
+        assert result.choices == session.graph.nodes
+        assert journal.writes == ["begin", "end committed"]
+
+
+async def collect(stream):
+    return [item async for item in stream]
+
+
+async def test_choices_are_siblings_with_seeds_of_their_own(engine):
+    session = make_session(engine)
+    first = await session.call(ask("one", seed=3, num_choices=3), key("a"))
+    assert [node.choice_index for node in first.choices] == [0, 1, 2]
+    assert [request.sampling.seed for request in engine.requests] == [3, 4, 5]
+    assert len({tuple(node.reply.token_ids) for node in first.choices}) > 1
+    reply = first.choices[1].reply.message
+    second = await session.call(ask("one", reply, "two"), key("b"))
+    assert second.choices[0].parent_id == first.choices[1].node_id
+    trajectory = session.trajectory()
+    assert len(trajectory.paths) == 3
+    check_trajectory(trajectory, session.graph.nodes)
+    pieces, result = await streamed(session, ask("one", seed=3, num_choices=3), key("c"))
+    check_pieces(pieces, result)
+    assert [n.reply.token_ids.tolist() for n in result.choices] == [
+        n.reply.token_ids.tolist() for n in first.choices
+    ]
+
+
+async def test_all_choices_or_none(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    engine.engine.faults.num_lost = 1
+    with pytest.raises(Exception, match="injected") as raised:
+        await session.call(ask("one", num_choices=3), key("a"))
+    assert raised.value.code == "engine_lost"
+    assert journal.states == [CallState.FAILED]
+    assert not session.graph.nodes
+    assert engine.engine.load().num_running == 0
+
+
+async def test_two_hundred_turns_at_once(engine):
+    session = make_session(engine)
+    base = await converse(session, "one")
+    chats = [ask(*base, f"question {n % 100}") for n in range(200)]
+    results = await asyncio.gather(*(session.call(chat, key(f"{n}")) for n, chat in enumerate(chats)))
+    assert len({result.choices[0].node_id for result in results}) == 200
+    assert {result.choices[0].parent_id for result in results} == {session.graph.nodes[0].node_id}
+    trajectory = session.trajectory()
+    assert len(trajectory.paths) == 200
+    assert [path.split_reason for path in trajectory.paths] == [None] + [SplitReason.BRANCH] * 199
+    check_trajectory(trajectory, session.graph.nodes)
+    assert trajectory.is_complete
+
+
+async def test_sub_agents_side_by_side(engine):
+    session = make_session(engine)
+    talks = [converse(session, *(f"agent {n}: {m}" for m in range(4)), name=f"{n}") for n in range(5)]
+    conversations = await asyncio.gather(*talks)
+    trajectory = session.trajectory()
+    assert len(trajectory.paths) == 5
+    assert [path.split_reason for path in trajectory.paths[1:]] == [SplitReason.NEW_CONVERSATION] * 4
+    assert all(len(path.turns) == 4 for path in trajectory.paths)
+    assert trajectory.messages in [tuple(one) for one in conversations]
+    check_trajectory(trajectory, session.graph.nodes)
+
+
+async def test_compaction_begins_anew_and_says_so(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one", "two", "three")
+    compacted = [messages[0], Message("assistant", "we talked"), *messages[4:], Message("user", "four")]
+    result = await session.call(ask(*compacted), key("x"))
+    node = result.choices[0]
+    assert node.parent_id is None
+    assert node.split.reason is SplitReason.HISTORY_EDIT
+    assert "we talked" in node.split.detail
+    path = session.trajectory().paths[1]
+    assert path.split_reason == "history_edit"
+    assert path.parent == 0
+    assert tuple(path.prompt_ids) == result.prompt_ids
+
+
+async def test_a_rollback_goes_on_from_the_turn_before(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one", "two")
+    result = await session.call(ask(*messages[:2], "other"), key("x"))
+    first = session.graph.nodes[0]
+    assert result.choices[0].parent_id == first.node_id
+    assert result.choices[0].split.reason is SplitReason.BRANCH
+    trajectory = session.trajectory()
+    assert trajectory.paths[1].num_shared == len(first.observed_ids) + len(first.reply.token_ids)
+    check_trajectory(trajectory, session.graph.nodes)
+
+
+async def test_a_trailing_reply_is_rendered_whole(engine):
+    """No bridge begins with an assistant's message: the prompt extends the path only if its ids say so."""
+    session = make_session(engine)
+    messages = await converse(session, "one")
+    result = await session.call(ask(*messages), key("x"))
+    assert list(result.prompt_ids) == RENDERER.render(messages, [])
+    check_trajectory(session.trajectory(), session.graph.nodes)
+
+
+async def test_a_raw_prompt_goes_on_by_its_ids(engine):
+    session = make_session(engine)
+    first = await session.call(ask(prompt_ids=(5, 6, 7)), key("a"))
+    before = (*first.prompt_ids, *first.choices[0].reply.token_ids.tolist())
+    second = await session.call(ask(prompt_ids=(*before, 9, 10)), key("b"))
+    assert second.choices[0].parent_id == first.choices[0].node_id
+    assert second.choices[0].observed_ids.tolist() == [9, 10]
+    assert len(session.trajectory().paths) == 1
+
+
+async def test_tool_calls_are_read_and_numbered_within_the_history():
+    async with started(simulated(CALL, CALL, "Done.")) as engine:
+        session = make_session(engine)
+        chat = ask("one", tools=(CALCULATOR,), max_tokens=None)
+        first = (await session.call(chat, key("a"))).choices[0].reply.message
+        answer = Message("tool", "5", tool_call_id=first.tool_calls[0].id, name="calculator")
+        chat = ask("one", first, answer, tools=(CALCULATOR,), max_tokens=None)
+        second = (await session.call(chat, key("b"))).choices[0].reply.message
+        assert first.tool_calls[0].id != second.tool_calls[0].id
+        assert session.trajectory().num_tool_calls == 2
+        assert len(session.trajectory().paths) == 1
+        elsewhere = await make_session(engine).call(chat, key("b"))  # as a one-off session sees the same history
+        assert elsewhere.choices[0].reply.message.tool_calls[0].id != first.tool_calls[0].id
+
+
+async def test_a_completion_is_read_as_the_text_it_is():
+    text = f"<think>hm</think> {CALL}\n"
+    async with started(simulated(text)) as engine:
+        session = make_session(engine)
+        for chat in (ask(prompt_ids=(5, 6, 7), max_tokens=None), ask(prompt_ids=(5, 6, 7), tools=(CALCULATOR,))):
+            pieces, result = await streamed(session, replace(chat, max_tokens=None), key("a"))
+            message = result.choices[0].reply.message
+            assert (message.content, message.reasoning, message.tool_calls) == (text, "", ())
+            check_pieces(pieces, result)
+
+
+async def test_tool_choice_none_bans_the_mark_and_reads_no_calls():
+    async with started(simulated(CALL)) as running:
+        engine = WatchedEngine(running)
+        chat = ask("one", tools=(CALCULATOR,), tool_choice=ToolChoice.NONE, max_tokens=None)
+        reply = (await make_session(engine).call(chat, key("a"))).choices[0].reply.message
+        assert not reply.tool_calls
+        assert "calculator" in reply.content
+        [opening] = ids("<tool_call>")
+        assert engine.requests[0].sampling.logit_bias == ((opening, -100.0),)
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(KVPolicy.KEEP, [None, 0, 0]), (KVPolicy.FRESH, [None] * 3)])
+async def test_the_kv_version_is_that_of_the_start(engine, policy, expected):
+    journal = MemoryJournal()
+    session = make_session(engine, journal, kv_policy=policy)
+    messages = await converse(session, "one", "two")
+    restored = journal.restored(session, engine, kv_policy=policy)
+    await restored.call(ask(*messages, "three"), key("x"))
+    assert [request.kv_version for request in engine.requests] == expected
+    assert {request.trajectory_id for request in engine.requests} == {"s"}
+
+
+def test_a_weight_update_in_the_middle_of_a_turn(tmp_path):
+    clock = VirtualClock()
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+    async def main():
+        async with started(simulated(decode_s=0.1, clock=clock)) as engine:
+            session = make_session(engine, clock=clock)
+            chat = ask("one", max_tokens=20, seed=1)
+            calls = [asyncio.create_task(session.call(chat, key("a")))]
+            calls.append(asyncio.create_task(streamed(session, ask("two", max_tokens=20, seed=2), key("b"))))
+            await clock.sleep(0.55)
+            await engine.stage(WeightUpdate(1, str(tmp_path)))
+            await engine.pause(PauseMode.KEEP)
+            await engine.commit(1)
+            await engine.resume()
+            await asyncio.gather(*calls)
+            for node in session.graph.nodes:
+                num_ids = len(node.reply.token_ids)
+                before = node.reply.weight_versions[0].end
+                assert 0 < before < num_ids
+                spans = (WeightVersionSpan(0, 0, before), WeightVersionSpan(1, before, num_ids))
+                assert node.reply.weight_versions == spans
+            trajectory = session.trajectory()
+            assert trajectory.versions == (0, 1)
+            check_trajectory(trajectory, session.graph.nodes)
+
+    clock.run(main())
+
+
+async def test_a_template_that_rewrites_history_splits(tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}"
+        "{% if loop.last %} last{% endif %}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    folder = write_folder(tmp_path, template)
+    renderer = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
+    assert not renderer.is_prefix_stable
+    async with started(simulated(spec=replace(SPEC, vocab_size=renderer.vocab_size))) as running:
+        session = make_session(running, renderer=renderer, vocab_size=renderer.vocab_size)
+        await converse(session, "one", "two")
+        second = session.graph.nodes[1]
+        assert second.parent_id is None
+        assert second.split.reason is SplitReason.TEMPLATE
+        assert second.split.from_node == session.graph.nodes[0].node_id
+        check_trajectory(session.trajectory(), session.graph.nodes)
+
+
+async def test_a_preview_changes_nothing(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one")
+    shown = await session.preview([*messages, Message("user", "two")], ())
+    assert shown.parent_id == session.graph.nodes[0].node_id
+    assert len(session.graph.nodes) == 1
+    assert not (await make_session(engine).preview([Message("user", "word " * 9000)], ())).parent_id
+    result = await session.call(ask(*messages, "two"), key("x"))
+    assert result.prompt_ids == shown.ids
