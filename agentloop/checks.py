@@ -17,7 +17,7 @@ from agentloop.errors import (
     MalformedEngineResponse,
     UnsupportedParameter,
 )
-from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams
+from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, tiling_problem
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob of a near-certain token may round to just above 0 in an engine's arithmetic."""
@@ -155,16 +155,11 @@ def _top_problem(request: GenerateRequest, generation: Generation, vocab_size: i
 
 
 def _span_problem(generation: Generation) -> str | None:
-    end, version = 0, None
-    for span in generation.weight_versions:
-        if span.start != end or span.end <= span.start:
-            return f"weight versions do not tile: [{span.start}, {span.end}) after {end}"
-        if version is not None and span.version < version:
-            return f"weight version {span.version} after {version}"
-        end, version = span.end, span.version
-    if end != len(generation.token_ids):
-        return f"weight versions cover {end} of {len(generation.token_ids)} tokens"
-    return None
+    spans = generation.weight_versions
+    for before, span in pairwise(spans):
+        if span.version < before.version:
+            return f"weight version {span.version} after {before.version}"
+    return tiling_problem(spans, len(generation.token_ids))
 
 
 def check_checkpoint(directory: str) -> tuple[Path, ...]:

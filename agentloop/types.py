@@ -6,7 +6,7 @@ built and `int32` arrays in a finished trajectory. A weight version is the train
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -89,6 +89,34 @@ class WeightVersionSpan:
     version: int
     start: int
     end: int
+
+
+def append_span(spans: list[WeightVersionSpan], span: WeightVersionSpan) -> None:
+    """Append a span, joined with the last one if that is adjacent and of the same version."""
+    if spans and spans[-1].version == span.version and spans[-1].end == span.start:
+        span = WeightVersionSpan(span.version, spans.pop().start, span.end)
+    spans.append(span)
+
+
+def shifted_spans(spans: Iterable[WeightVersionSpan], offset: int) -> list[WeightVersionSpan]:
+    """Return the spans of a list whose first token is number `offset` of a longer one."""
+    return [WeightVersionSpan(span.version, span.start + offset, span.end + offset) for span in spans]
+
+
+def clip_spans(spans: Iterable[WeightVersionSpan], start: int, end: int) -> tuple[WeightVersionSpan, ...]:
+    """Return the part of `spans` over tokens `[start, end)`, as offsets from `start`."""
+    cut = ((span.version, max(span.start, start), min(span.end, end)) for span in spans)
+    return tuple(WeightVersionSpan(version, a - start, b - start) for version, a, b in cut if a < b)
+
+
+def tiling_problem(spans: Iterable[WeightVersionSpan], num_tokens: int) -> str | None:
+    """Say why `spans` do not tile `[0, num_tokens)`; None if they do."""
+    end = 0
+    for span in spans:
+        if span.start != end or span.end <= span.start:
+            return f"weight versions do not tile: [{span.start}, {span.end}) after {end}"
+        end = span.end
+    return None if end == num_tokens else f"weight versions cover {end} of {num_tokens} tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ COMMON = (
     "plugins",
     "aio",
     "engine",
+    "sampled_tokens",
     "kv_floor",
     "checks",
 )

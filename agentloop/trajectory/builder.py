@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from agentloop.errors import InvariantBroken
-from agentloop.types import Generation, TokenPath, Turn, WeightVersionSpan
+from agentloop.types import (
+    Generation,
+    TokenPath,
+    Turn,
+    WeightVersionSpan,
+    append_span,
+    shifted_spans,
+    tiling_problem,
+)
 
 
 class _OpenPath:
@@ -96,14 +104,10 @@ class TrajectoryBuilder:
         if len(generation.logprobs) != num_tokens:
             raise InvariantBroken(f"{len(generation.logprobs)} logprobs for {num_tokens} sampled ids")
         start = len(path.mask)
-        covered = 0
-        for span in generation.weight_versions:
-            if span.start != covered or span.end <= span.start:
-                raise InvariantBroken(f"version spans do not tile the {num_tokens} sampled ids")
-            _append_span(path.spans, WeightVersionSpan(span.version, start + span.start, start + span.end))
-            covered = span.end
-        if covered != num_tokens:
-            raise InvariantBroken(f"version spans cover {covered} of {num_tokens} sampled ids")
+        if (problem := tiling_problem(generation.weight_versions, num_tokens)) is not None:
+            raise InvariantBroken(problem)
+        for span in shifted_spans(generation.weight_versions, start):
+            append_span(path.spans, span)
         prompt_len, turn_start, cached = len(path.context_ids), start, generation.cached_tokens
         if continues_turn and path.turns and path.turns[-1].end == start:
             cut = path.turns.pop()
@@ -149,10 +153,3 @@ class TrajectoryBuilder:
         if not self._paths:
             raise InvariantBroken("nothing was rendered yet")
         return self._paths[-1]
-
-
-def _append_span(spans: list[WeightVersionSpan], span: WeightVersionSpan) -> None:
-    """Append, joining with the last span if it is adjacent and of the same version."""
-    if spans and spans[-1].version == span.version and spans[-1].end == span.start:
-        span = WeightVersionSpan(span.version, spans.pop().start, span.end)
-    spans.append(span)

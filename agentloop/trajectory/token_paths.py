@@ -6,7 +6,7 @@ them. What a path shares is decided by the graph alone; a node's `Split` only sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from agentloop.trajectory.diff import message_difference
 from agentloop.trajectory.node import Node, Split, SplitReason
 from agentloop.trajectory.turn_graph import MessageGraph
-from agentloop.types import Message, TokenPath, Turn, WeightVersionSpan
+from agentloop.types import Message, TokenPath, Turn, WeightVersionSpan, append_span, shifted_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         ids.append(reply.token_ids)
         masks.append(np.full(end - at, index >= line.num_shared, np.bool_))
         logprobs.append(reply.logprobs)
-        for span in reply.weight_versions:
-            _append_span(spans, replace(span, start=at + span.start, end=at + span.end))
+        for span in shifted_spans(reply.weight_versions, at):
+            append_span(spans, span)
         turns.append(Turn(num_prompt + at, at, end, reply.finish_reason, reply.replica_id, reply.cached_tokens))
         at = end
         if index < line.num_shared:
@@ -134,10 +134,3 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         num_shared=num_shared_ids,
         split_detail=None if split is None else split.detail,
     )
-
-
-def _append_span(spans: list[WeightVersionSpan], span: WeightVersionSpan) -> None:
-    """Append, joining with the last span if it is adjacent and of the same version."""
-    if spans and spans[-1].version == span.version and spans[-1].end == span.start:
-        span = replace(spans.pop(), end=span.end)
-    spans.append(span)

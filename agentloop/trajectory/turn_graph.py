@@ -22,7 +22,7 @@ from agentloop.trajectory.node import Node, Split, SplitReason
 from agentloop.trajectory.prefix_index import ContextIds
 from agentloop.trajectory.sizes import node_bytes
 from agentloop.trajectory.tool_sets import ToolSets
-from agentloop.types import JSON, IntArray, Message
+from agentloop.types import JSON, IntArray, Message, tiling_problem
 
 _MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say that only the tools changed
 _NODE_BYTES = 110  # of a node's entries in the dicts here
@@ -300,10 +300,5 @@ def _check_reply(node: Node) -> None:
         raise InvariantBroken(
             f"turn {node.node_id} has alternatives for {len(reply.top_logprobs)} of {num_ids} ids"
         )
-    covered = 0
-    for span in reply.weight_versions:
-        if span.start != covered or span.end <= span.start:
-            raise InvariantBroken(f"version spans of turn {node.node_id} do not tile its {num_ids} ids")
-        covered = span.end
-    if covered != num_ids:
-        raise InvariantBroken(f"version spans of turn {node.node_id} cover {covered} of {num_ids} ids")
+    if (problem := tiling_problem(reply.weight_versions, num_ids)) is not None:
+        raise InvariantBroken(f"turn {node.node_id}: {problem}")

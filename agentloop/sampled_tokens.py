@@ -1,0 +1,139 @@
+"""The accumulator of sampled tokens: ids, logprobs, alternatives and weight versions that grow together.
+
+Engines, the way to an engine and the turn sampler keep what was sampled in one of these and nowhere else.
+Invariants, checked as tokens come in (InvariantBroken otherwise): one logprob an id; alternatives for every id or
+for none; version spans tile the ids, neighbours of one version are one span.
+
+An engine uses one of two ways to fill it. The simulator appends token by token, each with its version; an adapter
+whose engine keeps its own record of versions calls `extend` with what an output brings, and `set_spans` with all
+spans so far before it reads anything back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from agentloop.engine import Delta
+from agentloop.errors import InvariantBroken
+from agentloop.types import (
+    FinishReason,
+    Generation,
+    Load,
+    TopLogprobs,
+    WeightVersionSpan,
+    clip_spans,
+    tiling_problem,
+)
+
+
+class SampledTokens:
+    """The tokens of one request or one turn so far. Its lists are for reading; methods alone change them."""
+
+    __slots__ = ("_firsts", "_has_versions", "_versions", "logprobs", "token_ids", "top_logprobs")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []  # nats, one an id
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []  # empty, or one an id
+        self._versions: list[int] = []  # of the spans
+        self._firsts: list[int] = []  # and their first tokens
+        self._has_versions = True
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append(
+        self, token_id: int, logprob: float, version: int, alternatives: tuple[tuple[int, float], ...] | None = None
+    ) -> None:
+        """Append one token. `alternatives` are for every token of a request, or for none."""
+        if not self._versions or self._versions[-1] != version:
+            self._begin_span(version, len(self.token_ids))
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if alternatives is not None:
+            self.top_logprobs.append(alternatives)
+
+    def add(self, piece: Delta | Generation) -> None:
+        """Append the tokens of a piece, or of a whole generation; offsets of its spans are within it."""
+        start, spans = len(self.token_ids), piece.weight_versions
+        if (problem := tiling_problem(spans, len(piece.token_ids))) is not None:
+            raise InvariantBroken(problem)
+        self._append_all(piece.token_ids, piece.logprobs, piece.top_logprobs)
+        for span in spans:
+            self._begin_span(span.version, start + span.start)
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs = ()) -> None:
+        """Append tokens whose versions are not known yet: `set_spans` comes before anything is read back."""
+        self._append_all(token_ids, logprobs, tops)
+        self._has_versions = self._has_versions and not token_ids
+
+    def set_spans(self, spans: Iterable[WeightVersionSpan]) -> None:
+        """Replace the versions of all tokens so far by `spans`, which tile them."""
+        spans = tuple(spans)
+        if (problem := tiling_problem(spans, len(self.token_ids))) is not None:
+            raise InvariantBroken(problem)
+        self._versions, self._firsts, self._has_versions = [], [], True
+        for span in spans:
+            self._begin_span(span.version, span.start)
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop what comes after the first `num_tokens`."""
+        del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.top_logprobs[num_tokens:]
+        while self._firsts and self._firsts[-1] >= num_tokens:
+            del self._firsts[-1], self._versions[-1]
+
+    @property
+    def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
+        """The spans of all tokens."""
+        if not self._has_versions:
+            raise InvariantBroken("tokens whose weight versions were not told")
+        lasts = (*self._firsts[1:], len(self.token_ids))
+        return tuple(map(WeightVersionSpan, self._versions, self._firsts, lasts))
+
+    def since(self, start: int, end: int | None = None) -> Delta:
+        """Return tokens `[start, end)` as a piece; without `end`, all from `start` on."""
+        stop = len(self.token_ids) if end is None else end
+        return Delta(
+            tuple(self.token_ids[start:stop]),
+            tuple(self.logprobs[start:stop]),
+            clip_spans(self.weight_versions, start, stop),
+            tuple(self.top_logprobs[start:stop]),
+        )
+
+    def generation(
+        self,
+        request_id: str,
+        finish_reason: FinishReason,
+        *,
+        cached_tokens: int = 0,
+        replica_id: str = "",
+        load: Load = Load(),  # noqa: B008 - frozen
+    ) -> Generation:
+        """Return all tokens as the answer to a request."""
+        return Generation(
+            request_id,
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            self.weight_versions,
+            finish_reason,
+            cached_tokens,
+            replica_id,
+            load,
+            tuple(self.top_logprobs),
+        )
+
+    def _append_all(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs) -> None:
+        num_tokens = len(token_ids)
+        if len(logprobs) != num_tokens:
+            raise InvariantBroken(f"{len(logprobs)} logprobs for {num_tokens} sampled ids")
+        if tops and len(tops) != num_tokens:
+            raise InvariantBroken(f"alternatives of {len(tops)} tokens for {num_tokens} sampled ids")
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.top_logprobs.extend(tops)
+
+    def _begin_span(self, version: int, first: int) -> None:
+        """Note that tokens from `first` on are of `version`."""
+        if not self._versions or self._versions[-1] != version:
+            self._versions.append(version)
+            self._firsts.append(first)
