@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from agentloop import codec
 from agentloop.errors import InvalidRequest
 from agentloop.storage import TrajectoryStore
-from agentloop.types import CallStatus, Message, TokenPath, ToolCall, Trajectory, Turn, WeightVersionSpan
+from agentloop.types import Message, TokenPath, ToolCall, ToolCallStatus, Trajectory, Turn, WeightVersionSpan
 
 ExportFormat = Literal["parquet", "jsonl"]
 
@@ -174,7 +174,7 @@ def openai_message(message: Message) -> dict[str, Any]:
 def _openai_call(call: ToolCall) -> dict[str, Any]:
     arguments = orjson.dumps(codec.to_builtins(call.arguments)).decode()
     out = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-    if call.status is not CallStatus.OK:
+    if call.status is not ToolCallStatus.OK:
         out["error"] = call.error or call.status.value  # beyond the format: there is no call to show
     return out
 

@@ -148,7 +148,7 @@ class Generation:
     top_logprobs: TopLogprobs = ()
 
 
-class CallStatus(StrEnum):
+class ToolCallStatus(StrEnum):
     """What the parser made of one tool call."""
 
     OK = "ok"
@@ -163,7 +163,7 @@ class ToolCall:
     id: str
     name: str
     arguments: Mapping[str, JSON] = field(default_factory=dict)
-    status: CallStatus = CallStatus.OK
+    status: ToolCallStatus = ToolCallStatus.OK
     error: str | None = None
     token_start: int = 0  # the call's tokens within the turn's sampled ids: [token_start, token_end)
     token_end: int = 0

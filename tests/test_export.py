@@ -12,7 +12,7 @@ import pytest
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.export import export
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import CallStatus, Message, StopReason, ToolCall
+from agentloop.types import Message, StopReason, ToolCall, ToolCallStatus
 from tests.support.samples import make_group, make_path, make_trajectory
 
 ISSUE_COLUMNS = [
@@ -111,7 +111,7 @@ def test_messages_are_in_the_openai_format(store_path: Path, tmp_path: Path) -> 
 def test_a_malformed_call_keeps_its_error(tmp_path: Path) -> None:
     store = TrajectoryStore(tmp_path / "s")
     store.accept("r", [make_group()])
-    call = ToolCall("call-1", "", status=CallStatus.MALFORMED, error="no name")
+    call = ToolCall("call-1", "", status=ToolCallStatus.MALFORMED, error="no name")
     trajectory = make_trajectory()
     object.__setattr__(trajectory, "messages", (Message("assistant", "", (call,)),))
     store.commit([trajectory])

@@ -46,7 +46,7 @@ from agentloop.chat.common import (
 from agentloop.chat.dialect import answer_constraint, capture_extras, sampling_params
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
 from agentloop.parsers import Parser
-from agentloop.types import JSON, CallStatus, Message, ToolCall
+from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MALFORMED_KEY: Final = "malformed_tool_call"
 """The one key in the input of a call that could not be read; its value is what the policy wrote."""
@@ -191,7 +191,9 @@ def _result_text(block: ToolResultBlock) -> str:
 def _read_tool_use(block: ToolUseBlock) -> ToolCall:
     written = block.input.get(MALFORMED_KEY)
     if len(block.input) == 1 and isinstance(written, str):
-        return ToolCall(block.id, block.name, {}, CallStatus.MALFORMED, "not readable as a tool call", text=written)
+        return ToolCall(
+            block.id, block.name, {}, ToolCallStatus.MALFORMED, "not readable as a tool call", text=written
+        )
     return ToolCall(block.id, block.name, block.input)
 
 
@@ -297,7 +299,7 @@ def _content_block(block: Block) -> dict[str, Any]:
 
 def _tool_input(block: Block) -> Mapping[str, JSON]:
     call = read_call(block.call_id, block.name, block.text)
-    return call.arguments if call.status is CallStatus.OK else {MALFORMED_KEY: block.text}
+    return call.arguments if call.status is ToolCallStatus.OK else {MALFORMED_KEY: block.text}
 
 
 def _stop(result: ChatResult) -> dict[str, JSON]:

@@ -18,7 +18,7 @@ from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.parsers import loads
 from agentloop.trajectory import Reply
-from agentloop.types import JSON, CallStatus, FinishReason, Message, ToolCall
+from agentloop.types import JSON, FinishReason, Message, ToolCall, ToolCallStatus
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -44,15 +44,15 @@ def read_call(call_id: str, name: str, arguments: str) -> ToolCall:
     try:
         read = loads(arguments)
     except ValueError as error:
-        return ToolCall(call_id, name, {}, CallStatus.MALFORMED, f"not valid JSON: {error}", text=arguments)
+        return ToolCall(call_id, name, {}, ToolCallStatus.MALFORMED, f"not valid JSON: {error}", text=arguments)
     if not isinstance(read, dict):
-        return ToolCall(call_id, name, {}, CallStatus.MALFORMED, "not a JSON object", text=arguments)
+        return ToolCall(call_id, name, {}, ToolCallStatus.MALFORMED, "not a JSON object", text=arguments)
     return ToolCall(call_id, name, read)
 
 
 def arguments_text(call: ToolCall) -> str:
     """The inverse of `read_call`: a MALFORMED call's arguments are what the policy wrote."""
-    return orjson.dumps(call.arguments).decode() if call.status is CallStatus.OK else call.text
+    return orjson.dumps(call.arguments).decode() if call.status is ToolCallStatus.OK else call.text
 
 
 def function_definition(

@@ -16,7 +16,7 @@ from agentloop.chat import CallDelta, arguments_text
 from agentloop.errors import InvariantBroken
 from agentloop.generation.turn_reader import THINK_CLOSE, THINK_OPEN, Reading, TurnReader
 from agentloop.parsers import MAX_CALLS, DecodedText, ParsedTurn
-from agentloop.types import CallStatus, Message, ToolCall
+from agentloop.types import Message, ToolCall, ToolCallStatus
 
 _MAX_PARSES = 6  # of one region: the closing mark may stand inside a string, but not without end
 
@@ -163,7 +163,7 @@ class TurnSplitter:
         for call in parsed.calls:
             self._give_content(region[position : call.token_start])
             is_closed = region.startswith(closing, call.token_end - len(closing))
-            if call.status is not CallStatus.OK or not is_closed or self._num_calls >= MAX_CALLS:
+            if call.status is not ToolCallStatus.OK or not is_closed or self._num_calls >= MAX_CALLS:
                 return call.token_start, False
             self._give_call(self._num_calls, call)
             self._num_calls += 1

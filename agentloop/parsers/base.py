@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentloop.constraint import Constraint
-from agentloop.types import JSON, CallStatus, ToolCall
+from agentloop.types import JSON, ToolCall, ToolCallStatus
 
 MAX_CALLS = 256
 """Calls of one turn that are read. All that follow become one MALFORMED call, whose error tells their number."""
@@ -105,7 +105,14 @@ class TurnBuilder:
         written = self._decoded.text[start:end]
         self._calls.append(
             ToolCall(
-                self._next_id(), name[:MAX_NAME_CHARS], {}, CallStatus.MALFORMED, error, first, last, text=written
+                self._next_id(),
+                name[:MAX_NAME_CHARS],
+                {},
+                ToolCallStatus.MALFORMED,
+                error,
+                first,
+                last,
+                text=written,
             )
         )
 

@@ -24,7 +24,7 @@ from agentloop.parsers import DecodedText
 from agentloop.rendering.prefix_stability import StabilityReport, examine, show_difference
 from agentloop.rendering.template import ChatTemplate, read_json, token_text
 from agentloop.rendering.tokenizer import Tokens
-from agentloop.types import JSON, CallStatus, Message, ToolCall
+from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _MARK = "one sampled turn"
@@ -223,7 +223,7 @@ class Renderer:
         return entry
 
     def _call_entry(self, call: ToolCall) -> dict[str, JSON]:
-        arguments = call.arguments if call.status is CallStatus.OK else call.text
+        arguments = call.arguments if call.status is ToolCallStatus.OK else call.text
         function = {"name": call.name, "arguments": arguments}
         entry = {"id": call.id, "type": "function", "function": function}
         return {key: self._masked(value, "messages", is_sampled=False) for key, value in entry.items()}

@@ -22,7 +22,7 @@ import structlog
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, ToolError
 from agentloop.plugins import resolve
 from agentloop.rollout.tool import Tool, ToolSession, ToolSpec
-from agentloop.types import JSON, CallStatus, ToolCall, ToolResult
+from agentloop.types import JSON, ToolCall, ToolCallStatus, ToolResult
 
 _log = structlog.get_logger(__name__)
 
@@ -189,7 +189,7 @@ class ToolScope:
     async def _result(self, call: ToolCall, max_response_bytes: int) -> ToolResult:
         started_s = time.monotonic()
         max_bytes = max_response_bytes
-        if call.status is CallStatus.MALFORMED:
+        if call.status is ToolCallStatus.MALFORMED:
             answer = _Answer(call.error or "malformed tool call", is_error=True)
         elif (tool := self._tools.get(call.name)) is None:
             answer = _Answer(f"unknown tool {call.name!r}. Available: {_listed(self._tools)}", is_error=True)

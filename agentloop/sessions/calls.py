@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from agentloop.chat import CallDelta, CallKey, ChatCall, ChatPiece, ChatResult, arguments_text, finish_of
 from agentloop.errors import AgentLoopError, DeadlineExceeded
-from agentloop.trajectory import CallRecord, CallState, Node
+from agentloop.trajectory import CallRecord, ModelCallState, Node
 
 _RECORD_BYTES = 360  # a settled record with its entries in two dicts
 _PROMPT_TOKEN_BYTES = 40  # while a call is open: its place in a tuple, and an int
@@ -151,8 +151,8 @@ class CallTable:
         self._records: dict[str, CallRecord] = {}
         self._by_digest: dict[bytes, list[str]] = {}  # ids of its calls, the latest last
         for record in records:
-            if record.state is CallState.OPEN:
-                record = replace(record, state=CallState.FAILED, error="the process that ran it ended")
+            if record.state is ModelCallState.OPEN:
+                record = replace(record, state=ModelCallState.FAILED, error="the process that ran it ended")
             self._records[record.call_id] = record
             self._by_digest.setdefault(record.digest, []).append(record.call_id)
 
@@ -184,9 +184,9 @@ class CallTable:
         found = []
         healed: set[bytes] = set()
         for record in reversed(self._records.values()):
-            if record.state is CallState.COMMITTED and not record.error:
+            if record.state is ModelCallState.COMMITTED and not record.error:
                 healed.add(record.digest)
-            elif record.state is CallState.FAILED and record.digest not in healed:
+            elif record.state is ModelCallState.FAILED and record.digest not in healed:
                 found.append(record)
         return found[::-1]
 
@@ -201,7 +201,7 @@ class CallTable:
         call_ids = self._by_digest[live.digest]
         call_ids.remove(live.call_id)
         call_ids.append(live.call_id)
-        self._records[live.call_id] = record_of(live, CallState.OPEN)
+        self._records[live.call_id] = record_of(live, ModelCallState.OPEN)
 
     def forget(self, live: LiveCall) -> None:
         """It was refused before it began."""
@@ -221,7 +221,7 @@ class CallTable:
         del self.live[live.call_id]
 
 
-def record_of(live: LiveCall, state: CallState, *, error: str = "") -> CallRecord:
+def record_of(live: LiveCall, state: ModelCallState, *, error: str = "") -> CallRecord:
     """The call as the journal keeps it."""
     return CallRecord(live.call_id, live.digest, live.created_at, state, error, live.generate_s)
 

@@ -8,7 +8,7 @@ from agentloop.chat import ChatResult
 from agentloop.errors import InvariantBroken
 from agentloop.sessions.calls import CallTable
 from agentloop.sessions.facts import SessionFacts
-from agentloop.trajectory import CallRecord, MessageGraph, Node, messages_of, token_paths
+from agentloop.trajectory import CallRecord, Node, TurnGraph, messages_of, token_paths
 from agentloop.types import FAILURES, StopReason, Timings, Trajectory
 
 _MAX_ERROR_CHARS = 500
@@ -19,7 +19,7 @@ class SessionMemory:
 
     def __init__(self, nodes: Iterable[Node] = (), calls: Iterable[CallRecord] = ()) -> None:
         """`nodes` and `calls` are what the journal has, in its order."""
-        self.graph = MessageGraph()
+        self.graph = TurnGraph()
         self.table = CallTable(calls)
         self.num_nodes = 0
         self.num_tokens = 0  # stored ones, observed and sampled

@@ -27,7 +27,7 @@ from agentloop.errors import (
 from agentloop.rendering import Renderer
 from agentloop.rollout import LONG_RENDER_CHARS
 from agentloop.sessions.facts import SessionParts
-from agentloop.trajectory import Match, MessageGraph, Node, Split
+from agentloop.trajectory import Match, Node, Split, TurnGraph
 from agentloop.types import JSON, IntArray, Message, SamplingParams
 
 _BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
@@ -55,7 +55,7 @@ class Question:
     reads_calls: bool
 
 
-async def make_question(chat: ChatCall, graph: MessageGraph, parts: SessionParts) -> Question:
+async def make_question(chat: ChatCall, graph: TurnGraph, parts: SessionParts) -> Question:
     """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError."""
     sampling, reads_calls = _sampling(chat, parts)
     if chat.prompt_ids is not None:
@@ -87,7 +87,7 @@ async def make_question(chat: ChatCall, graph: MessageGraph, parts: SessionParts
 async def make_prompt(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, JSON]],
-    graph: MessageGraph,
+    graph: TurnGraph,
     renderer: Renderer,
     *,
     is_strict: bool = False,
@@ -116,7 +116,7 @@ async def make_prompt(
 
 
 async def _bridged(
-    parent: Node, match: Match, tools: Sequence[Mapping[str, JSON]], graph: MessageGraph, renderer: Renderer
+    parent: Node, match: Match, tools: Sequence[Mapping[str, JSON]], graph: TurnGraph, renderer: Renderer
 ) -> Prompt | None:
     """The prompt as the parent's ids and what is new; None if this template cannot append it."""
     appended = match.appended
@@ -132,7 +132,7 @@ async def _bridged(
     return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split)
 
 
-def _given_prompt(prompt_ids: tuple[int, ...], graph: MessageGraph, parts: SessionParts) -> Prompt:
+def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionParts) -> Prompt:
     if not prompt_ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if min(prompt_ids) < 0 or max(prompt_ids) >= min(parts.vocab_size, _MAX_ID):

@@ -24,7 +24,7 @@ from agentloop.sessions.facts import SessionParts
 from agentloop.sessions.journal import JournalWriter, to_its_end
 from agentloop.sessions.memory import SessionMemory
 from agentloop.sessions.prompts import Prompt, Question, as_asked, make_question
-from agentloop.trajectory import CallState, Node, Reply
+from agentloop.trajectory import ModelCallState, Node, Reply
 from agentloop.types import KVPolicy
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -108,7 +108,7 @@ class CallRunner:
             self._check_tokens(live, question.prompt)
             if live.lost is not None:
                 raise live.lost  # given up in the moment its prompt was made: it leaves no trace
-            self._journal.begin(record_of(live, CallState.OPEN))
+            self._journal.begin(record_of(live, ModelCallState.OPEN))
             self._table.begin(live)
             started = self._parts.clock.now()
             try:
@@ -182,7 +182,7 @@ class CallRunner:
             )
             for choice_index, reply in enumerate(replies)
         )
-        record = record_of(live, CallState.COMMITTED)
+        record = record_of(live, ModelCallState.COMMITTED)
         await self._journal.end(record, nodes)
         for node in nodes:
             self._memory.take(node)
@@ -192,7 +192,7 @@ class CallRunner:
     async def _fail(self, live: LiveCall, failure: BaseException) -> None:
         """Write down that a call which began has no answer. Its client hears of `failure`, not of this write's."""
         # An engine that refuses a request has sampled nothing, so nothing is lost.
-        state = CallState.COMMITTED if isinstance(failure, InvalidRequest) else CallState.FAILED
+        state = ModelCallState.COMMITTED if isinstance(failure, InvalidRequest) else ModelCallState.FAILED
         record = record_of(live, state, error=str(failure) or repr(failure))
         self._table.settle(record)
         try:

@@ -26,7 +26,7 @@ from agentloop.sessions.journal import JournalWriter, to_its_end
 from agentloop.sessions.memory import SessionMemory
 from agentloop.sessions.prompts import Prompt, make_prompt
 from agentloop.sessions.runner import CallRunner
-from agentloop.trajectory import CallRecord, CallState, MessageGraph, Node
+from agentloop.trajectory import CallRecord, ModelCallState, Node, TurnGraph
 from agentloop.types import JSON, Message, StopReason, Trajectory
 
 __all__ = ["CallLimits", "Journal", "Prompt", "Session", "SessionFacts", "SessionParts", "SessionState"]
@@ -62,7 +62,7 @@ class Session:
         return self._facts
 
     @property
-    def graph(self) -> MessageGraph:
+    def graph(self) -> TurnGraph:
         """The turns so far. Not to be changed."""
         return self._memory.graph
 
@@ -155,7 +155,7 @@ class Session:
             latest.join()
             return latest
         self._require_open("it takes no calls")
-        if isinstance(latest, CallRecord) and latest.state is CallState.COMMITTED and not latest.error:
+        if isinstance(latest, CallRecord) and latest.state is ModelCallState.COMMITTED and not latest.error:
             return self._memory.answer_again(latest, self._facts.session_id)
         return self._runner.start(chat, key, is_streamed=is_streamed)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from agentloop.trajectory.builder import TrajectoryBuilder
 from agentloop.trajectory.message_key import message_key, tools_key
-from agentloop.trajectory.node import CallRecord, CallState, Node, Reply, Split
+from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply, Split
 from agentloop.trajectory.sizes import json_bytes, message_bytes
 from agentloop.trajectory.token_paths import messages_of, token_paths
-from agentloop.trajectory.turn_graph import Match, MessageGraph
+from agentloop.trajectory.turn_graph import Match, TurnGraph
 
 __all__ = [
     "CallRecord",
-    "CallState",
     "Match",
-    "MessageGraph",
+    "ModelCallState",
     "Node",
     "Reply",
     "Split",
     "TrajectoryBuilder",
+    "TurnGraph",
     "json_bytes",
     "message_bytes",
     "message_key",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from agentloop.trajectory.message_key import canonical_json
-from agentloop.types import CallStatus, IntArray, Message, ToolCall
+from agentloop.types import IntArray, Message, ToolCall, ToolCallStatus
 
 MAX_DETAIL_CHARS = 300
 Decode = Callable[[Sequence[int]], str]
@@ -64,7 +64,7 @@ def _text(message: Message | None, is_strict: bool) -> str:
 
 def _call_text(call: ToolCall, is_strict: bool) -> str:
     mark = f"[{call.id}] " if is_strict else ""
-    if call.status is CallStatus.MALFORMED:
+    if call.status is ToolCallStatus.MALFORMED:
         return f"{mark}{call.text}"
     return f"{mark}{call.name}({canonical_json(call.arguments)})"
 

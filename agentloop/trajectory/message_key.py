@@ -15,7 +15,7 @@ from hashlib import blake2b
 import orjson
 
 from agentloop.errors import InvalidRequest
-from agentloop.types import JSON, CallStatus, Message, ToolCall
+from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 _KEY_BYTES = 16
 _MAX_WHOLE_FLOAT = 2.0**63  # above it, whole floats stay floats: nobody writes them out as integers
@@ -74,7 +74,7 @@ def tools_key(tools: Sequence[Mapping[str, JSON]]) -> bytes:
 
 def _call(call: ToolCall, is_strict: bool) -> list[JSON]:
     entry: list[JSON]
-    if call.status is CallStatus.MALFORMED:
+    if call.status is ToolCallStatus.MALFORMED:
         entry = [call.text if is_strict else call.text.strip()]
     else:
         entry = [call.name, call.arguments]

@@ -69,7 +69,7 @@ class Node:
     split: Split | None = None
 
 
-class CallState(StrEnum):
+class ModelCallState(StrEnum):
     """What became of a call that was accepted."""
 
     OPEN = "open"
@@ -84,6 +84,6 @@ class CallRecord:
     call_id: str
     digest: bytes
     created_at: int
-    state: CallState
+    state: ModelCallState
     error: str = ""
     generate_s: float = 0.0  # spent on sampling, whatever came of it

@@ -13,7 +13,7 @@ import numpy as np
 
 from agentloop.trajectory.diff import message_difference
 from agentloop.trajectory.node import Node, Split, SplitReason
-from agentloop.trajectory.turn_graph import MessageGraph
+from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import Message, TokenPath, Turn, WeightVersionSpan, append_span, shifted_spans
 
 
@@ -26,7 +26,7 @@ class _Line:
     num_shared: int
 
 
-def token_paths(graph: MessageGraph) -> tuple[TokenPath, ...]:
+def token_paths(graph: TurnGraph) -> tuple[TokenPath, ...]:
     """All paths from a root to a leaf, in the order of the leaves' creation.
 
     A path's `parent` is the first that has the shared tokens, or that has the turn its root was split from: then it
@@ -46,7 +46,7 @@ def token_paths(graph: MessageGraph) -> tuple[TokenPath, ...]:
     return tuple(_path(line, *_origin(line, lines, splits, owner)) for line in lines)
 
 
-def messages_of(graph: MessageGraph, node_id: str) -> tuple[Message, ...]:
+def messages_of(graph: TurnGraph, node_id: str) -> tuple[Message, ...]:
     """The conversation from the root to the node's reply. Raises KeyError."""
     return tuple(chain.from_iterable((*node.observed, node.reply.message) for node in graph.path_of(node_id)))
 
@@ -54,7 +54,7 @@ def messages_of(graph: MessageGraph, node_id: str) -> tuple[Message, ...]:
 class _Splits:
     """The split of every root. Roots that began at the same time know nothing of each other: they are told here."""
 
-    def __init__(self, graph: MessageGraph) -> None:
+    def __init__(self, graph: TurnGraph) -> None:
         self._of_root: dict[str, Split | None] = {}
         first_with: dict[tuple[bytes, bytes], str] = {}
         for node in graph.nodes:

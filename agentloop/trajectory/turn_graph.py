@@ -1,4 +1,4 @@
-"""MessageGraph: what a session has sampled, as a graph of turns, and where a request goes on in it.
+"""TurnGraph: what a session has sampled, as a graph of turns, and where a request goes on in it.
 
 Ownership: the graph owns the session's nodes; it is not shared between threads. Invariants, checked as nodes come
 in (InvariantBroken otherwise): a parent is there before its children; one logprob a sampled id; spans tile them.
@@ -38,7 +38,7 @@ class Match:
     tools_key: bytes = b""  # of the request
 
 
-class MessageGraph:
+class TurnGraph:
     """The turns of one session. `add` takes nodes in the order they were committed."""
 
     def __init__(self) -> None:

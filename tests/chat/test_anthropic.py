@@ -19,8 +19,8 @@ from agentloop.constraint import ConstraintKind
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
 from agentloop.trajectory.node import Node, Reply
-from agentloop.trajectory.turn_graph import MessageGraph
-from agentloop.types import CallStatus, FinishReason, Message, ToolCall, WeightVersionSpan
+from agentloop.trajectory.turn_graph import TurnGraph
+from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus, WeightVersionSpan
 
 anthropic = pytest.importorskip("anthropic")
 streaming = pytest.importorskip("anthropic.lib.streaming._messages")
@@ -35,7 +35,7 @@ LOOKUP = {
 }
 CALLS = (ToolCall("call_0_0", "lookup", {"q": "a"}), ToolCall("call_0_1", "lookup", {"n": 1.5, "q": "é"}))
 TURN = Message("assistant", "Looking.", CALLS, reasoning="They want a.")
-MALFORMED = ToolCall("call_0_0", "", {}, CallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
+MALFORMED = ToolCall("call_0_0", "", {}, ToolCallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
 HI = {"role": "user", "content": "hi"}
 
 
@@ -123,7 +123,7 @@ def test_a_conversation():
     assert user == Message("user", "one\ntwo")
     assert (assistant.content, assistant.reasoning) == ("Looking.", "Hm.")
     assert assistant.tool_calls[0] == ToolCall("c1", "lookup", {"q": "a"})
-    assert (assistant.tool_calls[1].status, assistant.tool_calls[1].text) == (CallStatus.MALFORMED, "{oops")
+    assert (assistant.tool_calls[1].status, assistant.tool_calls[1].text) == (ToolCallStatus.MALFORMED, "{oops")
     assert first == Message("tool", "A", tool_call_id="c1", name="lookup")
     assert (second.content, second.tool_call_id) == ("B", "c2")
     assert last == Message("user", "go on")
@@ -330,7 +330,7 @@ def test_nothing_is_written_before_the_first_piece():
 @pytest.mark.parametrize("name", MESSAGES)
 def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
     answer = result(MESSAGES[name])
-    graph = MessageGraph()
+    graph = TurnGraph()
     graph.add(answer.choices[0])
     echo = [block.to_dict() for block in anthropic.types.Message.model_validate(whole(answer)).content]
     messages = [HI, {"role": "assistant", "content": echo}, {"role": "user", "content": "and?"}]

@@ -26,7 +26,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.trajectory.node import Node, Reply, Split, SplitReason
-from agentloop.types import CallStatus, FinishReason, Message, SamplingParams, ToolCall, WeightVersionSpan
+from agentloop.types import FinishReason, Message, SamplingParams, ToolCall, ToolCallStatus, WeightVersionSpan
 
 HERMES = get_parser("hermes")
 VOCAB_SIZE = 100
@@ -35,7 +35,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 FIND = {"type": "function", "function": {"name": "find", "description": "Find it."}}
 CALLS = (
     ToolCall("c0", "look", {"x": 1.5, "y": "é"}, token_start=1, token_end=3),
-    ToolCall("c1", "", {}, CallStatus.MALFORMED, "bad", 3, 5, text="<tool_call>{oops"),
+    ToolCall("c1", "", {}, ToolCallStatus.MALFORMED, "bad", 3, 5, text="<tool_call>{oops"),
 )
 PLAIN = Message("assistant", "Hello you")
 BUSY = Message("assistant", "Well.", CALLS, reasoning="They want x.")
@@ -104,7 +104,7 @@ def pieces_of(answer: ChatResult) -> list[ChatPiece | ChatResult]:
         texts = [ChatPiece(index, reasoning=char) for char in reply.message.reasoning]
         texts += [ChatPiece(index, content=char) for char in reply.message.content]
         for place, call in enumerate(reply.message.tool_calls):
-            arguments = call.text if call.status is CallStatus.MALFORMED else '{"x":1.5,"y":"é"}'
+            arguments = call.text if call.status is ToolCallStatus.MALFORMED else '{"x":1.5,"y":"é"}'
             texts.append(ChatPiece(index, calls=(CallDelta(place, call.id, call.name),)))
             texts += [ChatPiece(index, calls=(CallDelta(place, arguments=char),)) for char in arguments]
         found += texts
@@ -197,7 +197,7 @@ def test_history() -> None:
     system, user, assistant, tool, refusal = asked(messages=messages).messages
     assert (system, user) == (Message("system", "a\nb"), Message("user", "x", name="Bob"))
     assert assistant.reasoning == "hm"
-    assert [call.status for call in assistant.tool_calls] == [CallStatus.OK, CallStatus.MALFORMED]
+    assert [call.status for call in assistant.tool_calls] == [ToolCallStatus.OK, ToolCallStatus.MALFORMED]
     assert (assistant.tool_calls[0].arguments, assistant.tool_calls[1].text) == ({"x": 1}, "[oops")
     assert tool == Message("tool", "1", tool_call_id="a", name="look")
     assert (refusal.content, refusal.reasoning) == ("no", "why")

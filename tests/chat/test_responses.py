@@ -23,8 +23,8 @@ from agentloop.constraint import ConstraintKind
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
 from agentloop.trajectory.node import Node, Reply
-from agentloop.trajectory.turn_graph import MessageGraph
-from agentloop.types import CallStatus, FinishReason, Message, ToolCall, WeightVersionSpan
+from agentloop.trajectory.turn_graph import TurnGraph
+from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus, WeightVersionSpan
 
 HERMES = get_parser("hermes")
 KEY = "0123456789abcdef" * 2
@@ -37,7 +37,7 @@ LOOKUP = {
 }
 CALLS = (ToolCall("call_0_0", "lookup", {"q": "a"}), ToolCall("call_0_1", "lookup", {"n": 1.5, "q": "é"}))
 TURN = Message("assistant", "Looking.", CALLS, reasoning="They want a.")
-MALFORMED = ToolCall("call_0_0", "", {}, CallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
+MALFORMED = ToolCall("call_0_0", "", {}, ToolCallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
 
 
 def body(**fields: Any) -> ResponsesBody:
@@ -121,7 +121,7 @@ def test_a_history_of_items():
     assert (system, user) == (Message("system", "Be brief."), Message("user", "one\ntwo"))
     assert (assistant.content, assistant.reasoning) == ("Looking.", "Hm.")
     assert assistant.tool_calls[0] == ToolCall("c1", "lookup", {"q": "a"})
-    assert (assistant.tool_calls[1].status, assistant.tool_calls[1].text) == (CallStatus.MALFORMED, "{oops")
+    assert (assistant.tool_calls[1].status, assistant.tool_calls[1].text) == (ToolCallStatus.MALFORMED, "{oops")
     assert first == Message("tool", "A", tool_call_id="c1", name="lookup")
     assert second == Message("tool", "B", tool_call_id="c2", name="lookup")
     assert last == Message("user", "go on")
@@ -358,7 +358,7 @@ def test_an_error_event_is_numbered_and_has_the_envelope():
 @pytest.mark.parametrize("name", MESSAGES)
 def test_an_echoed_answer_is_the_turn_that_made_it(name: str):
     answer = result(MESSAGES[name])
-    graph = MessageGraph()
+    graph = TurnGraph()
     graph.add(answer.choices[0])
     typed = Response.model_validate(whole(answer))
     echo = [item.model_dump(exclude_unset=True) for item in typed.output]

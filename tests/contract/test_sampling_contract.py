@@ -13,7 +13,7 @@ from agentloop.engine import Delta
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import CallStatus, FinishReason, KVPolicy, PauseMode
+from agentloop.types import FinishReason, KVPolicy, PauseMode, ToolCallStatus
 from tests.contract.cases import EngineCase
 from tests.contract.driving import TIMEOUT_S, Reading, generated
 
@@ -251,6 +251,6 @@ async def test_forced_calls_can_be_read(constrainable: EngineCase, parser_name: 
         assert answer.finish_reason is FinishReason.STOP
         text = case.text_of(answer.token_ids[:-1])
         turn = parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0)
-        assert [call.status for call in turn.calls] == [CallStatus.OK]
+        assert [call.status for call in turn.calls] == [ToolCallStatus.OK]
         assert turn.content == ""
         assert turn.calls[0].name == "book" or forced is None

@@ -15,7 +15,7 @@ from agentloop.generation.stream_splitter import Increment, TurnSplitter
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import CallStatus, Message
+from agentloop.types import Message, ToolCallStatus
 from tests.support.scripted import RENDERER
 
 READERS = {name: TurnReader(RENDERER, get_parser(name)) for name in ("hermes", "qwen3_xml")}
@@ -116,7 +116,7 @@ def test_the_calls_beyond_the_limit_wait_and_are_reported(size: int):
     check(HERMES, pieces, WITH_CALLS)
     message = whole(HERMES, text, WITH_CALLS)
     assert len(message.tool_calls) == 257
-    assert message.tool_calls[-1].status is CallStatus.MALFORMED
+    assert message.tool_calls[-1].status is ToolCallStatus.MALFORMED
 
 
 HOSTILE = {

@@ -13,7 +13,7 @@ from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import CallStatus
+from agentloop.types import ToolCallStatus
 
 STOP = 256
 DAY = {
@@ -95,7 +95,7 @@ def test_whatever_is_written_is_read_as_calls(name: str, forced: str | None, is_
         assert text.startswith(parser.opening)
         turn = parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0)
         assert turn.content == ""
-        assert [call.error for call in turn.calls if call.status is not CallStatus.OK] == []
+        assert [call.error for call in turn.calls if call.status is not ToolCallStatus.OK] == []
         assert len(turn.calls) == 1 or (is_parallel and len(turn.calls) > 1)
         names |= {call.name for call in turn.calls}
         for call in turn.calls:

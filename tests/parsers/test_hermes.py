@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import CallStatus
+from agentloop.types import ToolCallStatus
 
 HOSTILE_CHARS = 500_000
 
@@ -39,8 +39,8 @@ def test_calls_have_ids_arguments_and_spans():
 
     assert turn.content == "Let me see."
     assert [(c.id, c.name, dict(c.arguments), c.status) for c in turn.calls] == [
-        ("call_3_0", "add", {"a": 1, "b": [2.5, None]}, CallStatus.OK),
-        ("call_3_1", "sub", {}, CallStatus.OK),
+        ("call_3_0", "add", {"a": 1, "b": [2.5, None]}, ToolCallStatus.OK),
+        ("call_3_1", "sub", {}, ToolCallStatus.OK),
     ]
     assert [text[c.token_start : c.token_end] for c in turn.calls] == [first, second]
 
@@ -83,11 +83,11 @@ def test_a_call_that_cannot_be_read_is_reported(body: str, name: str, error: str
     turn = parse(f"before <tool_call>{body}</tool_call> after {call_text('add', {})}")
 
     broken, sound = turn.calls
-    assert (broken.status, broken.name, dict(broken.arguments)) == (CallStatus.MALFORMED, name, {})
+    assert (broken.status, broken.name, dict(broken.arguments)) == (ToolCallStatus.MALFORMED, name, {})
     assert broken.error is not None
     assert error in broken.error
     assert "\n" not in broken.error
-    assert (sound.status, sound.id) == (CallStatus.OK, "call_0_1")
+    assert (sound.status, sound.id) == (ToolCallStatus.OK, "call_0_1")
     assert turn.content == "before\nafter"
 
 
@@ -98,9 +98,9 @@ def test_arguments_given_as_a_string_are_decoded_once():
 
 def test_a_missing_close_tag_is_forgiven_if_the_json_is_complete():
     complete = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
-    assert [c.status for c in parse(complete).calls] == [CallStatus.OK]
-    assert [c.status for c in parse(complete + complete).calls] == [CallStatus.OK] * 2
-    assert [c.status for c in parse(complete[:-10]).calls] == [CallStatus.MALFORMED]
+    assert [c.status for c in parse(complete).calls] == [ToolCallStatus.OK]
+    assert [c.status for c in parse(complete + complete).calls] == [ToolCallStatus.OK] * 2
+    assert [c.status for c in parse(complete[:-10]).calls] == [ToolCallStatus.MALFORMED]
 
 
 def test_tags_inside_a_json_string_belong_to_the_string():
@@ -112,12 +112,12 @@ def test_tags_inside_a_json_string_belong_to_the_string():
 
 def test_an_unclosed_call_does_not_hide_the_next_one():
     turn = parse(f'<tool_call>{{"name": "add", "argu{call_text("sub", {})}')
-    assert [(c.status, c.name) for c in turn.calls] == [(CallStatus.MALFORMED, ""), (CallStatus.OK, "sub")]
+    assert [(c.status, c.name) for c in turn.calls] == [(ToolCallStatus.MALFORMED, ""), (ToolCallStatus.OK, "sub")]
 
 
 def test_calls_beyond_the_cap_are_reported_as_one():
     turn = parse(call_text("add", {}) * (MAX_CALLS + 1000))
-    assert [c.status for c in turn.calls] == [CallStatus.OK] * MAX_CALLS + [CallStatus.MALFORMED]
+    assert [c.status for c in turn.calls] == [ToolCallStatus.OK] * MAX_CALLS + [ToolCallStatus.MALFORMED]
     assert turn.calls[-1].error == f"1000 tool calls after the first {MAX_CALLS} were not read"
     assert turn.calls[-1].token_start == turn.calls[-2].token_end
 
@@ -204,7 +204,7 @@ json_values = st.recursive(
 def test_any_arguments_come_back(arguments: dict[str, object]):
     text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
     (call,) = parse(text).calls
-    assert (call.status, dict(call.arguments)) == (CallStatus.OK, arguments)
+    assert (call.status, dict(call.arguments)) == (ToolCallStatus.OK, arguments)
 
 
 def test_an_unknown_parser_is_refused():

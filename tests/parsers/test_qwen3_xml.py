@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import CallStatus
+from agentloop.types import ToolCallStatus
 
 HOSTILE_CHARS = 500_000
 
@@ -69,7 +69,7 @@ def call_text(**parameters: str) -> str:
 def test_values_have_the_schemas_type(key: str, written: str, value: object):
     turn = parse(f"Before.\n{call_text(**{key: written})}\nAfter.")
     (call,) = turn.calls
-    assert (call.status, call.name, dict(call.arguments)) == (CallStatus.OK, "f", {key: value})
+    assert (call.status, call.name, dict(call.arguments)) == (ToolCallStatus.OK, "f", {key: value})
     assert type(call.arguments[key]) is type(value)
     assert turn.content == "Before.\nAfter."
 
@@ -78,9 +78,9 @@ def test_the_compact_form_and_the_missing_outer_tags_are_read():
     inner = "<function=f><parameter=count>1</parameter></function>"
     for text in (f"<tool_call>{inner}</tool_call>", inner, f"<tool_call>{inner}", f"{inner}</tool_call>"):
         turn = parse(text)
-        assert [(c.status, dict(c.arguments)) for c in turn.calls] == [(CallStatus.OK, {"count": 1})]
+        assert [(c.status, dict(c.arguments)) for c in turn.calls] == [(ToolCallStatus.OK, {"count": 1})]
         assert turn.content == ""
-    assert [c.status for c in parse(f"<tool_call>{inner}\n{inner}</tool_call>").calls] == [CallStatus.OK] * 2
+    assert [c.status for c in parse(f"<tool_call>{inner}\n{inner}</tool_call>").calls] == [ToolCallStatus.OK] * 2
 
 
 def test_two_calls_have_their_spans():
@@ -112,7 +112,7 @@ def test_two_calls_have_their_spans():
 )
 def test_a_call_that_cannot_be_read_is_reported(broken: str, name: str, error: str):
     turn = parse(f"before {broken} after {call_text(text='1')}")
-    assert [call.status for call in turn.calls] == [CallStatus.MALFORMED, CallStatus.OK]
+    assert [call.status for call in turn.calls] == [ToolCallStatus.MALFORMED, ToolCallStatus.OK]
     assert turn.calls[0].name == name
     assert turn.calls[0].error is not None
     assert error in turn.calls[0].error
@@ -124,12 +124,12 @@ def test_what_the_token_limit_cut_is_reported():
     whole = call_text(text="1")
     for end in range(len("<tool_call>"), whole.index("</function>")):
         (call,) = parse(whole[:end]).calls
-        assert call.status is CallStatus.MALFORMED
+        assert call.status is ToolCallStatus.MALFORMED
 
 
 def test_an_unclosed_call_does_not_hide_the_next_one():
     turn = parse(f"<tool_call><tool_call><function=f>{call_text(text='1')}")
-    assert [c.status for c in turn.calls] == [CallStatus.MALFORMED, CallStatus.MALFORMED, CallStatus.OK]
+    assert [c.status for c in turn.calls] == [ToolCallStatus.MALFORMED, ToolCallStatus.MALFORMED, ToolCallStatus.OK]
 
 
 def repeated(unit: str, num_chars: int) -> str:

@@ -16,7 +16,7 @@ from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.rendering.tokenizer import Tokens
-from agentloop.types import CallStatus, Message, ToolCall
+from agentloop.types import Message, ToolCall, ToolCallStatus
 from tests.support.model_folder import (
     MARKUP,
     SPECIAL,
@@ -244,6 +244,6 @@ def test_a_sampled_turn_becomes_calls_with_its_tokens(renderer: Renderer, tokeni
     ids = tokenizer.encode(f"I ask.\n{first}\n<tool_call>\n{{").ids
     turn = get_parser("hermes").parse(renderer.decode_with_offsets(ids), TOOLS, 0)
     assert turn.content == "I ask."
-    assert [c.status for c in turn.calls] == [CallStatus.OK, CallStatus.MALFORMED]
+    assert [c.status for c in turn.calls] == [ToolCallStatus.OK, ToolCallStatus.MALFORMED]
     assert renderer.decode(ids[turn.calls[0].token_start : turn.calls[0].token_end]) == first
     assert turn.calls[1].token_end == len(ids)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentloop.errors import InvalidRequest, InvariantBroken, ToolError
 from agentloop.rollout.tool import ToolSpec, tool
 from agentloop.rollout.toolbox import Toolbox, ToolScope, capped, load_tool, load_tools
-from agentloop.types import JSON, CallStatus, ToolCall, ToolResult
+from agentloop.types import JSON, ToolCall, ToolCallStatus, ToolResult
 
 MAX_BYTES = 16_384
 GRACE_S = 0.05
@@ -154,7 +154,7 @@ async def test_no_calls_no_results() -> None:
 
 
 async def test_a_malformed_call_is_answered_with_the_parsers_words() -> None:
-    broken = ToolCall("c1", "fake", status=CallStatus.MALFORMED, error="not valid JSON: line 1")
+    broken = ToolCall("c1", "fake", status=ToolCallStatus.MALFORMED, error="not valid JSON: line 1")
     tool_ = FakeTool(echo)
     results = await run([tool_], [broken, call(call_id="c2")])
     assert [(r.call_id, r.content, r.is_error) for r in results] == [

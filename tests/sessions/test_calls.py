@@ -3,7 +3,7 @@ import tracemalloc
 import uuid
 
 from agentloop.sessions.calls import CallTable
-from agentloop.trajectory.node import CallRecord, CallState
+from agentloop.trajectory.node import CallRecord, ModelCallState
 
 
 def test_num_bytes_is_near_what_python_says():
@@ -11,7 +11,7 @@ def test_num_bytes_is_near_what_python_says():
 
     def build() -> CallTable:
         return CallTable(
-            CallRecord(call_id, uuid.uuid4().bytes, 1_700_000_000 + at, CallState.COMMITTED, "", at / 7)
+            CallRecord(call_id, uuid.uuid4().bytes, 1_700_000_000 + at, ModelCallState.COMMITTED, "", at / 7)
             for at, call_id in enumerate(call_ids)
         )
 

@@ -7,7 +7,7 @@ import pytest
 
 from agentloop.errors import Gone, InvalidRequest, ServiceUnavailable, SessionFinished
 from agentloop.sessions.facts import CallLimits, SessionState
-from agentloop.trajectory.node import CallState
+from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from tests.sessions.test_retries import is_running, leave, until
 from tests.support.sessions import (
@@ -185,7 +185,7 @@ async def test_a_call_that_could_not_be_committed_has_failed(engine, is_late):
         await read()
     assert pieces
     assert not any(piece.finish for piece in pieces)
-    assert journal.states == [CallState.FAILED]
+    assert journal.states == [ModelCallState.FAILED]
     assert not journal.stored_nodes
     assert not session.graph.nodes
     assert not session.is_complete
@@ -201,7 +201,7 @@ async def test_a_failure_that_cannot_be_written_is_found_by_the_next_process(eng
     session = make_session(engine, journal)
     with pytest.raises(ServiceUnavailable):
         await session.call(CHAT, key("a"))
-    assert journal.states == [CallState.OPEN]
+    assert journal.states == [ModelCallState.OPEN]
     restored = journal.restored(session, engine)
     assert not session.is_complete
     assert not restored.is_complete
@@ -215,7 +215,7 @@ async def test_a_journal_that_hangs_is_given_up(engine):
     session = make_session(engine, journal, limits=CallLimits(journal_timeout_s=0.02))
     with pytest.raises(ServiceUnavailable, match="within"):
         await session.call(CHAT, key("a"))
-    assert (session.num_turns, journal.states) == (0, [CallState.OPEN])
+    assert (session.num_turns, journal.states) == (0, [ModelCallState.OPEN])
     assert not session.is_complete  # as the next process may find it
     with pytest.raises(ServiceUnavailable):
         await session.set_reward(1.0)
@@ -241,8 +241,8 @@ async def test_a_cancelled_task_leaves_nothing_open(engine, num_steps):
             task.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await until(lambda: not session.num_open_calls)
-    assert CallState.OPEN not in journal.states
-    assert len(journal.stored_nodes) == session.num_turns == journal.states.count(CallState.COMMITTED)
+    assert ModelCallState.OPEN not in journal.states
+    assert len(journal.stored_nodes) == session.num_turns == journal.states.count(ModelCallState.COMMITTED)
     assert journal.restored(session, engine).is_complete is session.is_complete
 
 
@@ -255,7 +255,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing_open(engine, nu
         await asyncio.sleep(0)
     await leave(call)
     await until(lambda: not session.num_open_calls)
-    assert CallState.OPEN not in journal.states
+    assert ModelCallState.OPEN not in journal.states
     assert not is_running(engine)
     await session.call(ask("one", max_tokens=2), key("a", 1))
     assert session.num_turns == 1
@@ -275,7 +275,7 @@ async def test_close_ends_everything(engine):
         await session.call(CHAT, key("a", 1))
     with pytest.raises(Gone):
         await session.finish()
-    assert journal.states == [CallState.FAILED]
+    assert journal.states == [ModelCallState.FAILED]
 
 
 # --- the next process -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from agentloop.chat.call import ChatResult
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost
-from agentloop.trajectory.node import CallState
+from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode
 from tests.support.sessions import (
     MemoryJournal,
@@ -204,12 +204,12 @@ def check(run, session, journal, engine):
     nodes = {node.node_id: node for node in session.graph.nodes}
     assert list(nodes) == [node.node_id for node in session.graph.nodes]
     assert set(nodes) == {node.node_id for node in journal.stored_nodes}
-    committed = [record for record in journal.records if record.state is CallState.COMMITTED]
+    committed = [record for record in journal.records if record.state is ModelCallState.COMMITTED]
     assert {node.call_id for node in nodes.values()} == {record.call_id for record in committed}
     # A digest is one turn of one agent: however often it was retried, it is there once.
     assert max(Counter(record.digest for record in committed).values(), default=0) <= 1
     if not journal.odds:
-        assert all(record.state is not CallState.OPEN for record in journal.records)
+        assert all(record.state is not ModelCallState.OPEN for record in journal.records)
     for results in run.answers.values():
         assert len({result.call_id for result in results}) == 1
         for node in results[0].choices:

@@ -16,7 +16,7 @@ from agentloop.errors import (
     UnsupportedParameter,
 )
 from agentloop.sessions.facts import CallLimits
-from agentloop.trajectory.node import CallState
+from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, SamplingParams
 from tests.support.sessions import (
     CALCULATOR,
@@ -124,7 +124,7 @@ async def test_an_engine_that_refuses_loses_nothing(engine):
     for retry_count in range(2):
         with pytest.raises(ContextLengthExceeded):
             await session.call(ask("word " * 3000), key("a", retry_count))
-    assert journal.states == [CallState.COMMITTED] * 2
+    assert journal.states == [ModelCallState.COMMITTED] * 2
     assert not journal.stored_nodes
     assert session.is_complete
     assert not journal.restored(session, engine).trajectory().error
@@ -155,7 +155,7 @@ def test_a_deadline_loses_the_call():
             with pytest.raises(DeadlineExceeded):
                 await session.call(ask("one", max_tokens=100, timeout_s=5.0), key("a"))
             assert 4.9 < clock.now() < 5.5
-            assert journal.states == [CallState.FAILED]
+            assert journal.states == [ModelCallState.FAILED]
             assert not session.is_complete
             assert "1 of 1 calls were lost" in session.trajectory().error
             assert engine.load().num_running == 0

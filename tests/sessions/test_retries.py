@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agentloop.errors import EngineLost
-from agentloop.trajectory.node import CallState
+from agentloop.trajectory.node import ModelCallState
 from tests.support.sessions import (
     MemoryJournal,
     WatchedEngine,
@@ -113,7 +113,7 @@ async def test_the_last_to_leave_ends_the_call_in_the_engine(engine):
     await leave(second)
     await until(lambda: not session.num_open_calls)
     assert not is_running(engine)
-    assert journal.states == [CallState.FAILED]
+    assert journal.states == [ModelCallState.FAILED]
     assert "left" in journal.records[0].error
     assert not session.is_complete
     assert not session.graph.nodes
@@ -130,7 +130,7 @@ async def test_a_retry_heals(engine):
     result = await session.call(CHAT, key("a", 1))  # it comes before the cancelled call has ended
     assert [node.node_id for node in session.graph.nodes] == [result.choices[0].node_id]
     await until(lambda: not session.num_open_calls)
-    assert journal.states == [CallState.FAILED, CallState.COMMITTED]
+    assert journal.states == [ModelCallState.FAILED, ModelCallState.COMMITTED]
     assert session.is_complete
     engine.engine.faults.num_lost = 2
     for retry_count in range(2):
@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_during_the_commit_finds_its_answer(engine):
     journal.gate.set()
     result = await waiting
     assert result.choices == session.graph.nodes
-    assert journal.states == [CallState.COMMITTED]
+    assert journal.states == [ModelCallState.COMMITTED]
     assert len(engine.requests) == 1
 
 
@@ -238,5 +238,5 @@ async def test_the_last_leaves_as_the_reply_comes(engine):
     await until(lambda: len(held.held) == 2)
     held.held[1].set_result(None)
     result = await retry
-    assert journal.states == [CallState.FAILED, CallState.COMMITTED]
+    assert journal.states == [ModelCallState.FAILED, ModelCallState.COMMITTED]
     assert session.graph.nodes == result.choices

@@ -9,7 +9,7 @@ from agentloop.chat.call import ToolChoice
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
 from agentloop.rendering.renderer import OnUnstable, Renderer
-from agentloop.trajectory.node import CallState, SplitReason
+from agentloop.trajectory.node import ModelCallState, SplitReason
 from agentloop.types import KVPolicy, Message, PauseMode, WeightVersionSpan
 from tests.support.model_folder import write_folder
 from tests.support.sessions import (
@@ -126,7 +126,7 @@ async def test_all_choices_or_none(engine):
     with pytest.raises(Exception, match="injected") as raised:
         await session.call(ask("one", num_choices=3), key("a"))
     assert raised.value.code == "engine_lost"
-    assert journal.states == [CallState.FAILED]
+    assert journal.states == [ModelCallState.FAILED]
     assert not session.graph.nodes
     assert engine.engine.load().num_running == 0
 

@@ -26,7 +26,7 @@ from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
 from agentloop.simulation.spec import SimulatedSpec
-from agentloop.trajectory.node import CallRecord, CallState, Node
+from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
@@ -73,7 +73,7 @@ class MemoryJournal:
         return [codec.decode(data, CallRecord) for data in self.calls.values()]
 
     @property
-    def states(self) -> list[CallState]:
+    def states(self) -> list[ModelCallState]:
         return [record.state for record in self.records]
 
     @property

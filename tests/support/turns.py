@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from agentloop.sessions.facts import SessionFacts
-from agentloop.trajectory.node import CallRecord, CallState, Node, Reply
+from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.types import FinishReason, Message, WeightVersionSpan
 
 
@@ -15,7 +15,7 @@ def make_facts(
     return SessionFacts(session_id, created_at, ttl_s, owner)
 
 
-def make_call(call_id: str, state: CallState = CallState.OPEN, error: str = "") -> CallRecord:
+def make_call(call_id: str, state: ModelCallState = ModelCallState.OPEN, error: str = "") -> CallRecord:
     return CallRecord(call_id, call_id.encode() * 4, 5, state, error)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from agentloop.trajectory.message_key import tools_key
 from agentloop.trajectory.node import Node, Reply
-from agentloop.trajectory.turn_graph import Match, MessageGraph
+from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import FinishReason, Message, ToolCall, WeightVersionSpan
 
 
@@ -51,7 +51,7 @@ class Played:
     """One session. Every turn gets new ids; `ask` matches, and `turn` commits what was matched with a reply."""
 
     def __init__(self) -> None:
-        self.graph = MessageGraph()
+        self.graph = TurnGraph()
         self._next_id = 1
 
     def ids(self, num: int) -> list[int]:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from agentloop.errors import InvalidRequest
 from agentloop.trajectory.message_key import canonical_json, message_key, tools_key
-from agentloop.types import JSON, CallStatus, Message, ToolCall
+from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 from tests.trajectory.sessions import assistant, call, definition, system, tool, user
 
-MALFORMED = ToolCall("a", "add", {}, CallStatus.MALFORMED, "no JSON", text="<tool_call>{x}</tool_call>")
+MALFORMED = ToolCall("a", "add", {}, ToolCallStatus.MALFORMED, "no JSON", text="<tool_call>{x}</tool_call>")
 SAME = {
     "developer for system": (system("be brief"), Message("developer", "be brief")),
     "key order": (assistant("", call(arguments={"a": 1, "b": 2})), assistant("", call(arguments={"b": 2, "a": 1}))),
@@ -36,7 +36,9 @@ SAME = {
     ),
     "a malformed call's name": (
         assistant("", MALFORMED),
-        assistant("", ToolCall("b", "", {}, CallStatus.MALFORMED, "invalid", text=" <tool_call>{x}</tool_call>\n")),
+        assistant(
+            "", ToolCall("b", "", {}, ToolCallStatus.MALFORMED, "invalid", text=" <tool_call>{x}</tool_call>\n")
+        ),
     ),
 }
 DIFFERENT = {
@@ -54,7 +56,9 @@ DIFFERENT = {
     "a call as text": (assistant("", call()), assistant('add({"x":1})')),
     "malformed text": (
         assistant("", MALFORMED),
-        assistant("", ToolCall("a", "add", {}, CallStatus.MALFORMED, "no JSON", text="<tool_call>{y}</tool_call>")),
+        assistant(
+            "", ToolCall("a", "add", {}, ToolCallStatus.MALFORMED, "no JSON", text="<tool_call>{y}</tool_call>")
+        ),
     ),
     "a role that looks like a head": (Message("user\nx", "y"), user("x\ny")),
     "integers beyond 64 bits": (

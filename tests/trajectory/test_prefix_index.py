@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from agentloop.trajectory.node import Node, SplitReason
-from agentloop.trajectory.turn_graph import MessageGraph
+from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import Message, ToolCall, TopLogprobs
 from tests.trajectory.sessions import Played, assistant, reply_of, system, user
 
 
-def raw(graph: MessageGraph, prompt, reply_ids) -> Node:
+def raw(graph: TurnGraph, prompt, reply_ids) -> Node:
     """A raw completion, as a session commits it: its messages are not known."""
     parent, new_ids, split = graph.match_ids(prompt)
     name = f"n{len(graph.nodes)}"
@@ -29,7 +29,7 @@ def letters(ids) -> str:
 
 
 def test_a_prompt_that_begins_with_a_path_extends_it():
-    graph = MessageGraph()
+    graph = TurnGraph()
     assert graph.match_ids([1, 2]) == (None, (1, 2), None)
     first = raw(graph, [1, 2], [3, 4])
     assert graph.match_ids([1, 2, 3, 4, 5]) == (first, (5,), None)
@@ -40,7 +40,7 @@ def test_a_prompt_that_begins_with_a_path_extends_it():
 
 
 def test_the_cuts_between_turns_do_not_matter():
-    graph = MessageGraph()
+    graph = TurnGraph()
     raw(graph, [0, 1], [2])
     raw(graph, [0, 1, 2, 0], [3])
     other = raw(graph, [0, 1, 2, 0, 9], [4])  # a root of its own: it does not begin with the second path
@@ -49,7 +49,7 @@ def test_the_cuts_between_turns_do_not_matter():
 
 
 def test_a_second_way_on_is_a_branch_with_its_difference():
-    graph = MessageGraph()
+    graph = TurnGraph()
     first = raw(graph, [0, 1], [2, 3])
     raw(graph, [0, 1, 2, 3, 4], [5])
     parent, new_ids, split = graph.match_ids([0, 1, 2, 3, 6, 7], decode=letters)
@@ -59,7 +59,7 @@ def test_a_second_way_on_is_a_branch_with_its_difference():
 
 
 def test_the_same_prompt_again_and_a_reply_that_came_back_otherwise():
-    graph = MessageGraph()
+    graph = TurnGraph()
     first = raw(graph, [0, 1], [2, 3])
     again = graph.match_ids([0, 1])
     assert (again[0], again[1], again[2].reason, again[2].from_node) == (
@@ -76,7 +76,7 @@ def test_the_same_prompt_again_and_a_reply_that_came_back_otherwise():
 
 
 def test_raw_turns_are_in_no_history_of_messages():
-    graph = MessageGraph()
+    graph = TurnGraph()
     raw(graph, [1, 2], [3])
     match = graph.match((assistant("text of n0"), user("1")), ())
     assert (match.parent, match.split.reason) == (None, SplitReason.NEW_CONVERSATION)
@@ -101,14 +101,14 @@ def test_a_whole_rendering_either_extends_the_turn_or_is_a_template_split():
 
 
 def test_details_of_ids_are_bounded():
-    graph = MessageGraph()
+    graph = TurnGraph()
     raw(graph, [1], list(range(1000)))
     split = graph.match_ids([1, 0, 1, 2, 9] + [2**31 - 1] * 5000, decode=lambda ids: "\x00" * 50 * len(ids))[2]
     assert len(split.detail) <= 300
 
 
 def test_paths_side_by_side_are_put_together_from_their_turns():
-    graph = MessageGraph()
+    graph = TurnGraph()
     leaves = []
     for line in range(12):
         prompt = [line]
@@ -137,7 +137,7 @@ def alternatives(num: int) -> TopLogprobs:
 
 @pytest.mark.parametrize("kind", ["chat", "calls", "raw"])
 def test_num_bytes_is_near_what_python_says(kind):
-    def build() -> MessageGraph:
+    def build() -> TurnGraph:
         played, history = Played(), [system("be brief " * 100), user("begin")]
         rng = np.random.default_rng(0)
         for turn in range(150):
@@ -170,7 +170,7 @@ def test_num_bytes_is_near_what_python_says(kind):
 
 def test_alternatives_count():
     def with_top(top: TopLogprobs) -> int:
-        graph = MessageGraph()
+        graph = TurnGraph()
         made = reply_of(assistant("a"), [1, 2, 3])
         reply = type(made)(
             made.message,
@@ -190,7 +190,7 @@ def test_alternatives_count():
 def test_matching_does_not_grow_with_the_graph():
     best_s = []
     for width in (4, 2000):
-        graph = MessageGraph()
+        graph = TurnGraph()
         for line in range(width):
             reply = reply_of(assistant("a"), [9])
             ids = np.array([2, line], np.int32)

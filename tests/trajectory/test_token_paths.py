@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agentloop import codec
 from agentloop.trajectory.node import Node, Split, SplitReason
 from agentloop.trajectory.token_paths import messages_of, token_paths
-from agentloop.trajectory.turn_graph import Match, MessageGraph
+from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import TokenPath, Turn, WeightVersionSpan
 from tests.trajectory.sessions import Played, assistant, reply_of, system, user
 
@@ -17,7 +17,7 @@ ASK = (system("be brief"), user("what is 1+1?"))
 
 
 def test_an_empty_graph_has_no_paths():
-    assert token_paths(MessageGraph()) == ()
+    assert token_paths(TurnGraph()) == ()
 
 
 def test_one_line_of_turns_is_one_path():
@@ -106,7 +106,7 @@ def test_the_path_that_ends_first_has_the_shared_tokens():
 
 
 def test_adjacent_spans_of_one_version_join():
-    graph = MessageGraph()
+    graph = TurnGraph()
     spans = (WeightVersionSpan(1, 0, 1), WeightVersionSpan(2, 1, 3))
     root = Node("a", "c", 0, None, (), np.array([1], np.int32), reply_of(assistant("a"), [5, 6, 7], spans=spans))
     after = (WeightVersionSpan(2, 0, 1), WeightVersionSpan(3, 1, 2))
@@ -129,8 +129,8 @@ TURN = st.tuples(
 )
 
 
-def graph_of(turns) -> MessageGraph:
-    graph, next_id = MessageGraph(), 0
+def graph_of(turns) -> TurnGraph:
+    graph, next_id = TurnGraph(), 0
     for number, (choice, is_root, num_observed, runs) in enumerate(turns):
         is_root = is_root or number == 0
         num_sampled = sum(length for _, length in runs)

@@ -7,8 +7,8 @@ from agentloop import codec
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.trajectory.node import Node, Split, SplitReason
 from agentloop.trajectory.token_paths import messages_of
-from agentloop.trajectory.turn_graph import Match, MessageGraph
-from agentloop.types import CallStatus, Message, ToolCall, WeightVersionSpan
+from agentloop.trajectory.turn_graph import Match, TurnGraph
+from agentloop.types import Message, ToolCall, ToolCallStatus, WeightVersionSpan
 from tests.trajectory.sessions import Played, assistant, call, definition, reply_of, system, tool, user
 
 ASK = (system("be brief"), user("what is 1+1?"))
@@ -75,9 +75,9 @@ def test_the_stop_string_of_one_turn_is_the_text_of_another(played):
 
 
 def test_a_call_with_invalid_arguments_is_known_by_its_text(played):
-    broken = ToolCall("call_0_0", "add", {}, CallStatus.MALFORMED, "not JSON", 0, 3, text='add({"x": )')
+    broken = ToolCall("call_0_0", "add", {}, ToolCallStatus.MALFORMED, "not JSON", 0, 3, text='add({"x": )')
     turn = played.turn(assistant("", broken), *ASK)
-    echoed = ToolCall("call_0_0", "", {}, CallStatus.MALFORMED, "arguments are not JSON", text='add({"x": )')
+    echoed = ToolCall("call_0_0", "", {}, ToolCallStatus.MALFORMED, "arguments are not JSON", text='add({"x": )')
     assert is_extension(played.ask(*ASK, assistant("", echoed), tool("error")), turn, tool("error"))
 
 
@@ -217,7 +217,7 @@ def test_tools_that_come_and_go_extend_each_their_own_path(played):
 
 def test_what_tools_were_is_not_known_after_a_restore(played):
     played.turn(assistant("a"), *ASK, tools=TOOLS)
-    restored = MessageGraph()
+    restored = TurnGraph()
     for node in played.graph.nodes:
         restored.add(node)
     match = restored.match(ASK, (definition("sub"),))
@@ -319,7 +319,7 @@ def node(node_id: str, parent_id: str | None = None, **reply) -> Node:
 
 
 def test_broken_nodes_are_refused_and_leave_nothing():
-    graph = MessageGraph()
+    graph = TurnGraph()
     graph.add(node("a"))
     before = graph.num_bytes
     for broken in (
@@ -348,8 +348,8 @@ def test_nodes_survive_the_codec_and_make_an_equal_graph(played):
     played.turn(CALLED, *ASK, tools=TOOLS, stop_text="</s>")
     played.turn(assistant("b"), *ASK, CALLED, tool("3"), tools=TOOLS)
     played.turn(assistant("c"), *ASK, CALLED, tool("4"), tools=TOOLS)
-    played.turn(assistant("ü", ToolCall("a", "", {}, CallStatus.MALFORMED, "bad", text="{")), user("other"))
-    restored = MessageGraph()
+    played.turn(assistant("ü", ToolCall("a", "", {}, ToolCallStatus.MALFORMED, "bad", text="{")), user("other"))
+    restored = TurnGraph()
     for before in played.graph.nodes:
         after = codec.decode(codec.encode(before), Node)
         restored.add(after)

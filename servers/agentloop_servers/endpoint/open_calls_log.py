@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentloop.errors import InvariantBroken, ServiceUnavailable
-from agentloop.trajectory import CallRecord, CallState
+from agentloop.trajectory import CallRecord, ModelCallState
 
 SLOT_BYTES = 256
 NUM_CHUNK_SLOTS = 256  # the file grows by so many
@@ -165,4 +165,4 @@ def _unpacked(slot: bytes) -> Intent | None:
     call_end = session_end + lengths[1]
     session_id = slot[_CRC_BYTES + _HEAD.size : session_end].decode()
     call_id, digest = slot[session_end:call_end].decode(), slot[call_end:end]
-    return Intent(number, session_id, CallRecord(call_id, digest, created_at, CallState.OPEN))
+    return Intent(number, session_id, CallRecord(call_id, digest, created_at, ModelCallState.OPEN))

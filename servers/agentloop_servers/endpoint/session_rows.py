@@ -16,7 +16,7 @@ from typing import Any
 from agentloop import codec
 from agentloop.errors import SessionFinished, SessionNotFound
 from agentloop.sessions import SessionFacts
-from agentloop.trajectory import CallRecord, CallState, Node
+from agentloop.trajectory import CallRecord, ModelCallState, Node
 from agentloop_servers.endpoint.open_calls_log import Intent
 
 _PROCESS_ENDED = "the endpoint's process ended meanwhile"
@@ -112,7 +112,7 @@ def last_number(db: sqlite3.Connection) -> int:
 def fail_open_calls(db: sqlite3.Connection, intents: Sequence[Intent], numbers: Iterator[int]) -> int:
     """The process that ran them has ended. Returns how many sessions are open."""
     for intent in intents:
-        record = dataclasses.replace(intent.call, state=CallState.FAILED, error=_PROCESS_ENDED)
+        record = dataclasses.replace(intent.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
         ids = intent.session_id, record.call_id
         db.execute(
             "INSERT OR IGNORE INTO calls SELECT ?, ?, ?, ?, ?, ? FROM sessions"
@@ -124,12 +124,12 @@ def fail_open_calls(db: sqlite3.Connection, intents: Sequence[Intent], numbers: 
 
 def lost_call(call_id: str) -> CallRecord:
     """What stands for a call whose row is damaged. No retry can heal it: its digest is nobody's."""
-    return damaged(CallRecord(call_id, b"", 0, CallState.FAILED))
+    return damaged(CallRecord(call_id, b"", 0, ModelCallState.FAILED))
 
 
 def damaged(call: CallRecord) -> CallRecord:
     """The call, as failed for what the disk lost."""
-    return dataclasses.replace(call, state=CallState.FAILED, error="what the disk had of it is damaged")
+    return dataclasses.replace(call, state=ModelCallState.FAILED, error="what the disk had of it is damaged")
 
 
 def sound(found: Sequence[tuple[str, StoredCall | None]]) -> list[StoredCall]:

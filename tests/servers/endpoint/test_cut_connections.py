@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from agentloop.trajectory.node import CallState
+from agentloop.trajectory.node import ModelCallState
 from tests.support.chat_service import MODEL, ChatService, chat_service
 from tests.support.cutting_proxy import Cut, CuttingProxy, cutting
 
@@ -162,7 +162,7 @@ async def test_no_turn_is_doubled_or_lost_when_connections_are_cut(tmp_path: Pat
         num_failed = 0
         for agent in agents:
             session = await service.sessions.find(agent.session_id, None)
-            num_failed += sum(call.state is CallState.FAILED for call in session.calls)
+            num_failed += sum(call.state is ModelCallState.FAILED for call in session.calls)
             await check_history(service, agent.session_id, agent.history)
         assert num_failed > 0  # some were cancelled, and made good
         load = service.engine.load()

@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from agentloop.errors import InvariantBroken, ServiceUnavailable
-from agentloop.trajectory.node import CallRecord, CallState
+from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.open_calls_log import NUM_CHUNK_SLOTS, SLOT_BYTES, Intent, Intents, read_intents
 from tests.support.turns import make_call
 
@@ -138,7 +138,7 @@ def test_a_full_disk_refuses_and_keeps_nothing(
 
 
 def test_what_cannot_be_kept_is_refused(path: Path, intents: Intents) -> None:
-    longest = CallRecord("c" * 64, b"\xff" * 32, 2**62, CallState.OPEN)
+    longest = CallRecord("c" * 64, b"\xff" * 32, 2**62, ModelCallState.OPEN)
     intents.begin(2**62, "s" * 128, longest)
     whole = [Intent(2**62, "s" * 128, longest)]
     for session_id, call in (

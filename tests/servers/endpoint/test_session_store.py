@@ -21,7 +21,7 @@ import pytest
 from agentloop import codec
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
 from agentloop.sessions.facts import SessionState
-from agentloop.trajectory.node import CallRecord, CallState
+from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.counting_journal import CountingJournal
 from agentloop_servers.endpoint.open_calls_log import NUM_CHUNK_SLOTS, read_intents
 from agentloop_servers.endpoint.residents import Residents
@@ -68,7 +68,7 @@ async def make_turns(store: SessionStore, num_turns: int, session_id: str = "s")
         store.begin(session_id, make_call(f"c{index}"))
         await store.end(
             session_id,
-            make_call(f"c{index}", CallState.COMMITTED),
+            make_call(f"c{index}", ModelCallState.COMMITTED),
             [make_node(f"n{index}", f"c{index}", parent)],
         )
 
@@ -85,13 +85,13 @@ async def test_a_session_comes_back_as_it_was(path: Path) -> None:
         await make_turns(store, 3)
         store.begin("s", make_call("open"))
         store.begin("s", make_call("lost"))
-        await store.end("s", make_call("lost", CallState.FAILED, error="engine_lost"), [])
+        await store.end("s", make_call("lost", ModelCallState.FAILED, error="engine_lost"), [])
         stored = await loaded(store)
         assert (stored.state, stored.owner, stored.is_recorded) == (RowState.OPEN, "o", False)
         assert stored.facts == make_facts(owner="o")
         assert [call.call_id for call in stored.calls] == ["c0", "c1", "c2", "open", "lost"]
         states = [call.state for call in stored.calls]
-        assert states == [CallState.COMMITTED] * 3 + [CallState.OPEN, CallState.FAILED]
+        assert states == [ModelCallState.COMMITTED] * 3 + [ModelCallState.OPEN, ModelCallState.FAILED]
         wanted = [make_node("n0", "c0"), make_node("n1", "c1", "n0"), make_node("n2", "c2", "n1")]
         assert codec.to_builtins(stored.nodes) == codec.to_builtins(tuple(wanted))
         assert await store.load("other") is None
@@ -103,13 +103,13 @@ async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> Non
         await make_turns(store, 1)
         store.begin("s", make_call("c1"))
         nodes = [make_node("n1", "c1", "n0"), make_node("n2", "c1", "n0")]
-        await store.end("s", make_call("c1", CallState.COMMITTED), nodes)
-        await store.end("s", make_call("c1", CallState.COMMITTED), nodes)
+        await store.end("s", make_call("c1", ModelCallState.COMMITTED), nodes)
+        await store.end("s", make_call("c1", ModelCallState.COMMITTED), nodes)
         assert [node.node_id for node in (await loaded(store)).nodes] == ["n0", "n1", "n2"]
-        await store.end("s", make_call("c1", CallState.FAILED, error="gave up"), [])
+        await store.end("s", make_call("c1", ModelCallState.FAILED, error="gave up"), [])
         stored = await loaded(store)
         assert [node.node_id for node in stored.nodes] == ["n0"]
-        assert [call.state for call in stored.calls] == [CallState.COMMITTED, CallState.FAILED]
+        assert [call.state for call in stored.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
 
 
 async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
@@ -123,7 +123,7 @@ async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
     store = SessionStore(path, Wall())
     assert await store.start() == 1
     stored = await loaded(store, "a")
-    assert [call.state for call in stored.calls] == [CallState.COMMITTED, CallState.FAILED]
+    assert [call.state for call in stored.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
     assert stored.calls[1].error
     assert (await loaded(store, "b")).state is RowState.FINISHED
     assert (await loaded(store, "c")).state is RowState.DELETED
@@ -159,7 +159,7 @@ async def test_nothing_brings_a_tombstone_back(path: Path, state: RowState) -> N
         assert await store.bury("s", state)
         assert not await store.bury("s", state)
         for write in (
-            store.end("s", make_call("late", CallState.COMMITTED), [make_node("n", "late")]),
+            store.end("s", make_call("late", ModelCallState.COMMITTED), [make_node("n", "late")]),
             store.save(facts),
         ):
             with pytest.raises(SessionNotFound):
@@ -179,7 +179,7 @@ async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
         assert await store.bury("s", None)
         assert await store.load("s") is None
         with pytest.raises(SessionNotFound):
-            await store.end("s", make_call("late", CallState.FAILED), [])
+            await store.end("s", make_call("late", ModelCallState.FAILED), [])
 
 
 async def test_use_extends_a_life(path: Path) -> None:
@@ -188,7 +188,7 @@ async def test_use_extends_a_life(path: Path) -> None:
         for session_id in ("idle", "used", "long"):
             await store.create(make_facts(session_id, ttl_s=1e6 if session_id == "long" else 100.0))
         wall.now_s += 90
-        await store.end("used", make_call("c", CallState.COMMITTED), [])
+        await store.end("used", make_call("c", ModelCallState.COMMITTED), [])
         assert await store.expired(10) == []
         wall.now_s += 20
         assert await store.expired(10) == ["idle"]
@@ -208,19 +208,23 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
         await make_turns(store, 1)
         (num_pages,) = await store._commit(lambda db: db.execute("PRAGMA page_count").fetchone())
         await store._commit(lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
-        big = make_call("big", CallState.FAILED, error="x" * 400_000)
+        big = make_call("big", ModelCallState.FAILED, error="x" * 400_000)
         store.begin("s", make_call("big"))
         outcomes = await asyncio.gather(
-            store.end("s", make_call("small", CallState.FAILED), []),
+            store.end("s", make_call("small", ModelCallState.FAILED), []),
             store.end("s", big, []),
-            store.end("other", make_call("none", CallState.FAILED), []),
+            store.end("other", make_call("none", ModelCallState.FAILED), []),
             return_exceptions=True,
         )
         assert outcomes[0] is None
         assert isinstance(outcomes[1], ServiceUnavailable)
         assert isinstance(outcomes[2], SessionNotFound)
         states = {call.call_id: call.state for call in (await loaded(store)).calls}
-        assert states == {"c0": CallState.COMMITTED, "big": CallState.OPEN, "small": CallState.FAILED}
+        assert states == {
+            "c0": ModelCallState.COMMITTED,
+            "big": ModelCallState.OPEN,
+            "small": ModelCallState.FAILED,
+        }
         await store._commit(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
         await store.end("s", big, [])
         assert (await loaded(store)).calls[1] == big
@@ -242,12 +246,12 @@ async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
         await store.create(make_facts())
         await make_turns(store, 4)
         store.begin("s", make_call("side"))
-        await store.end("s", make_call("side", CallState.COMMITTED), [make_node("m", "side", "n0")])
+        await store.end("s", make_call("side", ModelCallState.COMMITTED), [make_node("m", "side", "n0")])
     change(path, "UPDATE calls SET value = x'00' WHERE call_id = 'c2'")
     async with opened(path) as store:
         stored = await loaded(store)
         assert [node.node_id for node in stored.nodes] == ["n0", "n1", "m"]
-        failed = [call.call_id for call in stored.calls if call.state is CallState.FAILED]
+        failed = [call.call_id for call in stored.calls if call.state is ModelCallState.FAILED]
         assert failed == ["c2", "c3"]
         assert store.num_corrupt_rows > 0
 
@@ -256,14 +260,14 @@ async def test_turns_of_a_call_stand_and_fall_together(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_facts())
         store.begin("s", make_call("c"))
-        await store.end("s", make_call("c", CallState.COMMITTED), [make_node("a", "c"), make_node("b", "c")])
+        await store.end("s", make_call("c", ModelCallState.COMMITTED), [make_node("a", "c"), make_node("b", "c")])
         store.begin("s", make_call("d"))
-        await store.end("s", make_call("d", CallState.COMMITTED), [make_node("e", "d", "a")])
+        await store.end("s", make_call("d", ModelCallState.COMMITTED), [make_node("e", "d", "a")])
     change(path, "UPDATE calls SET crc = crc + 1 WHERE call_id = 'c'")
     async with opened(path) as store:
         stored = await loaded(store)
         assert stored.nodes == ()
-        assert {call.state for call in stored.calls} == {CallState.FAILED}
+        assert {call.state for call in stored.calls} == {ModelCallState.FAILED}
 
 
 async def test_damaged_calls_and_facts(path: Path) -> None:
@@ -271,12 +275,16 @@ async def test_damaged_calls_and_facts(path: Path) -> None:
         await store.create(make_facts())
         await make_turns(store, 2)
         store.begin("s", make_call("lost"))
-        await store.end("s", make_call("lost", CallState.FAILED), [])
+        await store.end("s", make_call("lost", ModelCallState.FAILED), [])
     change(path, "UPDATE calls SET value = 'text' WHERE call_id IN ('c1', 'lost')")
     async with opened(path) as store:
         stored = await loaded(store)
         assert [call.call_id for call in stored.calls] == ["c0", "c1", "lost"]
-        assert [call.state for call in stored.calls] == [CallState.COMMITTED, CallState.FAILED, CallState.FAILED]
+        assert [call.state for call in stored.calls] == [
+            ModelCallState.COMMITTED,
+            ModelCallState.FAILED,
+            ModelCallState.FAILED,
+        ]
         assert [call.digest for call in stored.calls[1:]] == [b"", b""]  # no retry heals them
         assert stored.facts is not None
     change(path, "UPDATE sessions SET value = x'01'")
@@ -333,7 +341,7 @@ def intents_of(path: Path) -> Path:
     return path.with_suffix(".intents")
 
 
-async def states_after(path: Path) -> list[tuple[str, CallState]]:
+async def states_after(path: Path) -> list[tuple[str, ModelCallState]]:
     """The calls of session "s" as the next process finds them, which takes care of all intents."""
     async with opened(path) as store:
         states = [(call.call_id, call.state) for call in (await loaded(store)).calls]
@@ -347,20 +355,20 @@ async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(pat
         before = as_killed(path, "before")
         store.begin("s", make_call("c"))
         begun = as_killed(path, "begun")
-        await store.end("s", make_call("c", CallState.COMMITTED), [make_node("n", "c")])
+        await store.end("s", make_call("c", ModelCallState.COMMITTED), [make_node("n", "c")])
         ended = as_killed(path, "ended")
         # Killed after the commit, with the mark still there.
         unmarked = as_killed(path, "unmarked")
         shutil.copy(intents_of(begun), intents_of(unmarked))
     assert await states_after(before) == []
-    assert await states_after(begun) == [("c", CallState.FAILED)]
-    assert await states_after(ended) == [("c", CallState.COMMITTED)]
-    assert await states_after(unmarked) == [("c", CallState.COMMITTED)]
+    assert await states_after(begun) == [("c", ModelCallState.FAILED)]
+    assert await states_after(ended) == [("c", ModelCallState.COMMITTED)]
+    assert await states_after(unmarked) == [("c", ModelCallState.COMMITTED)]
     async with opened(unmarked) as store:
         assert [node.node_id for node in (await loaded(store)).nodes] == ["n"]
     async with opened(begun) as store:
         (call,) = (await loaded(store)).calls
-        assert replace(call, error="") == make_call("c", CallState.FAILED)
+        assert replace(call, error="") == make_call("c", ModelCallState.FAILED)
         assert call.error
 
 
@@ -377,9 +385,9 @@ async def test_intents_of_sessions_that_are_no_more_are_dropped(path: Path) -> N
         later = as_killed(path, "later")
     assert [intent.session_id for intent in read_intents(intents_of(later))[0]] == ["s", "finished", "unknown"]
     shutil.copy(intents_of(killed), intents_of(later))
-    assert await states_after(later) == [("c", CallState.FAILED)]
+    assert await states_after(later) == [("c", ModelCallState.FAILED)]
     async with opened(later) as store:
-        assert [call.state for call in (await loaded(store, "finished")).calls] == [CallState.FAILED]
+        assert [call.state for call in (await loaded(store, "finished")).calls] == [ModelCallState.FAILED]
         rows = await store._commit(lambda db: db.execute("SELECT session_id FROM calls").fetchall())
         assert sorted(rows) == [("finished",), ("s",)]
         assert await store.load("unknown") is None
@@ -402,7 +410,7 @@ async def test_damaged_intents_are_counted_and_cleared(path: Path) -> None:
 
 
 async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commits(path: Path) -> None:
-    def same(call_id: str, state: CallState = CallState.OPEN) -> CallRecord:
+    def same(call_id: str, state: ModelCallState = ModelCallState.OPEN) -> CallRecord:
         return replace(make_call(call_id, state), digest=b"the same body")
 
     async with opened(path) as store:
@@ -410,20 +418,20 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         store.begin("s", same("a"))
         store.begin("s", same("b"))
         store.begin("s", same("c"))
-        await store.end("s", same("c", CallState.COMMITTED), [make_node("n", "c")])
-        await store.end("s", same("a", CallState.COMMITTED), [make_node("m", "a")])
+        await store.end("s", same("c", ModelCallState.COMMITTED), [make_node("n", "c")])
+        await store.end("s", same("a", ModelCallState.COMMITTED), [make_node("m", "a")])
         assert [call.call_id for call in (await loaded(store)).calls] == ["a", "b", "c"]
         killed = as_killed(path, "killed")
     async with opened(killed) as store:
         store.begin("s", same("d"))
         store.begin("s", same("e"))
-        await store.end("s", same("e", CallState.FAILED), [])
+        await store.end("s", same("e", ModelCallState.FAILED), [])
         killed = as_killed(killed, "again")
     async with opened(killed) as store:
         store.begin("s", same("f"))
         stored = await loaded(store)
         assert [call.call_id for call in stored.calls] == ["a", "b", "c", "d", "e", "f"]
-        failed = [call.call_id for call in stored.calls if call.state is CallState.FAILED]
+        failed = [call.call_id for call in stored.calls if call.state is ModelCallState.FAILED]
         assert failed == ["b", "d", "e"]
         assert [node.node_id for node in stored.nodes] == ["n", "m"]
         for _ in range(5):  # numbers that no row has
@@ -450,7 +458,7 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
                 with pytest.raises(ServiceUnavailable, match="No space left"):
                     store.begin("s", make_call("late"))
             assert len((await loaded(store)).calls) == NUM_CHUNK_SLOTS
-            await store.end("s", make_call("c0", CallState.FAILED), [])
+            await store.end("s", make_call("c0", ModelCallState.FAILED), [])
             store.begin("s", make_call("late"))
         store.begin("s", make_call("later"))
         calls = (await loaded(store)).calls
@@ -475,7 +483,9 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
 
         async def end(call_id: str) -> None:
             await asyncio.sleep(random.choice((0.0, 0.001)))
-            await store.end("s", make_call(call_id, CallState.COMMITTED), [make_node(f"of {call_id}", call_id)])
+            await store.end(
+                "s", make_call(call_id, ModelCallState.COMMITTED), [make_node(f"of {call_id}", call_id)]
+            )
             assert call_id not in {intent.call.call_id for intent in read_intents(intents_of(path))[0]}
 
         leaving = [asyncio.create_task(end(call_id)) for call_id in ids[::10]]
@@ -487,7 +497,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
         assert not any(task.cancelled() or task.exception() for task in rest)
         stored = await loaded(store)
         assert [call.call_id for call in stored.calls] == ids
-        still_open = {call.call_id for call in stored.calls if call.state is CallState.OPEN}
+        still_open = {call.call_id for call in stored.calls if call.state is ModelCallState.OPEN}
         assert still_open < set(ids[::10])
         assert {intent.call.call_id for intent in read_intents(intents_of(path))[0]} == still_open
         assert len(stored.nodes) == 1000 - len(still_open)
@@ -503,7 +513,7 @@ async def test_a_session_that_was_thrown_away_begins_nothing(path: Path) -> None
 
 _WRITER = """
 import asyncio, sys, time
-from agentloop.trajectory.node import CallState
+from agentloop.trajectory.node import ModelCallState
 from agentloop_servers.endpoint.session_store import SessionStore
 from tests.support.turns import make_call, make_facts, make_node
 
@@ -514,7 +524,7 @@ async def main():
     for index in range(100_000):
         parent = f"n{index - 1}" if index else None
         store.begin("s", make_call(f"c{index}"))
-        call = make_call(f"c{index}", CallState.COMMITTED)
+        call = make_call(f"c{index}", ModelCallState.COMMITTED)
         await store.end("s", call, [make_node(f"n{index}", f"c{index}", parent)])
         print(index, flush=True)
 
@@ -546,5 +556,5 @@ async def check_survivors(path: Path, acknowledged: int) -> None:
         assert len(stored.nodes) >= acknowledged + 1
         assert [node.node_id for node in stored.nodes] == [f"n{index}" for index in range(len(stored.nodes))]
         states = [call.state for call in stored.calls]
-        assert states[: acknowledged + 1] == [CallState.COMMITTED] * (acknowledged + 1)
-        assert CallState.OPEN not in states
+        assert states[: acknowledged + 1] == [ModelCallState.COMMITTED] * (acknowledged + 1)
+        assert ModelCallState.OPEN not in states

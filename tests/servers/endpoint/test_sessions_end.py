@@ -20,7 +20,7 @@ from agentloop.errors import (
     SessionNotFound,
 )
 from agentloop.sessions.facts import SessionState
-from agentloop.trajectory.node import CallState
+from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.session_values import NewSession
@@ -166,7 +166,9 @@ async def test_calls_under_way_end_with_the_service(site: Site, sessions: Sessio
         await late
     sessions = await site.restart()
     session = await sessions.find("s", "")
-    assert [(call.state, call.error) for call in session.calls] == [(CallState.FAILED, "the service is stopping")]
+    assert [(call.state, call.error) for call in session.calls] == [
+        (ModelCallState.FAILED, "the service is stopping")
+    ]
     site.talker.gate.set()
     await say(session, Message("user", "late"), retry_count=1)
     assert session.is_complete
@@ -238,7 +240,7 @@ async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> 
     assert result.choices[0].split is None
     lost = await sessions.find("cut", "")
     assert not lost.is_complete
-    assert [call.state for call in lost.calls] == [CallState.COMMITTED, CallState.FAILED]
+    assert [call.state for call in lost.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
     await say(lost, Message("user", "too late"), retry_count=1)  # the client's retry makes it good
     assert lost.is_complete
     with pytest.raises(SessionFinished):
