@@ -1,4 +1,4 @@
-"""What replicas, workers and the front door ask of the coordinator, and the values they exchange.
+"""The coordinator's ports, one for each kind of caller, and the values that its calls carry.
 
 Every call is idempotent or keyed, so a caller may repeat one whose answer was lost.
 """
@@ -132,10 +132,9 @@ class ServiceStatus:
     asleep: tuple[MemoryTag, ...] = ()  # the memory that the fleet has given back
 
 
-class CoordinatorApi(Protocol):
-    """The coordinator as its callers see it, in this process or behind a Serve handle."""
+class ReplicaPort(Protocol):
+    """The coordinator as an engine replica sees it."""
 
-    # replicas
     async def register(self, registration: ReplicaRegistration) -> None:
         """Join the fleet. Takes traffic once it holds the fleet's weight version."""
 
@@ -145,7 +144,10 @@ class CoordinatorApi(Protocol):
     async def deregister(self, replica_id: str) -> None:
         """Leave the fleet; its leases move. Unknown ids: no-op."""
 
-    # workers
+
+class WorkerPort(Protocol):
+    """The coordinator as a worker sees it."""
+
     async def take(self, report: WorkerReport, wait_s: float) -> Orders:
         """New work and cancellations; waits up to `wait_s` for either. Also the worker's heartbeat."""
 
@@ -155,7 +157,10 @@ class CoordinatorApi(Protocol):
     async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
         """Hand in the terminal record. Returns once it is durable; repeating it changes nothing."""
 
-    # the front door
+
+class RolloutPort(Protocol):
+    """The rollouts of clients, and the records of sessions."""
+
     async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
         """Accept work, durably. Raises Overloaded if the queue has no room for all of it."""
 
@@ -171,14 +176,22 @@ class CoordinatorApi(Protocol):
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End what is queued or running; each gets a CANCELLED record. Raises NotFound."""
 
+
+class LeasePort(Protocol):
+    """Places on replicas for direct calls and sessions."""
+
     async def lease(self, session_id: str, num_tokens: int) -> Lease:
-        """A place for one direct call or session. Raises NoHealthyReplica."""
+        """Grant a place to one direct call or session. Raises NoHealthyReplica."""
+
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
+        """Grant another place; `is_failed`: the replica did not answer. Raises NotFound, NoHealthyReplica."""
 
     async def release(self, lease: Lease) -> None:
         """Give a place back. Unknown leases: no-op."""
 
-    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
-        """Say where process `rank` of the chat endpoint listens; returns where each known one does."""
+
+class FleetPort(Protocol):
+    """The fleet as operators and trainers command it."""
 
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
         """Bring every replica to a new version. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed."""
@@ -195,5 +208,12 @@ class CoordinatorApi(Protocol):
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory back; once all of it is, generation goes on. Idempotent. Raises Conflict, EngineLost."""
 
+
+class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
+    """The coordinator as an ingress process sees it."""
+
     async def status(self) -> ServiceStatus:
         """The service at this moment."""
+
+    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
+        """Say where process `rank` of the chat endpoint listens; returns where each known one does."""

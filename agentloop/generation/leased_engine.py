@@ -19,7 +19,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from agentloop.api import CoordinatorApi
+from agentloop.api import WorkerPort
 from agentloop.checks import check_generation
 from agentloop.engine import Engine
 from agentloop.errors import AgentLoopError, DeadlineExceeded, EnginePaused
@@ -66,7 +66,7 @@ class LeasedEngine:
 
     def __init__(
         self,
-        coordinator: CoordinatorApi,
+        coordinator: WorkerPort,
         connect: Connect,
         assignment: Assignment,
         newest: NewestVersion,

@@ -16,7 +16,7 @@ import structlog
 from structlog.contextvars import bind_contextvars
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from agentloop.api import CoordinatorApi, WorkerReport
+from agentloop.api import WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest
 from agentloop.generation import Connect, LeasedEngine, NewestVersion
 from agentloop.parsers import Parser
@@ -86,7 +86,7 @@ class Worker:
     def __init__(
         self,
         worker_id: str,
-        coordinator: CoordinatorApi,
+        coordinator: WorkerPort,
         connect: Connect,
         renderer: Renderer,
         parser: Parser,

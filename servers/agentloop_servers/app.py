@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from agentloop.api import CoordinatorApi
+from agentloop.api import FrontPort
 from agentloop.client import is_loopback
 from agentloop.clock import RealClock
 from agentloop.errors import EngineLost, InvalidRequest
@@ -182,7 +182,7 @@ class IngressProcess:
         config: ServiceConfig,
         run_dir: Path,
         secret: str,
-        coordinator: CoordinatorApi,
+        coordinator: FrontPort,
         owner_wait_s: float = OWNER_WAIT_S,
     ) -> None:
         self._owner_wait_s = owner_wait_s
@@ -227,9 +227,7 @@ class IngressProcess:
         await self._closing.aclose()
 
 
-def build_app(
-    config: ServiceConfig, coordinator: CoordinatorApi, clients: EngineClients, endpoint: Endpoint
-) -> FastAPI:
+def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint) -> FastAPI:
     """The HTTP app of one ingress process."""
     return create_app(
         coordinator,
@@ -246,7 +244,7 @@ def build_endpoint(
     config: ServiceConfig,
     store_path: Path,
     secret: str,
-    coordinator: CoordinatorApi,
+    coordinator: FrontPort,
     clients: EngineClients,
     peers: Peers,
 ) -> tuple[Sessions, Endpoint]:

@@ -1,4 +1,4 @@
-"""The coordinator behind a Serve handle, as a CoordinatorApi: deadlines and our own errors on every call.
+"""The coordinator behind a Serve handle, as its ports: deadlines and our own errors on every call.
 
 A Serve handle waits for ever when there is no replica, and wraps errors: here a call that gets no answer raises
 ServiceUnavailable, and the coordinator's errors arrive as themselves.
@@ -31,7 +31,7 @@ UPDATE_TIMEOUT_S = 1800.0  # longer than the weight controller's own deadlines t
 
 
 class CoordinatorClient:
-    """CoordinatorApi over a Serve handle."""
+    """The ports over a Serve handle."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle

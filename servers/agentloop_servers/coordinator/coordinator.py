@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Coordinator:
-    """A `CoordinatorApi`. Construct, `await start()`, and in the end `await close()`, all on one event loop."""
+    """Construct, `await start()`, and in the end `await close()`, all on one event loop."""
 
     def __init__(
         self,

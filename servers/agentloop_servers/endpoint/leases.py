@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import structlog
 from tenacity import AsyncRetrying, RetryCallState
 
-from agentloop.api import CoordinatorApi
+from agentloop.api import LeasePort
 from agentloop.checks import check_generation
 from agentloop.clock import Clock
 from agentloop.engine import Delta
@@ -57,7 +57,7 @@ class SessionLeases:
 
     def __init__(
         self,
-        coordinator: CoordinatorApi,
+        coordinator: LeasePort,
         connect: Connect,
         *,
         vocab_size: int,

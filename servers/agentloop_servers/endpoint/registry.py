@@ -23,7 +23,7 @@ from pathlib import Path
 
 import structlog
 
-from agentloop.api import ID_PATTERN, CoordinatorApi
+from agentloop.api import ID_PATTERN, FrontPort
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -69,7 +69,7 @@ class Sessions:
         store_path: str | Path,
         *,
         parts_of: Callable[[Journal], SessionParts],
-        coordinator: CoordinatorApi,
+        coordinator: FrontPort,
         connect: Connect,
         secret: str,
         limits: SessionLimits = SessionLimits(),  # noqa: B008 - frozen

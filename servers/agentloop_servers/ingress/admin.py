@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api import (
-    CoordinatorApi,
+    FrontPort,
     MemoryBody,
     PauseBody,
     SleepBody,
@@ -72,7 +72,7 @@ class Admin:
     """What a trainer may do to the fleet."""
 
     def __init__(
-        self, coordinator: CoordinatorApi, limits: HttpLimits, weight_roots: tuple[Path, ...], rules: ModeRules
+        self, coordinator: FrontPort, limits: HttpLimits, weight_roots: tuple[Path, ...], rules: ModeRules
     ) -> None:
         self._coordinator = coordinator
         self._weight_roots = weight_roots

@@ -29,8 +29,8 @@ from agentloop.api import (
     MAX_PAGE,
     MAX_WAIT_S,
     SESSIONS_ROLLOUT_ID,
-    CoordinatorApi,
     ErrorBody,
+    FrontPort,
     GenerateAnswer,
     GenerateBody,
     HealthBody,
@@ -86,7 +86,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 def create_app(
-    coordinator: CoordinatorApi,
+    coordinator: FrontPort,
     connect: Callable[[str], Engine],
     keys: Keys,
     limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
@@ -196,7 +196,7 @@ class FrontDoor:
 
     def __init__(
         self,
-        coordinator: CoordinatorApi,
+        coordinator: FrontPort,
         connect: Callable[[str], Engine],
         limits: HttpLimits,
         tool_names: frozenset[str] | None,

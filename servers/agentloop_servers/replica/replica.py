@@ -10,7 +10,7 @@ import asyncio
 
 import structlog
 
-from agentloop.api import CoordinatorApi, ReplicaRegistration
+from agentloop.api import ReplicaPort, ReplicaRegistration
 from agentloop.engine import Engine
 from agentloop.errors import AgentLoopError, EngineLost
 from agentloop_servers.replica.server import DataPlaneServer
@@ -21,9 +21,7 @@ HEARTBEAT_S = 1.0
 class Replica:
     """Owns an engine from start to close."""
 
-    def __init__(
-        self, replica_id: str, engine: Engine, coordinator: CoordinatorApi, secret: str, host: str
-    ) -> None:
+    def __init__(self, replica_id: str, engine: Engine, coordinator: ReplicaPort, secret: str, host: str) -> None:
         self.replica_id = replica_id
         self._engine = engine
         self._coordinator = coordinator
