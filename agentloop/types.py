@@ -1,6 +1,6 @@
 """The values that move through the service. Frozen inside a process; `codec.py` puts them on a wire.
 
-Ownership: of ours, this module imports one value type and nothing else. Token ids are plain `int`s while a turn is
+Token ids are plain `int`s while a turn is
 built and `int32` arrays in a finished trajectory. A weight version is the trainer's counter: an integer; 0 is one.
 """
 
@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from agentloop.constraint import Constraint
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """For each sampled token the likeliest (id, logprob), best first."""
@@ -49,6 +47,23 @@ class KVPolicy(StrEnum):
     KEEP = "keep"  # a trajectory goes on with the KV it has; new trajectories never see old KV
     FRESH = "fresh"  # every turn starts from KV of the current version
     RECOMPUTE = "recompute"  # KV of requests in flight too is dropped and prefilled under the new weights
+
+
+class ConstraintKind(StrEnum):
+    """The language that the `text` of a Constraint is in."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON: one JSON value that fits it
+    JSON_OBJECT = "json_object"  # any JSON object; `text` is empty
+    STRUCTURAL_TAG = "structural_tag"  # xgrammar's structural tag, as JSON: text with marked regions
+    REGEX = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A language that a generation's text must be in; the engine masks every token that would leave it."""
+
+    kind: ConstraintKind
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ MAY_IMPORT_ENGINES = {"agentloop_servers.engines.vllm", "agentloop_servers.weigh
 # Modules that any package may import; of each other only the earlier ones.
 COMMON = (
     "errors",
-    "constraint",
     "types",
     "codec",
     "clock",

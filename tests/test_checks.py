@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from agentloop.checks import check_checkpoint, check_generation, check_request, room_tokens
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import EngineInfo
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -20,7 +19,15 @@ from agentloop.errors import (
     MalformedEngineResponse,
     UnsupportedParameter,
 )
-from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightVersionSpan
+from agentloop.types import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    SamplingParams,
+    WeightVersionSpan,
+)
 
 INFO = EngineInfo("fake", max_context_tokens=10, vocab_size=100, block_size=4, kv_capacity_tokens=40, max_running=2)
 REQUEST = GenerateRequest("r", (1, 2, 99), SamplingParams(max_tokens=3, stop_token_ids=(7,)))

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 import orjson
 
 from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece, ToolChoice
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.parsers import loads
 from agentloop.trajectory import Reply
-from agentloop.types import JSON, FinishReason, Message, ToolCall, ToolCallStatus
+from agentloop.types import JSON, Constraint, ConstraintKind, FinishReason, Message, ToolCall, ToolCallStatus
 
 # --- requests ---------------------------------------------------------------------------------------------
 

@@ -9,10 +9,9 @@ import orjson
 
 from agentloop.chat.answers import session_extra, versions_of
 from agentloop.chat.call import ChatResult, ToolChoice
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
 from agentloop.parsers import Parser
-from agentloop.types import JSON, SamplingParams
+from agentloop.types import JSON, Constraint, ConstraintKind, SamplingParams
 
 
 def sampling_params(

@@ -29,11 +29,10 @@ from agentloop.chat.common import (
 from agentloop.chat.dialect import answer_constraint, sampling_params
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
 from agentloop.parsers import Parser
 from agentloop.trajectory import Node, tools_key
-from agentloop.types import JSON, Message, SamplingParams
+from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
 
 _MAX_SEED = 1 << 62  # of choice 0: that of every other choice is larger
 

@@ -44,10 +44,9 @@ from agentloop.chat.responses_bodies import (
     ResponsesBody,
     TextFormat,
 )
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
 from agentloop.parsers import Parser
-from agentloop.types import JSON, Message, ToolCall
+from agentloop.types import JSON, Constraint, ConstraintKind, Message, ToolCall
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})_\d{1,6}")

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentloop.constraint import Constraint
-from agentloop.types import JSON, ToolCall, ToolCallStatus
+from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
 
 MAX_CALLS = 256
 """Calls of one turn that are read. All that follow become one MALFORMED call, whose error tells their number."""

@@ -10,9 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
-from agentloop.types import JSON
+from agentloop.types import JSON, Constraint, ConstraintKind
 
 MAX_WHITESPACE_CHARS = 1
 """In a row, between the parts of arguments, as templates write them: a policy could fill its turn with more."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from agentloop.constraint import Constraint
 from agentloop.parsers.base import MAX_NAME_CHARS, DecodedText, MalformedCall, ParsedTurn, TurnBuilder
 from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
 from agentloop.parsers.strict_json import loads
-from agentloop.types import JSON
+from agentloop.types import JSON, Constraint
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CLOSE_TAGS = 4

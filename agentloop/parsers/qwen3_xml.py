@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from agentloop.constraint import Constraint
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText, MalformedCall, ParsedTurn, TurnBuilder
 from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
 from agentloop.parsers.strict_json import loads
-from agentloop.types import JSON
+from agentloop.types import JSON, Constraint
 
 MAX_PARAMETERS = 256
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from agentloop.chat import ChatCall, ToolChoice
 from agentloop.checks import check_sampling
-from agentloop.constraint import Constraint
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -28,7 +27,7 @@ from agentloop.rendering import Renderer
 from agentloop.rollout import LONG_RENDER_CHARS
 from agentloop.sessions.facts import SessionParts
 from agentloop.trajectory import Match, Node, Split, TurnGraph
-from agentloop.types import JSON, IntArray, Message, SamplingParams
+from agentloop.types import JSON, Constraint, IntArray, Message, SamplingParams
 
 _BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
 _MAX_ID = (1 << 31) - 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from enum import Enum
 
 from agentloop.checks import check_request, room_tokens
@@ -41,7 +42,6 @@ from agentloop.simulation.policy import (
     malformed,
 )
 from agentloop.simulation.scheduler import LiveRequest, Scheduler
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.simulation.weights import NoPushes, SimulatedWeights, WeightSource
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
 
@@ -60,6 +60,37 @@ __all__ = [
 # Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
 _ZERO_LATENCY_TOKENS_PER_STEP = 256
 _ZERO_LATENCY_ADMISSIONS_PER_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSpec:
+    """The size and speed of a simulated engine. `initial_version` None: dummy weights, unusable until a commit."""
+
+    vocab_size: int = 32_000
+    max_context_tokens: int = 4096
+    block_size: int = 16
+    num_blocks: int = 4096
+    max_running: int = 256
+    latency: LatencyModel = field(default_factory=LatencyModel)
+    seed: int = 0
+    initial_version: int | None = 0
+    num_workers: int = 1
+    can_sleep: bool = True
+    can_constrain: bool = False  # its policy is trusted to honour constraints
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            name="simulated",
+            max_context_tokens=self.max_context_tokens,
+            vocab_size=self.vocab_size,
+            block_size=self.block_size,
+            kv_capacity_tokens=self.num_blocks * self.block_size,
+            max_running=self.max_running,
+            num_workers=self.num_workers,
+            can_sleep=self.can_sleep,
+            can_constrain=self.can_constrain,
+        )
 
 
 class _State(Enum):

@@ -24,10 +24,11 @@ from agentloop.api.requests import (
     parse_body,
 )
 from agentloop.client.tasks import load_tasks
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.types import (
+    Constraint,
+    ConstraintKind,
     FinishReason,
     GenerateRequest,
     Generation,

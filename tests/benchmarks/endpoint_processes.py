@@ -21,9 +21,8 @@ from typing import Any
 import uvloop
 
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import ScriptedPolicy
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import GenerateRequest, Generation, Lease
 from agentloop_servers.app import build_app, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer

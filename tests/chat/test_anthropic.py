@@ -15,12 +15,18 @@ from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
 from agentloop.chat.common import arguments_text
 from agentloop.chat.openai_bodies import read_body
-from agentloop.constraint import ConstraintKind
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
 from agentloop.trajectory.node import Node, Reply
 from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus, WeightVersionSpan
+from agentloop.types import (
+    ConstraintKind,
+    FinishReason,
+    Message,
+    ToolCall,
+    ToolCallStatus,
+    WeightVersionSpan,
+)
 
 anthropic = pytest.importorskip("anthropic")
 streaming = pytest.importorskip("anthropic.lib.streaming._messages")

@@ -21,12 +21,19 @@ from agentloop.chat.openai_answers import ChatAnswer, CompletionAnswer
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, read_body
 from agentloop.chat.openai_completions import completion_chunks, prompt_ids_of, render_completion
 from agentloop.chat.openai_completions import to_call as completion_call
-from agentloop.constraint import ConstraintKind
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.trajectory.node import Node, Reply, Split, SplitReason
-from agentloop.types import FinishReason, Message, SamplingParams, ToolCall, ToolCallStatus, WeightVersionSpan
+from agentloop.types import (
+    ConstraintKind,
+    FinishReason,
+    Message,
+    SamplingParams,
+    ToolCall,
+    ToolCallStatus,
+    WeightVersionSpan,
+)
 
 HERMES = get_parser("hermes")
 VOCAB_SIZE = 100

@@ -19,12 +19,18 @@ from agentloop.chat.common import arguments_text
 from agentloop.chat.openai_bodies import read_body
 from agentloop.chat.responses import ResponseWriter, chat_call
 from agentloop.chat.responses_bodies import ResponsesBody
-from agentloop.constraint import ConstraintKind
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
 from agentloop.trajectory.node import Node, Reply
 from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import FinishReason, Message, ToolCall, ToolCallStatus, WeightVersionSpan
+from agentloop.types import (
+    ConstraintKind,
+    FinishReason,
+    Message,
+    ToolCall,
+    ToolCallStatus,
+    WeightVersionSpan,
+)
 
 HERMES = get_parser("hermes")
 KEY = "0123456789abcdef" * 2

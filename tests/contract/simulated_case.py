@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from agentloop.engine import Engine, WeightUpdate
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
-from agentloop.simulation.spec import SimulatedSpec
 from tests.contract.cases import EngineCase
 
 

@@ -8,12 +8,11 @@ import math
 
 import pytest
 
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import Delta
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import FinishReason, KVPolicy, PauseMode, ToolCallStatus
+from agentloop.types import Constraint, ConstraintKind, FinishReason, KVPolicy, PauseMode, ToolCallStatus
 from tests.contract.cases import EngineCase
 from tests.contract.driving import TIMEOUT_S, Reading, generated
 

@@ -9,9 +9,8 @@ from agentloop.engine import HeldIn, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
 from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.fleet.weight_update import MOVES, UpdateState, WeightController
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
 from tests.support.engines import INFO, SLEEPER
 from tests.support.pushes import Sender, Wire

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece
 from agentloop.chat.common import arguments_text
 from agentloop.codec import encode
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import Delta
 from agentloop.errors import DeadlineExceeded, EnginePaused, InvalidRequest, MalformedEngineResponse
 from agentloop.generation.turn_reader import TurnReader
@@ -32,7 +31,16 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
 from agentloop.trajectory.node import Reply
-from agentloop.types import FinishReason, GenerateRequest, Generation, Message, SamplingParams, WeightVersionSpan
+from agentloop.types import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Message,
+    SamplingParams,
+    WeightVersionSpan,
+)
 from tests.support.scripted import RENDERER, SPEC, call, ids
 
 READER = TurnReader(RENDERER, get_parser("hermes"))

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import xgrammar
 
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.types import ToolCallStatus
+from agentloop.types import Constraint, ConstraintKind, ToolCallStatus
 
 STOP = 256
 DAY = {

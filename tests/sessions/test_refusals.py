@@ -7,7 +7,6 @@ import pytest
 
 from agentloop.chat.call import ToolChoice
 from agentloop.clock import VirtualClock
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -17,7 +16,7 @@ from agentloop.errors import (
 )
 from agentloop.sessions.facts import CallLimits
 from agentloop.trajectory.node import ModelCallState
-from agentloop.types import Message, SamplingParams
+from agentloop.types import Constraint, ConstraintKind, Message, SamplingParams
 from tests.support.sessions import (
     CALCULATOR,
     MemoryJournal,

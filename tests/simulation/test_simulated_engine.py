@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from agentloop.checks import check_generation
 from agentloop.clock import VirtualClock
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import CommitReport, Delta, HeldIn, PushSource, StageReport, WeightUpdate
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -28,10 +27,18 @@ from agentloop.errors import (
     UnsupportedParameter,
     WeightUpdateFailed,
 )
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, HashPolicy, LatencyModel, Malformation, ScriptedPolicy
-from agentloop.simulation.spec import SimulatedSpec
-from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop.types import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    PauseMode,
+    SamplingParams,
+)
 from tests.contract.simulated_case import write_checkpoint
 from tests.support.pushes import Sender, Wire
 

@@ -22,9 +22,8 @@ from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.sessions.facts import CallLimits, Journal, SessionParts
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, TokenPolicy
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import KVPolicy
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits

@@ -19,9 +19,8 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.worker import Worker, WorkerConfig
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import (
     GenerateRequest,
     Generation,

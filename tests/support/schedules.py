@@ -34,9 +34,8 @@ from agentloop.errors import (
 )
 from agentloop.fleet.engines import WeightConfig
 from agentloop.fleet.registry import FleetConfig
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator

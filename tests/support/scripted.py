@@ -15,9 +15,8 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import ScriptedPolicy
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import Message, RolloutTask
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.feeder import Feeder

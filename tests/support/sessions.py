@@ -23,9 +23,8 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.sessions.facts import CallLimits, SessionFacts, SessionParts
 from agentloop.sessions.session import Session
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
 

@@ -12,7 +12,6 @@ import pytest
 
 from agentloop.checks import check_generation
 from agentloop.clock import VirtualClock
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.engine import Delta
 from agentloop.errors import (
     AgentLoopError,
@@ -25,7 +24,16 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
+from agentloop.types import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Lease,
+    SamplingParams,
+    WeightVersionSpan,
+)
 from agentloop_servers.endpoint.leases import LeaseConfig, LeasedSession, SessionLeases
 from tests.support.front_door import FakeCoordinator
 

@@ -19,9 +19,8 @@ from yarl import URL
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest, ServiceUnavailable
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.endpoint.peers import HOP_HEADER, Elsewhere, Peers
 from agentloop_servers.endpoint.seats import take_seat

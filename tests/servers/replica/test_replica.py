@@ -17,9 +17,8 @@ from agentloop.errors import (
     EngineLost,
     InvalidRequest,
 )
-from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, LatencyModel
-from agentloop.simulation.spec import SimulatedSpec
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import (

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest, Overloaded
-from agentloop.types import JSON
+from agentloop.types import JSON, Constraint, ConstraintKind
 from agentloop_servers.engines.vllm.convert import one_line, structured_outputs
 
 DEADLINE_S = 5.0

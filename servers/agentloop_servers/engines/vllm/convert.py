@@ -7,7 +7,6 @@ from itertools import repeat
 from typing import Any
 
 from agentloop.checks import LOGPROB_SENTINEL, MAX_BIAS
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import (
     AgentLoopError,
     EngineError,
@@ -18,6 +17,8 @@ from agentloop.errors import (
     Overloaded,
 )
 from agentloop.types import (
+    Constraint,
+    ConstraintKind,
     FinishReason,
     GenerateRequest,
     Generation,
@@ -27,7 +28,7 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 
-MAX_WHITESPACE_CHARS = 8
+MAX_JSON_WHITESPACE_CHARS = 8
 """In a row, between the parts of constrained JSON: enough to indent it."""
 
 
@@ -122,7 +123,7 @@ def _json_tag(schema: str) -> str:
     """vLLM's own forms for JSON put no bound on whitespace: a policy may fill its turn with it."""
     return (
         '{"type": "structural_tag", "format": {"type": "json_schema", '
-        f'"max_whitespace_cnt": {MAX_WHITESPACE_CHARS}, "json_schema": {schema}}}}}'
+        f'"max_whitespace_cnt": {MAX_JSON_WHITESPACE_CHARS}, "json_schema": {schema}}}}}'
     )
 
 

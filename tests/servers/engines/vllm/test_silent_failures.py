@@ -22,8 +22,7 @@ from agentloop.fleet.engines import WeightConfig
 from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.fleet.weight_update import WeightController
 from agentloop.rendering.renderer import Renderer
-from agentloop.simulation.engine import SimulatedEngine
-from agentloop.simulation.spec import SimulatedSpec
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, KVPolicy, Message, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from agentloop.constraint import Constraint, ConstraintKind
 from agentloop.errors import InvalidRequest
+from agentloop.types import Constraint, ConstraintKind
 from agentloop_servers.engines.vllm.constraints import DEADLINE_S, ConstraintTrials
 
 
