@@ -1,7 +1,12 @@
 """What an install brings: our three import packages and nothing that shadows a user's own folders."""
 
+import ast
+import itertools
+import os
+import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 import zipfile
 from pathlib import Path
@@ -9,6 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +52,72 @@ def test_the_lock_pins_everything_exactly_and_names_no_local_version():
 
 
 def test_the_engines_are_extras():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) == {"cpu", "vllm", "sglang"}
-    assert not any("vllm" in one or "sglang" in one or "torch" in one for one in project["dependencies"])
+    assert set(EXTRAS) == {"serve", "export", "cpu", "vllm", "sglang"}
+    assert not any("vllm" in one or "sglang" in one or "torch" in one for one in PROJECT["dependencies"])
+
+
+def test_the_base_install_is_the_client_and_its_values():
+    names = {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}
+    assert names == {"aiohttp", "msgspec", "numpy", "openai", "orjson", "pydantic", "structlog", "tenacity"}
+    assert not any("==" in one for one in PROJECT["dependencies"])
+
+
+def test_the_client_imports_nothing_but_the_base_install():
+    """In a process that refuses every other package, as an environment that does not have it would."""
+    code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'servers')]}; " + textwrap.dedent(
+        f"""
+        import importlib.abc
+        class Absent(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {sorted(_serve_only())}:
+                    raise ModuleNotFoundError(name, name=name)
+        sys.meta_path.insert(0, Absent())
+        import agentloop.client
+        from agentloop.client import RolloutClient, load_tasks
+        print(sorted({{name.partition(".")[0] for name in sys.modules}}))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not {"ray", "tokenizers", "fastapi", "torch"} & set(ast.literal_eval(done.stdout))
+
+
+def test_the_command_says_what_it_lacks_without_the_service():
+    code = "import sys; sys.modules['ray'] = None; from agentloop_servers.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "servers", ROOT / "tools")))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines() == ["agentloop: ray is not installed: pip install 'agentloop[serve]'"]
+
+
+def test_everything_imported_is_declared():
+    declared = {
+        re.split(r"[\[<>=]", one)[0] for one in (*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values()))
+    } | {"vllm", "transformers", "xgrammar"}  # an engine brings the last two
+    for file in (*ROOT.glob("agentloop/**/*.py"), *ROOT.glob("servers/**/*.py"), *ROOT.glob("tools/**/*.py")):
+        for name in _imported(file) - set(sys.stdlib_module_names):
+            if not name.startswith("agentloop"):
+                assert DISTRIBUTIONS.get(name, name.replace("_", "-")) in declared, f"{file}: {name}"
+
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray"}
+
+
+def _imported(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def _serve_only() -> set[str]:
+    """Import names of what only the extras bring."""
+    names = {re.split(r"[\[<>=]", one)[0] for one in itertools.chain(*EXTRAS.values())} - {"agentloop"}
+    modules = {distribution: module for module, distribution in DISTRIBUTIONS.items()}
+    # openai itself may use pydantic-core through pydantic, and yarl comes with aiohttp.
+    return {modules.get(name, name.replace("-", "_")) for name in names} - {"pydantic_core", "yarl"}

@@ -18,7 +18,7 @@ from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, Service
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_CONNECTIONS = 2048  # concurrent calls beyond it wait here for one of the others
 
-_backoff = wait_exponential_jitter(multiplier=0.1, max=5.0, jitter=0.1)
+_backoff = wait_exponential_jitter(0.1, max=5.0, jitter=0.1)
 
 
 class Retryable(Exception):

@@ -9,13 +9,17 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 from types import FrameType
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script. Exits with one line where the service's packages are not installed."""
     signal.signal(signal.SIGINT, _leave)
-    commands = importlib.import_module("agentloop_servers.cli.commands")
+    try:
+        commands = importlib.import_module("agentloop_servers.cli.commands")
+    except ModuleNotFoundError as error:
+        sys.exit(f"agentloop: {error.name} is not installed: pip install 'agentloop[serve]'")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the one that asyncio replaces by its own
     commands.app()
 

@@ -6,11 +6,11 @@ one at a time; every rank of their mesh must load at the same moment.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
 from agentloop.client import NamedTensors
@@ -107,10 +107,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def digest(tensors: Sequence[NamedTensor]) -> int:
     """The same on ranks that hold the same tensors (or shards of them) in the same order. 64 bits."""
-    state = xxhash.xxh64()
+    state = hashlib.blake2b(digest_size=8)
     for one in tensors:
         state.update(f"{one.name}\0{one.tensor.dtype}\0{tuple(one.tensor.shape)}\0{one.num_ranks}\n".encode())
-    return state.intdigest()
+    return int.from_bytes(state.digest())
 
 
 def _problem(name: str, tensor: object) -> str | None:

@@ -1,0 +1,54 @@
+"""The base install: alone in an empty environment, and beside trainers that people use. Needs a package index."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.clients
+
+ROOT = Path(__file__).parents[2]
+UV = [sys.executable, "-m", "uv"]
+PROGRAM = """
+import sys
+from agentloop.client import RolloutClient, load_tasks
+
+RolloutClient("http://127.0.0.1:8000").session()
+print(sorted({"ray", "tokenizers", "fastapi", "torch", "pyarrow"} & set(sys.modules)))
+"""
+TRAINERS = {  # as of November 2026, with the Python each asks for
+    "trl==1.16.0": "3.11",
+    "verl==0.9.1": "3.11",
+    "openrlhf==0.11.2": "3.11",
+    "skyrl==0.4.0": "3.12",
+    "areal==1.0.4": "3.11",
+    "nemo-gym==0.4.0": "3.12",
+    "verifiers==0.4.0": "3.11",
+}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
+def test_the_client_works_alone_in_an_empty_environment(tmp_path: Path, resolution: str) -> None:
+    environment = tmp_path / "environment"
+    run(*UV, "venv", "--quiet", "--python", sys.executable, str(environment))
+    python = str(environment / "bin" / "python")
+    run(*UV, "pip", "install", "--quiet", "--python", python, "--resolution", resolution, str(ROOT))
+    assert run(python, "-I", "-c", PROGRAM).strip() == "[]"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_client_resolves_beside(trainer: str, tmp_path: Path) -> None:
+    base = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = tmp_path / "wanted.in"
+    wanted.write_text("\n".join([*base, trainer]))
+    version = ("--python-version", TRAINERS[trainer], "--python-platform", "x86_64-manylinux_2_35")
+    pins = run(*UV, "pip", "compile", "--quiet", "--no-header", "--no-annotate", *version, str(wanted))
+    assert trainer in pins.splitlines()
