@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest
-from agentloop.storage import TrajectoryStore
+from agentloop.storage import TrajectoryReader
 from agentloop.types import Message, TokenPath, ToolCall, ToolCallStatus, Trajectory, Turn, WeightVersionSpan
 
 ExportFormat = Literal["parquet", "jsonl"]
@@ -100,7 +100,7 @@ def export(
         raise InvalidRequest(f"unknown export format {format!r}: parquet or jsonl", param="format")
     out = Path(out_path)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
-    store = TrajectoryStore(store_path, is_read_only=True)
+    store = TrajectoryReader(store_path)
     try:
         num_rows = writers[format](_rows(store, rollout_id), unfinished)
         os.replace(unfinished, out)
@@ -110,7 +110,7 @@ def export(
     return num_rows
 
 
-def read_all(store: TrajectoryStore, rollout_id: str | None = None) -> Iterator[Trajectory]:
+def read_all(store: TrajectoryReader, rollout_id: str | None = None) -> Iterator[Trajectory]:
     """Every stored trajectory, rollout by rollout in commit order, a page in memory at a time."""
     if rollout_id is not None:
         store.counts(rollout_id)  # raises NotFound
@@ -187,7 +187,7 @@ def _turn(turn: Turn) -> Row:
     return {**dataclasses.asdict(turn), "finish_reason": turn.finish_reason.value}
 
 
-def _rows(store: TrajectoryStore, rollout_id: str | None) -> Iterator[Row]:
+def _rows(store: TrajectoryReader, rollout_id: str | None) -> Iterator[Row]:
     for trajectory in read_all(store, rollout_id):
         yield from rows_of(trajectory)
 

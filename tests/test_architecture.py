@@ -85,7 +85,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.config",
         "agentloop_servers.engines.vllm",
     },
-    "agentloop_servers.coordinator": {"agentloop.api", "agentloop.fleet", "agentloop.scheduling"},
+    "agentloop_servers.coordinator": {
+        "agentloop.api",
+        "agentloop.fleet",
+        "agentloop.scheduling",
+        "agentloop.storage",
+    },
     "agentloop_servers.endpoint": {
         "agentloop.api",
         "agentloop.chat",

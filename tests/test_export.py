@@ -11,9 +11,8 @@ import pytest
 
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.export import export
-from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Message, StopReason, ToolCall, ToolCallStatus
-from tests.support.samples import make_group, make_path, make_trajectory
+from tests.support.samples import fill_store, make_group, make_path, make_trajectory
 
 ISSUE_COLUMNS = [
     "task_id",
@@ -38,18 +37,16 @@ ISSUE_COLUMNS = [
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
     path = tmp_path / "trajectories.sqlite"
-    store = TrajectoryStore(path)
-    store.accept("r", [make_group("a", 2), make_group("b", 1)])
-    store.accept("s", [make_group("a", 1)])
-    store.commit(
+    fill_store(
+        path,
+        {"r": [make_group("a", 2), make_group("b", 1)], "s": [make_group("a", 1)]},
         [
             make_trajectory("a", 0),
             make_trajectory("a", 1, paths=(), reward=None, stop_reason=StopReason.PROMPT_TOO_LONG),
             make_trajectory("b", 0, paths=(make_path(), make_path(((1, 0, 3), (2, 5, 8))))),
             make_trajectory("a", 0, rollout_id="s"),
-        ]
+        ],
     )
-    store.close()
     return path
 
 
@@ -78,10 +75,8 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
 
 
 def test_staleness_has_columns(tmp_path: Path) -> None:
-    store = TrajectoryStore(tmp_path / "s")
-    store.accept("r", [make_group()])
-    store.commit([replace(make_trajectory(), num_masked_tokens=3, staleness=0, max_staleness=1)])
-    store.close()
+    record = replace(make_trajectory(), num_masked_tokens=3, staleness=0, max_staleness=1)
+    fill_store(tmp_path / "s", {"r": [make_group()]}, [record])
     export(tmp_path / "s", tmp_path / "o", "parquet")
     (row,) = pq.read_table(tmp_path / "o").to_pylist()
     names = ("num_masked_tokens", "num_stale_attempts", "max_staleness", "staleness")
@@ -109,13 +104,10 @@ def test_messages_are_in_the_openai_format(store_path: Path, tmp_path: Path) -> 
 
 
 def test_a_malformed_call_keeps_its_error(tmp_path: Path) -> None:
-    store = TrajectoryStore(tmp_path / "s")
-    store.accept("r", [make_group()])
     call = ToolCall("call-1", "", status=ToolCallStatus.MALFORMED, error="no name")
     trajectory = make_trajectory()
     object.__setattr__(trajectory, "messages", (Message("assistant", "", (call,)),))
-    store.commit([trajectory])
-    store.close()
+    fill_store(tmp_path / "s", {"r": [make_group()]}, [trajectory])
     export(tmp_path / "s", tmp_path / "o", "jsonl")
     [message] = orjson.loads(orjson.loads((tmp_path / "o").read_bytes())["messages"])
     assert message["tool_calls"][0]["error"] == "no name"
@@ -137,10 +129,8 @@ def test_a_forked_trajectory_gives_a_row_a_path_and_a_pathless_one_an_empty_row(
 
 
 def test_row_groups_bound_memory(tmp_path: Path) -> None:
-    store = TrajectoryStore(tmp_path / "s")
-    store.accept("r", [make_group(num_samples=1200)])
-    store.commit([make_trajectory(sample_index=index) for index in range(1200)])
-    store.close()
+    records = [make_trajectory(sample_index=index) for index in range(1200)]
+    fill_store(tmp_path / "s", {"r": [make_group(num_samples=1200)]}, records)
     assert export(tmp_path / "s", tmp_path / "o", "parquet") == 1200
     file = pq.ParquetFile(tmp_path / "o")
     assert file.metadata.num_row_groups == 3
@@ -149,7 +139,7 @@ def test_row_groups_bound_memory(tmp_path: Path) -> None:
 
 
 def test_an_empty_store_gives_a_readable_file(tmp_path: Path) -> None:
-    TrajectoryStore(tmp_path / "s").close()
+    fill_store(tmp_path / "s", {})
     assert export(tmp_path / "s", tmp_path / "o", "parquet") == 0
     assert pq.read_table(tmp_path / "o").num_rows == 0
 

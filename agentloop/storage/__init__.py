@@ -1,8 +1,24 @@
-"""Durable trajectories, and what is read from them."""
+"""Durable stores on SQLite: the trajectories of a run, and what is read from them."""
 
 from __future__ import annotations
 
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
 from agentloop.storage.summary import StaleSummary, Summary, summarize, version_key
-from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
+from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, STORE_NAME, TrajectoryReader, TrajectoryStore
 
-__all__ = ["STORE_NAME", "StaleSummary", "Summary", "TrajectoryStore", "summarize", "version_key"]
+__all__ = [
+    "MAX_COMMIT_BATCH",
+    "STORE_NAME",
+    "BatchWriter",
+    "RowChecker",
+    "Schema",
+    "StaleSummary",
+    "Summary",
+    "TrajectoryReader",
+    "TrajectoryStore",
+    "one_thread",
+    "open_database",
+    "packed",
+    "summarize",
+    "version_key",
+]

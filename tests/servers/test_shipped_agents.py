@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
+from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryReader
 from agentloop.types import Trajectory
 from tests.servers.processes import processes_with
 
@@ -52,7 +52,7 @@ def roll_out(folder: Path, num_tasks: int, *arguments: str) -> Run:
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
     assert processes_with(marker) == []
     directory = (folder / "runs" / "latest").resolve()
-    store = TrajectoryStore(directory / STORE_NAME, is_read_only=True)
+    store = TrajectoryReader(directory / STORE_NAME)
     [rollout_id] = {row["rollout_id"] for row in rows(directory)}
     records = [trajectory for _, trajectory in store.read(rollout_id, 0, 10_000)]
     store.close()

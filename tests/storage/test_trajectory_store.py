@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import signal
 import sqlite3
@@ -14,8 +15,8 @@ import pytest
 from agentloop import codec
 from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound
-from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import KVPolicy
+from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
+from agentloop.types import KVPolicy, Trajectory
 from tests.support.samples import make_group, make_trajectory
 
 
@@ -25,69 +26,81 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path):
+async def store(path: Path):
     store = TrajectoryStore(path)
     yield store
-    store.close()
+    await store.close()
 
 
-def test_a_record_comes_back_as_it_was(store: TrajectoryStore) -> None:
-    store.accept("r", [make_group()])
+async def read(store: TrajectoryStore, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
+    """What the store has, decoded."""
+    return [(seq, codec.decode(record, Trajectory)) for seq, record in await store.read(rollout_id, after, limit)]
+
+
+async def test_a_record_comes_back_as_it_was(store: TrajectoryStore) -> None:
+    await store.accept("r", [make_group()])
     trajectory = make_trajectory()
-    assert store.commit([trajectory]) == 1
-    [(cursor, read)] = store.read("r", 0, 10)
+    assert await store.commit([trajectory]) == 1
+    [(cursor, record)] = await store.read("r", 0, 10)
     assert cursor > 0
-    assert codec.to_builtins(read) == codec.to_builtins(trajectory)
-    assert read.path.response_ids.dtype == np.int32
-    assert read.path.response_mask.dtype == np.bool_
+    assert record == codec.encode(trajectory)
+    [(_, known)] = await read(store, "r", 0, 10)
+    assert codec.to_builtins(known) == codec.to_builtins(trajectory)
+    assert known.path.response_ids.dtype == np.int32
+    assert known.path.response_mask.dtype == np.bool_
 
 
-def test_a_second_commit_of_a_key_changes_nothing(store: TrajectoryStore) -> None:
-    store.accept("r", [make_group()])
-    store.commit([make_trajectory(reward=1.0)])
-    assert store.commit([make_trajectory(reward=0.0), make_trajectory(sample_index=1)]) == 1
-    assert [trajectory.reward for _, trajectory in store.read("r", 0, 10)] == [1.0, 1.0]
-    assert store.counts("r") == (2, 2)
+async def test_a_second_commit_of_a_key_changes_nothing(store: TrajectoryStore) -> None:
+    await store.accept("r", [make_group()])
+    await store.commit([make_trajectory(reward=1.0)])
+    assert await store.commit([make_trajectory(reward=0.0), make_trajectory(sample_index=1)]) == 1
+    assert [trajectory.reward for _, trajectory in await read(store, "r", 0, 10)] == [1.0, 1.0]
+    assert await store.counts("r") == (2, 2)
 
 
-def test_reading_goes_on_from_a_cursor(store: TrajectoryStore) -> None:
-    store.accept("r", [make_group(num_samples=5)])
-    store.accept("other", [make_group()])
-    store.commit([make_trajectory(rollout_id="other")])
-    store.commit([make_trajectory(sample_index=index) for index in (3, 1, 4, 0, 2)])
+async def test_reading_goes_on_from_a_cursor(store: TrajectoryStore) -> None:
+    await store.accept("r", [make_group(num_samples=5)])
+    await store.accept("other", [make_group()])
+    await store.commit([make_trajectory(rollout_id="other")])
+    await store.commit([make_trajectory(sample_index=index) for index in (3, 1, 4, 0, 2)])
     seen, cursor = [], 0
-    while page := store.read("r", cursor, 2):
+    while page := await read(store, "r", cursor, 2):
         assert len(page) <= 2
         seen += [trajectory.sample_index for _, trajectory in page]
         cursor = page[-1][0]
     assert seen == [3, 1, 4, 0, 2]
 
 
-def test_accepting_again_changes_nothing_and_adds_what_is_new(store: TrajectoryStore) -> None:
-    store.accept("r", [make_group("a")])
-    store.accept("r", [make_group("a"), make_group("b", num_samples=3)])
-    assert store.counts("r") == (5, 0)
-    assert store.rollouts() == ["r"]
+async def test_accepting_again_changes_nothing_and_adds_what_is_new(store: TrajectoryStore, path: Path) -> None:
+    await store.accept("r", [make_group("a")])
+    await store.accept("r", [make_group("a"), make_group("b", num_samples=3)])
+    assert await store.counts("r") == (5, 0)
+    reader = TrajectoryReader(path)
+    assert reader.rollouts() == ["r"]
+    reader.close()
 
 
-def test_an_unknown_rollout_is_not_found(store: TrajectoryStore) -> None:
+async def test_an_unknown_rollout_is_not_found(store: TrajectoryStore) -> None:
     with pytest.raises(NotFound):
-        store.counts("nobody")
-    store.accept("empty", [])
-    assert store.counts("empty") == (0, 0)
+        await store.counts("nobody")
+    await store.accept("empty", [])
+    assert await store.counts("empty") == (0, 0)
 
 
-def test_unfinished_names_the_missing_samples(store: TrajectoryStore) -> None:
-    store.accept("r", [make_group("a", 3), make_group("b", 1), make_group("c", 2)])
-    store.commit([make_trajectory("a", 1), make_trajectory("b", 0)])
-    assert [(group.group_id, missing) for group, missing in store.unfinished()] == [("a", (0, 2)), ("c", (0, 1))]
-    assert store.unfinished()[0][0] == make_group("a", 3)
+async def test_unfinished_names_the_missing_samples(store: TrajectoryStore) -> None:
+    await store.accept("r", [make_group("a", 3), make_group("b", 1), make_group("c", 2)])
+    await store.commit([make_trajectory("a", 1), make_trajectory("b", 0)])
+    assert [(group.group_id, missing) for group, missing in await store.unfinished()] == [
+        ("a", (0, 2)),
+        ("c", (0, 1)),
+    ]
+    assert (await store.unfinished())[0][0] == make_group("a", 3)
 
 
-def test_records_of_unaccepted_samples_do_not_hide_a_loss(store: TrajectoryStore) -> None:
-    store.accept("r", [make_group("a", 1)])
-    store.commit([make_trajectory("a", 7), make_trajectory("never", 0)])
-    assert store.counts("r") == (1, 0)
+async def test_records_of_unaccepted_samples_do_not_hide_a_loss(store: TrajectoryStore) -> None:
+    await store.accept("r", [make_group("a", 1)])
+    await store.commit([make_trajectory("a", 7), make_trajectory("never", 0)])
+    assert await store.counts("r") == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -99,39 +112,41 @@ def test_records_of_unaccepted_samples_do_not_hide_a_loss(store: TrajectoryStore
         "crc = crc + 1",
     ],
 )
-def test_a_corrupt_row_is_counted_and_the_others_are_served(
+async def test_a_corrupt_row_is_counted_and_the_others_are_served(
     store: TrajectoryStore, path: Path, damage: str
 ) -> None:
-    store.accept("r", [make_group(num_samples=3)])
-    store.commit([make_trajectory(sample_index=index) for index in range(3)])
+    await store.accept("r", [make_group(num_samples=3)])
+    await store.commit([make_trajectory(sample_index=index) for index in range(3)])
     with sqlite3.connect(path) as other:
         other.execute(f"UPDATE trajectories SET {damage} WHERE seq = 2")
     other.close()
-    assert [trajectory.sample_index for _, trajectory in store.read("r", 0, 10)] == [0, 2]
-    assert [trajectory.sample_index for _, trajectory in store.read("r", 1, 1)] == [2]
+    assert [trajectory.sample_index for _, trajectory in await read(store, "r", 0, 10)] == [0, 2]
+    assert [trajectory.sample_index for _, trajectory in await read(store, "r", 1, 1)] == [2]
     assert store.num_corrupt_rows == 1
 
 
-def test_a_row_of_another_type_is_corrupt_even_with_a_good_checksum(store: TrajectoryStore, path: Path) -> None:
-    store.accept("r", [make_group("a"), make_group("b")])
+async def test_a_row_of_another_type_is_corrupt_even_with_a_good_checksum(
+    store: TrajectoryStore, path: Path
+) -> None:
+    await store.accept("r", [make_group("a"), make_group("b")])
     with sqlite3.connect(path) as other:
         other.execute("UPDATE groups SET value = x'c0', crc = ? WHERE seq = 1", (zlib.crc32(b"\xc0"),))
     other.close()
-    assert [group.group_id for group, _ in store.unfinished()] == ["b"]
+    assert [group.group_id for group, _ in await store.unfinished()] == ["b"]
     assert store.num_corrupt_rows == 1
 
 
-def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_open(
+async def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_open(
     store: TrajectoryStore, path: Path
 ) -> None:
-    store.accept("r", [make_group()])
-    reader = TrajectoryStore(path, is_read_only=True)
+    await store.accept("r", [make_group()])
+    reader = TrajectoryReader(path)
     try:
         assert reader.counts("r") == (2, 0)
-        store.commit([make_trajectory()])
+        await store.commit([make_trajectory()])
         assert reader.counts("r") == (2, 1)
-        with pytest.raises(sqlite3.OperationalError):
-            reader.commit([make_trajectory(sample_index=1)])
+        [(_, known)] = reader.read("r", 0, 10)
+        assert codec.to_builtins(known) == codec.to_builtins(make_trajectory())
     finally:
         reader.close()
 
@@ -144,39 +159,41 @@ def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_open(
         WeightUpdate(8, adapter="/adapters/8"),
     ],
 )
-def test_the_last_update_is_remembered_whatever_its_source(path: Path, update: WeightUpdate) -> None:
+async def test_the_last_update_is_remembered_whatever_its_source(path: Path, update: WeightUpdate) -> None:
     store = TrajectoryStore(path)
-    assert store.saved_weights() is None
-    store.save_weights(WeightUpdate(0, "/weights/before"), KVPolicy.KEEP)
-    store.save_weights(update, KVPolicy.FRESH)
-    store.close()
+    assert await store.saved_weights() is None
+    await store.save_weights(WeightUpdate(0, "/weights/before"), KVPolicy.KEEP)
+    await store.save_weights(update, KVPolicy.FRESH)
+    await store.close()
     again = TrajectoryStore(path)
-    assert again.saved_weights() == (update, KVPolicy.FRESH)
-    again.close()
+    assert await again.saved_weights() == (update, KVPolicy.FRESH)
+    await again.close()
 
 
-def test_a_failed_transaction_stores_nothing_and_the_next_one_works(store: TrajectoryStore, path: Path) -> None:
-    store.accept("r", [make_group()])
+async def test_a_failed_transaction_stores_nothing_and_the_next_one_works(
+    store: TrajectoryStore, path: Path
+) -> None:
+    await store.accept("r", [make_group()])
     with sqlite3.connect(path) as other:
         other.execute(
             "CREATE TRIGGER full BEFORE INSERT ON trajectories WHEN new.sample_index = 1"
             " BEGIN SELECT RAISE(ABORT, 'disk full'); END"
         )
     with pytest.raises(sqlite3.Error, match="disk full"):
-        store.commit([make_trajectory(), make_trajectory(sample_index=1)])
-    assert store.counts("r") == (2, 0)
+        await store.commit([make_trajectory(), make_trajectory(sample_index=1)])
+    assert await store.counts("r") == (2, 0)
     other.execute("DROP TRIGGER full")
     other.close()
-    assert store.commit([make_trajectory(), make_trajectory(sample_index=1)]) == 2
+    assert await store.commit([make_trajectory(), make_trajectory(sample_index=1)]) == 2
 
 
-def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("not a database, and long enough to be read as a header of one" * 10)
     with pytest.raises(InvalidRequest, match="not a trajectory store"):
         TrajectoryStore(text)
     with pytest.raises(InvalidRequest, match="no trajectory store"):
-        TrajectoryStore(tmp_path / "absent", is_read_only=True)
+        TrajectoryReader(tmp_path / "absent")
     newer = tmp_path / "newer"
     with sqlite3.connect(newer) as db:
         db.execute("PRAGMA user_version=99")
@@ -186,14 +203,18 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys
-from agentloop.storage.trajectory_store import TrajectoryStore
+import asyncio, sys
+from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from tests.support.samples import make_group, make_trajectory
-store = TrajectoryStore(sys.argv[1])
-store.accept("r", [make_group(num_samples=1_000_000)])
-for index in range(1_000_000):
-    store.commit([make_trajectory(sample_index=index)])
-    print(index, flush=True)
+
+async def main():
+    store = TrajectoryStore(sys.argv[1])
+    await store.accept("r", [make_group(num_samples=1_000_000)])
+    for index in range(1_000_000):
+        await store.commit([make_trajectory(sample_index=index)])
+        print(index, flush=True)
+
+asyncio.run(main())
 """
 
 
@@ -205,48 +226,52 @@ def test_everything_acknowledged_survives_kill_9(path: Path) -> None:
     acknowledged += [int(line) for line in writer.stdout.read().splitlines()]
     writer.stdout.close()
     assert writer.wait(timeout=30) == -signal.SIGKILL
+    asyncio.run(check_survivors(path, acknowledged))
+
+
+async def check_survivors(path: Path, acknowledged: list[int]) -> None:
     store = TrajectoryStore(path)
-    stored = [trajectory.sample_index for _, trajectory in store.read("r", 0, 1_000_000)]
+    stored = [trajectory.sample_index for _, trajectory in await read(store, "r", 0, 1_000_000)]
     assert stored[: len(acknowledged)] == acknowledged
     assert len(stored) - len(acknowledged) <= 1  # committed, not yet acknowledged
     assert store.num_corrupt_rows == 0
-    assert store.unfinished()[0][1][0] == len(stored)
-    store.close()
+    assert (await store.unfinished())[0][1][0] == len(stored)
+    await store.close()
 
 
-def test_a_recorded_session_is_read_and_counted_like_any_other(store: TrajectoryStore, path: Path) -> None:
+async def test_a_recorded_session_is_read_and_counted_like_any_other(store: TrajectoryStore, path: Path) -> None:
     first, second = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
-    assert not store.holds_sessions("sessions")
-    assert store.record(first)
-    assert store.record(second)
-    assert not store.record(first)  # its answer was lost
-    assert not store.record(dataclasses.replace(first, staleness=3))  # the fleet has moved on meanwhile
-    assert store.holds_sessions("sessions")
-    assert store.counts("sessions") == (2, 2)
-    assert store.rollouts() == ["sessions"]
-    assert store.unfinished() == []
-    assert [trajectory.group_id for _, trajectory in store.read("sessions", 0, 10)] == ["s-1", "s-2"]
-    reader = TrajectoryStore(path, is_read_only=True)
+    assert not await store.holds_sessions("sessions")
+    assert await store.record(first)
+    assert await store.record(second)
+    assert not await store.record(first)  # its answer was lost
+    assert not await store.record(dataclasses.replace(first, staleness=3))  # the fleet has moved on meanwhile
+    assert await store.holds_sessions("sessions")
+    assert await store.counts("sessions") == (2, 2)
+    assert await store.unfinished() == []
+    assert [trajectory.group_id for _, trajectory in await read(store, "sessions", 0, 10)] == ["s-1", "s-2"]
+    reader = TrajectoryReader(path)
     assert reader.counts("sessions") == (2, 2)
+    assert reader.rollouts() == ["sessions"]
     reader.close()
 
 
-def test_one_place_holds_one_session(store: TrajectoryStore) -> None:
-    store.record(make_trajectory("g", 0, rollout_id="run", reward=1.0))
-    assert store.record(make_trajectory("g", 1, rollout_id="run", reward=0.0))
+async def test_one_place_holds_one_session(store: TrajectoryStore) -> None:
+    await store.record(make_trajectory("g", 0, rollout_id="run", reward=1.0))
+    assert await store.record(make_trajectory("g", 1, rollout_id="run", reward=0.0))
     with pytest.raises(Conflict):
-        store.record(make_trajectory("g", 0, rollout_id="run", reward=0.0))
-    assert [trajectory.reward for _, trajectory in store.read("run", 0, 10)] == [1.0, 0.0]
+        await store.record(make_trajectory("g", 0, rollout_id="run", reward=0.0))
+    assert [trajectory.reward for _, trajectory in await read(store, "run", 0, 10)] == [1.0, 0.0]
 
 
-def test_sessions_and_submitted_work_do_not_mix(store: TrajectoryStore) -> None:
-    store.accept("r", [make_group()])
+async def test_sessions_and_submitted_work_do_not_mix(store: TrajectoryStore) -> None:
+    await store.accept("r", [make_group()])
     with pytest.raises(Conflict):
-        store.record(make_trajectory())
-    store.record(make_trajectory(rollout_id="sessions"))
+        await store.record(make_trajectory())
+    await store.record(make_trajectory(rollout_id="sessions"))
     with pytest.raises(Conflict):
-        store.accept("sessions", [make_group()])
-    assert store.counts("r") == (2, 0)
-    assert store.counts("sessions") == (1, 1)
-    assert not store.holds_sessions("r")
-    assert not store.holds_sessions("nobody")
+        await store.accept("sessions", [make_group()])
+    assert await store.counts("r") == (2, 0)
+    assert await store.counts("sessions") == (1, 1)
+    assert not await store.holds_sessions("r")
+    assert not await store.holds_sessions("nobody")

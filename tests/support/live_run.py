@@ -35,7 +35,6 @@ from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.memory_store import MemoryStore
 from tests.support.scripted import RENDERER, turns
-from tests.support.service import Inline
 
 STEP_S = 0.02
 PAUSE_S = 5.0
@@ -141,7 +140,7 @@ async def live_run(
     engines = {f"sim://{name}": ListeningEngine(clock) for name in "abcdef"[:num_engines]}
     store = MemoryStore() if store is None else store
     config = CoordinatorConfig(heartbeat_interval_s=0.25, kv_policy=kv_policy)
-    coordinator = Coordinator(store, engines.__getitem__, config, clock, log=_SILENT, executor=Inline())
+    coordinator = Coordinator(store, engines.__getitem__, config, clock, log=_SILENT)
     await coordinator.start()
     for url, engine in engines.items():
         await engine.start()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
+from agentloop import codec
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, NotFound
 from agentloop.scheduling.samples import assignment_id
@@ -20,30 +22,35 @@ class MemoryStore:
         self.weights: tuple[WeightUpdate, KVPolicy] | None = None
         self.is_broken = False
 
-    def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
+    async def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
+        await self._turn()
         self.groups[rollout_id] = list(groups)
 
-    def commit(self, trajectories: Sequence[Trajectory]) -> int:
-        self._require_disk()
+    async def commit(self, trajectories: Sequence[Trajectory]) -> int:
+        await self._disk()
         known = len(self.records)
         for one in trajectories:
             self.records.setdefault(assignment_id(one.rollout_id, one.group_id, one.sample_index), one)
         return len(self.records) - known
 
-    def record(self, trajectory: Trajectory) -> bool:
+    async def record(self, trajectory: Trajectory) -> bool:
+        await self._turn()
         if trajectory.rollout_id in self.groups:
             raise Conflict(f"rollout {trajectory.rollout_id} was submitted")
         self.sessions.add(trajectory.rollout_id)
-        return self.commit([trajectory]) > 0
+        return await self.commit([trajectory]) > 0
 
-    def holds_sessions(self, rollout_id: str) -> bool:
+    async def holds_sessions(self, rollout_id: str) -> bool:
+        await self._turn()
         return rollout_id in self.sessions
 
-    def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
+    async def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
+        await self._turn()
         rows = [(row, one) for row, one in enumerate(self.records.values(), 1) if one.rollout_id == rollout_id]
-        return [row for row in rows if row[0] > after][:limit]
+        return [(row, codec.encode(one)) for row, one in rows if row > after][:limit]
 
-    def counts(self, rollout_id: str) -> tuple[int, int]:
+    async def counts(self, rollout_id: str) -> tuple[int, int]:
+        await self._turn()
         if rollout_id in self.sessions:
             num_recorded = sum(one.rollout_id == rollout_id for one in self.records.values())
             return num_recorded, num_recorded
@@ -52,7 +59,8 @@ class MemoryStore:
         num_accepted = sum(group.num_samples for group in self.groups[rollout_id])
         return num_accepted, sum(one.rollout_id == rollout_id for one in self.records.values())
 
-    def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
+    async def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
+        await self._turn()
         owed = []
         for rollout_id, groups in self.groups.items():
             for group in groups:
@@ -63,16 +71,22 @@ class MemoryStore:
                     owed.append((group, missing))
         return owed
 
-    def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
-        self._require_disk()
+    async def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        await self._disk()
         self.weights = (update, kv_policy)
 
-    def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
+    async def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
+        await self._turn()
         return self.weights
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """The next coordinator opens it again."""
 
-    def _require_disk(self) -> None:
+    async def _disk(self) -> None:
+        await self._turn()
         if self.is_broken:
             raise OSError("injected: disk I/O error")
+
+    async def _turn(self) -> None:
+        """Let the others run, as a thread's answer does."""
+        await asyncio.sleep(0)

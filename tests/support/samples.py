@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import numpy as np
 
+from agentloop.storage import TrajectoryStore
 from agentloop.types import (
     FinishReason,
     Message,
@@ -76,3 +81,18 @@ def make_trajectory(
         timings=Timings(0.1, 0.2, 0.3, 0.4, 1.0),
         rollout_id=rollout_id,
     )
+
+
+def fill_store(
+    path: Path, groups: Mapping[str, Sequence[RolloutGroup]], records: Sequence[Trajectory] = ()
+) -> None:
+    """Write a store as a run leaves it: groups by rollout, and records. Not within a running loop."""
+
+    async def fill() -> None:
+        store = TrajectoryStore(path)
+        for rollout_id, accepted in groups.items():
+            await store.accept(rollout_id, accepted)
+        await store.commit(records)
+        await store.close()
+
+    asyncio.run(fill())

@@ -43,7 +43,6 @@ from agentloop_servers.replica.protocol import OrderNumber
 from tests.support.faulty_link import Caller, FaultyLink, Network
 from tests.support.memory_store import MemoryStore
 from tests.support.pushes import Sender, Wire
-from tests.support.service import Inline
 
 T = TypeVar("T")
 
@@ -146,7 +145,7 @@ class World:
         def connect(url: str) -> Caller:
             return Caller(self.links[url], lambda: next(orders))
 
-        self.coordinator = Coordinator(self.store, connect, self.config, self.clock, log=_SILENT, executor=Inline())
+        self.coordinator = Coordinator(self.store, connect, self.config, self.clock, log=_SILENT)
         await self.coordinator.start()
 
     async def crash_coordinator(self) -> None:

@@ -41,13 +41,11 @@ class FlakyStore(TrajectoryStore):
     """A store whose disk fails when told to."""
 
     is_broken = False
-    num_commits = 0
 
-    def commit(self, trajectories):
-        self.num_commits += 1
-        if self.is_broken or any(trajectory.group_id == "poison" for trajectory in trajectories):
+    async def commit(self, trajectories):
+        if self.is_broken:
             raise sqlite3.OperationalError("disk I/O error")
-        return super().commit(trajectories)
+        return await super().commit(trajectories)
 
 
 class Service:
@@ -59,8 +57,8 @@ class Service:
         self.silent = set()
 
     async def start(self):
-        self.store = FlakyStore(self.path / "trajectories.sqlite")
-        self.coordinator = Coordinator(self.store, self.connect, self.config, self.clock, executor=Inline())
+        self.store = FlakyStore(self.path / "trajectories.sqlite", Inline())
+        self.coordinator = Coordinator(self.store, self.connect, self.config, self.clock)
         await self.coordinator.start()
         self.heartbeats = asyncio.create_task(self.heartbeat())
         return self.coordinator

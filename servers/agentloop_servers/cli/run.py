@@ -25,7 +25,7 @@ from agentloop.client import Rollout, RolloutClient, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.export import export, read_all
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.storage import STORE_NAME, Summary, TrajectoryStore, summarize
+from agentloop.storage import STORE_NAME, Summary, TrajectoryReader, summarize
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
 from agentloop_servers.config import ServiceConfig
@@ -259,7 +259,7 @@ def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
 def write_results(run_dir: Path, collected: Collected) -> Summary:
     """Export the store and summarise it: the files hold what is on disk, not what was seen on the way."""
     export(run_dir / STORE_NAME, run_dir / PARQUET_NAME, "parquet")
-    store = TrajectoryStore(run_dir / STORE_NAME, is_read_only=True)
+    store = TrajectoryReader(run_dir / STORE_NAME)
     try:
         summary = summarize(
             read_all(store),

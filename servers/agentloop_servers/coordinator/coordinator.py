@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import structlog
@@ -30,11 +29,11 @@ from agentloop.api import (
 from agentloop.clock import Clock
 from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.fleet import Connect
+from agentloop.storage import TrajectoryStore
 from agentloop.types import KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.replicas import FleetDesk
 from agentloop_servers.coordinator.rollouts import WorkDesk, session_holder
-from agentloop_servers.coordinator.store import Store, StoreThread
 from agentloop_servers.coordinator.wakeup import Wakeup
 
 __all__ = ["Coordinator", "CoordinatorConfig"]
@@ -47,18 +46,17 @@ class Coordinator:
 
     def __init__(
         self,
-        store: Store,
+        store: TrajectoryStore,
         connect: Connect,
         config: CoordinatorConfig,
         clock: Clock,
         log: FilteringBoundLogger | None = None,
-        executor: Executor | None = None,
     ) -> None:
-        """Takes over `store` and `executor` (where the store runs; a thread of its own by default)."""
+        """Takes over `store`."""
         self._config = config
         self._clock = clock
         self._log = log = structlog.get_logger("coordinator") if log is None else log
-        self._store = StoreThread(store, executor)
+        self._store = store
         changed = Wakeup()
         self._fleet = FleetDesk(connect, config, clock, log, changed, self._store.save_weights)
         self._work = WorkDesk(self._store, self._fleet, config, clock, log, changed)

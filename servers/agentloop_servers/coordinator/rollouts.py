@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 
 from structlog.typing import FilteringBoundLogger
 
+from agentloop import codec
 from agentloop.api import Orders, Page, RolloutStatus, WorkerReport
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.scheduling import COORDINATOR, FleetVersions, Handout, Owed, RolloutQueue, assignment_id, group_key
+from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
 from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.replicas import FleetDesk
-from agentloop_servers.coordinator.store import MAX_BATCH, StoreThread
 from agentloop_servers.coordinator.wakeup import Wakeup, deadline_after, is_set_by
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
@@ -40,7 +41,7 @@ class WorkDesk:
 
     def __init__(
         self,
-        store: StoreThread,
+        store: TrajectoryStore,
         fleet: FleetDesk,
         config: CoordinatorConfig,
         clock: Clock,
@@ -140,7 +141,7 @@ class WorkDesk:
                 self._lost((name,))
                 return
         trajectory = self._aged(trajectory)
-        await self._store.commit(trajectory)
+        await self._store.commit([trajectory])
         self._recorded(name, trajectory)
 
     def look(self, now: float) -> None:
@@ -159,9 +160,9 @@ class WorkDesk:
     async def write_owed(self) -> None:
         """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
         owed = self.queue.owed(self._clock.now())
-        for start in range(0, len(owed), MAX_BATCH):
-            batch = [(item.handout.assignment_id, _record(item)) for item in owed[start : start + MAX_BATCH]]
-            await self._store.commit_all([trajectory for _, trajectory in batch])
+        for start in range(0, len(owed), MAX_COMMIT_BATCH):
+            batch = [(item.handout.assignment_id, _record(item)) for item in owed[start : start + MAX_COMMIT_BATCH]]
+            await self._store.commit([trajectory for _, trajectory in batch])
             for name, trajectory in batch:
                 self._recorded(name, trajectory)
 
@@ -211,7 +212,7 @@ class WorkDesk:
             rows = await self._store.read(rollout_id, after, limit)
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
-                return Page(tuple(trajectory for _, trajectory in rows), cursor, status)
+                return Page(tuple(codec.decode(record, Trajectory) for _, record in rows), cursor, status)
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         await self._status(rollout_id)  # raises NotFound
@@ -283,9 +284,10 @@ class WorkDesk:
     async def _trained(self, rollout_id: str) -> tuple[int, int | None]:
         """How many stored records of a rollout can be trained on, and the oldest version in them."""
         num_trained, oldest, cursor = 0, [], 0
-        while page := await self._store.read(rollout_id, cursor, MAX_BATCH):
+        while page := await self._store.read(rollout_id, cursor, MAX_COMMIT_BATCH):
             cursor = page[-1][0]
-            trained = [trajectory for _, trajectory in page if _is_trained(trajectory)]
+            records = [codec.decode(record, Trajectory) for _, record in page]
+            trained = [trajectory for trajectory in records if _is_trained(trajectory)]
             num_trained += len(trained)
             oldest += [version for one in trained if (version := one.oldest_trained_version) is not None]
         return num_trained, min(oldest, default=None)

@@ -24,7 +24,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import InvalidRequest, WeightUpdateFailed
 from agentloop.storage.summary import StaleSummary
-from agentloop.storage.trajectory_store import STORE_NAME, TrajectoryStore
+from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, RolloutGroup, StalenessLimit, StopReason
 from agentloop_servers.cli.commands import app
 from agentloop_servers.cli.doctor import Check, examine
@@ -41,7 +41,7 @@ from agentloop_servers.cli.run import (
 from agentloop_servers.http.guard import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
-from tests.support.samples import make_group, make_task, make_trajectory
+from tests.support.samples import fill_store, make_group, make_task, make_trajectory
 
 runner = CliRunner()
 
@@ -50,10 +50,11 @@ runner = CliRunner()
 def run_dir(tmp_path: Path) -> Path:
     path = tmp_path / "20260101-000000-abcd"
     path.mkdir()
-    store = TrajectoryStore(path / STORE_NAME)
-    store.accept("r", [make_group("a", 2), make_group("b", 1)])
-    store.commit([make_trajectory("a", 0), make_trajectory("a", 1, spans=((1, 0, 3),)), make_trajectory("b", 0)])
-    store.close()
+    fill_store(
+        path / STORE_NAME,
+        {"r": [make_group("a", 2), make_group("b", 1)]},
+        [make_trajectory("a", 0), make_trajectory("a", 1, spans=((1, 0, 3),)), make_trajectory("b", 0)],
+    )
     return path
 
 

@@ -13,10 +13,9 @@ from agentloop.storage.summary import summarize
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import OnStale, StalenessLimit, StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
-from agentloop_servers.coordinator.store import StoreThread
 from tests.support.engines import FakeEngine
 from tests.support.samples import make_group, make_trajectory
-from tests.support.service import CONFIG, FlakyStore, ids, record, report, service
+from tests.support.service import CONFIG, ids, record, report, service
 
 
 @service("a", "b")
@@ -373,26 +372,6 @@ async def test_records_owed_are_written_when_the_disk_is_back(site, coordinator)
     await site.clock.sleep(1.5)
     page = await coordinator.read("r", 0, 5, 0.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.CANCELLED] * 2
-
-
-async def test_records_that_wait_together_share_a_transaction(tmp_path):
-    store = FlakyStore(tmp_path / "s.sqlite")
-    thread = StoreThread(store)
-    await thread.accept("r", [make_group("g", 100)])
-    await asyncio.gather(*(thread.commit(make_trajectory("g", index)) for index in range(100)))
-    assert await thread.counts("r") == (100, 100)
-    assert store.num_commits <= 5
-    await thread.close()
-
-
-async def test_one_bad_record_does_not_fail_the_others_of_its_transaction(tmp_path):
-    thread = StoreThread(FlakyStore(tmp_path / "s.sqlite"))
-    await thread.accept("r", [make_group("g", 2)])
-    records = [make_trajectory("g", 0), make_trajectory("poison", 0), make_trajectory("g", 1)]
-    results = await asyncio.gather(*map(thread.commit, records), return_exceptions=True)
-    assert [type(result) for result in results] == [type(None), sqlite3.OperationalError, type(None)]
-    assert await thread.counts("r") == (2, 2)
-    await thread.close()
 
 
 async def test_many_workers_on_a_real_clock(tmp_path):

@@ -215,7 +215,7 @@ async def test_a_restart_goes_on_with_pushed_weights_and_their_secret_is_not_kep
         engine.offered = push_source("relay")
     await site.stop()
     coordinator = await site.start()
-    saved, _ = site.store.saved_weights()
+    saved, _ = await site.store.saved_weights()
     assert (saved.version, saved.push.token, saved.push.tensors) == (1, "", ())
     await site.clock.sleep(2.0)
     await site.join("late", version=0)

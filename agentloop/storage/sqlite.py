@@ -1,0 +1,220 @@
+"""SQLite for an event loop: one thread a file, the work that waits as one transaction, rows under a checksum.
+
+Invariants: no work returns before its transaction is committed; work is done in the order it came; where one piece
+spoils a transaction, each of it gets its own, so a bad piece fails alone. A row whose checksum or content is wrong
+is counted, named in the log and left out, never returned and never fatal to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import structlog
+
+from agentloop import codec
+from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable
+
+T = TypeVar("T")
+Work: TypeAlias = Callable[[sqlite3.Connection], T]
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The tables of one kind of store.
+
+    In WAL mode a commit with `synchronous` NORMAL survives a killed process, but the last ones may go with the
+    machine; with FULL each commit waits for the disk: one fsync a batch.
+    """
+
+    kind: str  # "trajectory store": as messages and logs name it
+    version: int
+    tables: str
+    synchronous: str
+
+
+def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> sqlite3.Connection:
+    """Open a store, or make it. Any one thread at a time may use the connection; transactions are explicit.
+
+    Raises InvalidRequest if the file is none of this schema, cannot be opened, or (read-only) does not exist.
+    """
+    if is_read_only and not path.is_file():
+        raise InvalidRequest(f"no {schema.kind} at {path}")
+    uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
+    try:
+        db = sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise InvalidRequest(f"{path} cannot be opened: {error}") from error
+    try:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, schema.version) or (version == 0 and is_read_only):
+            raise InvalidRequest(f"{path} is not a {schema.kind} of schema {schema.version}")
+        if not is_read_only:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute(f"PRAGMA synchronous={schema.synchronous}")
+            db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise InvalidRequest(f"{path} is not a {schema.kind}: {error}") from error
+    except InvalidRequest:
+        db.close()
+        raise
+    return db
+
+
+def packed(value: Any) -> tuple[bytes, int]:
+    """Encode a value as a row keeps it: its bytes and their checksum."""
+    data = codec.encode(value)
+    return data, zlib.crc32(data)
+
+
+class RowChecker:
+    """Reads the values of rows, and keeps count of those that are damaged.
+
+    Select a value as `CAST(value AS BLOB)`: a damaged row may claim to be text.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._damaged: set[tuple[str, object]] = set()  # (table, key)
+
+    @property
+    def num_corrupt_rows(self) -> int:
+        """Distinct rows met so far whose checksum or content was wrong."""
+        return len(self._damaged)
+
+    def data(self, table: str, key: object, data: bytes, crc: int) -> bytes | None:
+        """Return a row's bytes as they were stored; None if they are damaged."""
+        if zlib.crc32(data) == crc:
+            return data
+        self._note(table, key, "checksum differs")
+        return None
+
+    def value(self, table: str, kind: type[T], key: object, data: bytes, crc: int) -> T | None:
+        """Decode a row's value; None if it is damaged."""
+        if self.data(table, key, data, crc) is None:
+            return None
+        try:
+            return codec.decode(data, kind)
+        except InvalidRequest as error:
+            self._note(table, key, error.message)
+            return None
+
+    def _note(self, table: str, key: object, reason: str) -> None:
+        if (table, key) not in self._damaged:
+            self._damaged.add((table, key))
+            _log.error("corrupt_row", store=self._kind, table=table, key=key, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Work that waits for its transaction."""
+
+    work: Work[Any]
+    done: asyncio.Future[Any]
+    on_committed: Callable[[], None] | None
+
+
+class BatchWriter:
+    """The only user of a connection: all work that waits at a time is one transaction in one thread.
+
+    Ownership: the connection and the executor, until `close`. What waits is as many pieces as there are callers.
+    """
+
+    def __init__(self, db: sqlite3.Connection, kind: str, executor: Executor, *, max_batch: int) -> None:
+        """`executor` runs one call at a time; a transaction has at most `max_batch` pieces of work."""
+        self._db = db
+        self._kind = kind
+        self._executor = executor
+        self._max_batch = max_batch
+        self._waiting: list[_Piece] = []
+        self._is_writing = False
+        self._is_closed = False
+
+    async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
+        """Return what `work` returns, once it is committed; `on_committed` is called even if the caller has left.
+
+        Work that raises an error of ours does so before it writes anything. Raises that error, `sqlite3.Error` as
+        it comes when the disk fails, and ServiceUnavailable after `close`: nothing was stored then.
+        """
+        if self._is_closed:
+            raise ServiceUnavailable(f"the {self._kind} is closed")
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Piece(work, done, on_committed))
+        self._write_waiting()
+        return await done
+
+    async def close(self) -> None:
+        """Finish what waits, then let go of the file. Idempotent."""
+        while self._is_writing:
+            await self.run(lambda db: None)
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._db.close)
+            self._executor.shutdown()
+
+    # --- the event loop's side ---
+
+    def _write_waiting(self) -> None:
+        """Give the thread a batch, unless it has one: when that is done, the next one goes."""
+        if self._is_writing or not self._waiting:
+            return
+        self._is_writing = True
+        batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+        self._executor.submit(self._run_batch, asyncio.get_running_loop(), batch)
+
+    def _deliver(self, batch: Sequence[_Piece], outcomes: Sequence[Any]) -> None:
+        self._is_writing = False
+        self._write_waiting()
+        for piece, outcome in zip(batch, outcomes, strict=True):
+            is_committed = not isinstance(outcome, Exception)
+            if is_committed and piece.on_committed is not None:
+                piece.on_committed()
+            if piece.done.done():
+                continue  # its caller has left
+            if is_committed:
+                piece.done.set_result(outcome)
+            else:
+                piece.done.set_exception(outcome)
+
+    # --- the thread's side ---
+
+    def _run_batch(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Piece]) -> None:
+        outcomes = self._outcomes([piece.work for piece in batch])
+        loop.call_soon_threadsafe(self._deliver, batch, outcomes)
+
+    def _outcomes(self, works: Sequence[Work[Any]]) -> list[Any]:
+        """Do everything in one transaction, or else each piece in its own; errors are outcomes."""
+        db = self._db
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            outcomes = [_outcome(work, db) for work in works]
+            db.execute("COMMIT")
+            return outcomes
+        except Exception as error:
+            problem = error
+            if isinstance(error, sqlite3.Error):
+                _log.error("not_written", store=self._kind, num_pieces=len(works), error=repr(error))
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        return [problem] if len(works) == 1 else [self._outcomes([work])[0] for work in works]
+
+
+def _outcome(work: Work[Any], db: sqlite3.Connection) -> Any:
+    try:
+        return work(db)
+    except AgentLoopError as error:
+        return error
+
+
+def one_thread(name: str) -> Executor:
+    """Make an executor that runs one call at a time."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)

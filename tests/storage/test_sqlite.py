@@ -1,0 +1,139 @@
+"""The writer that both stores use: what shares a transaction, what fails with whom, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentloop.errors import InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, open_database, packed
+
+SCHEMA = Schema("test store", 3, "CREATE TABLE IF NOT EXISTS numbers (n INTEGER PRIMARY KEY);", "NORMAL")
+
+
+class Counting(ThreadPoolExecutor):
+    """One thread that counts what it is given, and does nothing while `gate` is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)
+        self.num_batches = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.num_batches += 1
+
+        def gated() -> Any:
+            self.gate.wait()
+            return fn(*args, **kwargs)
+
+        return super().submit(gated)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "numbers.sqlite"
+
+
+@pytest.fixture
+def executor() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+async def writer(path: Path, executor: Counting) -> AsyncIterator[BatchWriter]:
+    writer = BatchWriter(open_database(path, SCHEMA), SCHEMA.kind, executor, max_batch=100)
+    yield writer
+    executor.gate.set()
+    await writer.close()
+    await writer.close()
+
+
+def add(number: int) -> Callable[[sqlite3.Connection], int]:
+    return lambda db: db.execute("INSERT INTO numbers VALUES (?)", (number,)).rowcount
+
+
+def all_numbers(db: sqlite3.Connection) -> list[int]:
+    return [row[0] for row in db.execute("SELECT n FROM numbers ORDER BY n")]
+
+
+async def test_work_that_waits_together_shares_a_transaction(writer: BatchWriter, executor: Counting) -> None:
+    await asyncio.gather(*(writer.run(add(number)) for number in range(1000)))
+    assert executor.num_batches <= 12
+    assert await writer.run(all_numbers) == list(range(1000))
+
+
+async def test_one_bad_piece_does_not_fail_the_others_of_its_transaction(writer: BatchWriter) -> None:
+    def bad(db: sqlite3.Connection) -> None:
+        add(7)(db)
+        raise TypeError("bad")
+
+    def unknown(db: sqlite3.Connection) -> None:
+        raise NotFound("there is no such thing")
+
+    works = [add(1), add(1), bad, unknown, add(2)]
+    outcomes = await asyncio.gather(*map(writer.run, works), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [int, sqlite3.IntegrityError, TypeError, NotFound, int]
+    assert await writer.run(all_numbers) == [1, 2]
+
+
+async def test_nothing_is_answered_before_it_is_committed(
+    writer: BatchWriter, executor: Counting, path: Path
+) -> None:
+    committed: list[int] = []
+    executor.gate.clear()
+    staying = asyncio.create_task(writer.run(add(1), lambda: committed.append(1)))
+    leaving = asyncio.create_task(writer.run(add(2), lambda: committed.append(2)))
+    await asyncio.sleep(0.01)
+    leaving.cancel()
+    assert not staying.done()
+    assert committed == []
+    executor.gate.set()
+    assert await staying == 1
+    reader = open_database(path, SCHEMA, is_read_only=True)
+    assert 1 in all_numbers(reader)
+    reader.close()
+    assert await writer.run(all_numbers) == [1, 2]  # what is on its way to the disk gets there
+    assert committed == [1, 2]
+
+
+async def test_closing_finishes_what_waits_and_refuses_what_comes_later(path: Path) -> None:
+    writer = BatchWriter(open_database(path, SCHEMA), SCHEMA.kind, Counting(), max_batch=2)
+    adding = [asyncio.create_task(writer.run(add(number))) for number in range(9)]
+    await asyncio.sleep(0)
+    await writer.close()
+    assert await asyncio.gather(*adding) == [1] * 9
+    with pytest.raises(ServiceUnavailable, match="the test store is closed"):
+        await writer.run(add(10))
+
+
+def test_a_file_of_another_kind_is_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no test store"):
+        open_database(path, SCHEMA, is_read_only=True)
+    with pytest.raises(InvalidRequest, match="cannot be opened"):
+        open_database(tmp_path / "no" / "folder", SCHEMA)
+    with pytest.raises(InvalidRequest, match="is not a test store"):
+        open_database(Path(__file__), SCHEMA)
+    open_database(path, SCHEMA).close()
+    with pytest.raises(InvalidRequest, match="schema 4"):
+        open_database(path, Schema("test store", 4, "", "NORMAL"))
+
+
+def test_damaged_rows_are_counted_once_and_left_out() -> None:
+    rows = RowChecker("test store")
+    data, crc = packed((1, "a"))
+    assert rows.value("numbers", tuple, 1, data, crc) == (1, "a")
+    assert rows.data("numbers", 1, data, crc) == data
+    assert rows.num_corrupt_rows == 0
+    for _ in range(2):
+        assert rows.value("numbers", tuple, 1, data, crc + 1) is None
+        assert rows.data("numbers", 2, data[:-1], crc) is None
+        assert rows.value("numbers", int, 3, data, crc) is None
+    assert rows.num_corrupt_rows == 3
