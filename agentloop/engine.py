@@ -1,7 +1,8 @@
-"""The Engine port: what the rest of the service asks of an inference engine.
+"""The engine port: what the service asks of an inference engine, in two Protocols, and the values that cross it.
 
-Adapters live with their vendor (`agentloop_servers/engines/`); `simulate.py` ships one without a model. One
-contract suite (`tests/contract/`) proves every engine:
+`TokenEngine` is what generation needs, `EngineControl` what the weight controller needs; a replica owns the whole
+`Engine`. Adapters live with their vendor (`agentloop_servers/engines/`); `agentloop/simulation/` ships one without
+a model. One contract suite (`tests/contract/`) proves every engine:
 
 - prompt ids go in exactly, sampled ids come out exactly, the stop token included; one logprob an id, under the
   sampling distribution; version spans tile the ids;
@@ -15,6 +16,9 @@ contract suite (`tests/contract/`) proves every engine:
 
 from __future__ import annotations
 
+import asyncio
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,7 +30,7 @@ from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMo
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, fixed at start."""
+    """The facts of an engine that are fixed at its start."""
 
     name: str  # "vllm", "simulated", ...
     max_context_tokens: int
@@ -35,9 +39,9 @@ class EngineInfo:
     kv_capacity_tokens: int
     max_running: int
     num_workers: int = 1  # processes that hold weights: tensor-parallel size times data-parallel size
-    weight_dtype: str | None = None  # "bfloat16", ...: what weights are computed in; None: it has none
+    weight_dtype: str | None = None  # "bfloat16", ...: the type weights are computed in; None: it has none
     can_sleep: bool = False
-    can_constrain: bool = False  # whether `SamplingParams.constraint` is honoured
+    can_constrain: bool = False  # `SamplingParams.constraint` is honoured
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class TensorInfo:
 
 
 class TensorNames(StrEnum):
-    """Whose names the tensors of a push have."""
+    """The naming of a push's tensors."""
 
     CHECKPOINT = "checkpoint"  # the names and shapes of the model's safetensors files
     RUNTIME = "runtime"  # the parameters of one engine worker, for the same worker of an equal engine
@@ -89,12 +93,12 @@ class WeightUpdate:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether its source is still there for an engine that comes late."""
+        """True if its source is still there for an engine that comes late."""
         return self.push is None
 
 
 class HeldIn(StrEnum):
-    """Where staged weights wait for their commit."""
+    """The place where staged weights wait for their commit."""
 
     DEVICE = "device"  # beside the served ones, in the accelerator's memory
     HOST = "host"  # in (pinned) host memory
@@ -104,7 +108,7 @@ class HeldIn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What a stage did. `transfer_ms` is from the first byte to the last, 0 where the commit transfers."""
+    """The result of a stage. `transfer_ms` is from the first byte to the last, 0 where the commit transfers."""
 
     held_in: HeldIn
     transport: str  # "directory", "nccl", "ipc", "shm", "adapter"
@@ -114,7 +118,7 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What a commit did, all of it while generation was frozen. The slowest worker's times."""
+    """The result of a commit, all of it while generation was frozen. Times are the slowest worker's."""
 
     swap_ms: float = 0.0
     verify_ms: float = 0.0
@@ -124,7 +128,7 @@ class CommitReport:
 
 
 class MemoryTag(StrEnum):
-    """What a sleeping engine can take back on its own."""
+    """A part of memory that a sleeping engine can take back on its own."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -145,7 +149,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """KV of these blocks is now reusable. Hashes are the engine's own and chain from `parent_hash`."""
+    """Blocks whose KV is now reusable. Hashes are the engine's own and chain from `parent_hash`."""
 
     block_hashes: tuple[int, ...]
     parent_hash: int | None
@@ -155,21 +159,89 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """KV of these blocks is gone."""
+    """Blocks whose KV is gone."""
 
     block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """No KV of any finished request is reusable any more."""
+    """The end of all reuse: no KV of any finished request is reusable any more."""
 
 
 KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
+_MAX_BUFFERED_EVENTS = 4096
 
-class Engine(Protocol):
-    """One engine: a tensor-parallel group or an expert-parallel gang behind one front door."""
+
+class KVSubscription:
+    """The events of one subscriber, as an async iterator; ends when the engine closes.
+
+    The bound is for a subscriber that lags: the engine never waits for it. What it missed is replaced by
+    AllBlocksCleared: it may believe too little is cached, never too much.
+    """
+
+    def __init__(self, max_buffered: int = _MAX_BUFFERED_EVENTS) -> None:
+        self._max_buffered = max_buffered
+        self._events: deque[KVEvent] = deque()
+        self._has_news = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, event: KVEvent) -> None:
+        """Append an event. Never blocks."""
+        if len(self._events) >= self._max_buffered:
+            self._events.clear()
+            self._events.append(AllBlocksCleared())
+        self._events.append(event)
+        self._has_news.set()
+
+    def close(self) -> None:
+        """End the iteration after what is buffered."""
+        self._is_closed = True
+        self._has_news.set()
+
+    def __aiter__(self) -> KVSubscription:
+        return self
+
+    async def __anext__(self) -> KVEvent:
+        while not self._events:
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._has_news.clear()
+            await self._has_news.wait()
+        return self._events.popleft()
+
+
+class KVEventPublisher:
+    """The subscribers of one engine's KV events."""
+
+    def __init__(self) -> None:
+        # Weak: a subscriber that is dropped without being closed leaves by itself.
+        self._subscriptions: weakref.WeakSet[KVSubscription] = weakref.WeakSet()
+
+    @property
+    def has_subscribers(self) -> bool:
+        return len(self._subscriptions) > 0
+
+    def subscribe(self) -> KVSubscription:
+        """Return a new subscription: every event from now on."""
+        subscription = KVSubscription()
+        self._subscriptions.add(subscription)
+        return subscription
+
+    def publish(self, event: KVEvent) -> None:
+        """Give an event to every subscriber."""
+        for subscription in self._subscriptions:
+            subscription.put(event)
+
+    def close(self) -> None:
+        """End every subscription: a reader must not take silence for a full cache."""
+        for subscription in self._subscriptions:
+            subscription.close()
+
+
+class TokenEngine(Protocol):
+    """Token ids in, token ids out."""
 
     @property
     def info(self) -> EngineInfo:
@@ -177,25 +249,11 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int | None:
-        """The version new tokens are sampled under; None before the first commit of a dummy-loaded engine."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether generation is frozen."""
+        """The version new tokens are sampled under; None while it is unknown (see `is_usable`)."""
 
     @property
     def is_usable(self) -> bool:
         """False while weights are dummy, discarded by a sleep(2), or of unknown state after a failed commit."""
-
-    @property
-    def asleep(self) -> frozenset[MemoryTag]:
-        """The memory that is given back at the moment; empty while awake."""
-
-    async def start(self) -> None:
-        """Load and get ready. Call once, on the loop that will call the other methods."""
-
-    async def close(self) -> None:
-        """Stop and free everything; requests in flight raise `EngineLost`. Idempotent."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample to a stop. Waits out a pause.
@@ -210,11 +268,28 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request now: its `generate` returns what it has with FinishReason.ABORT. Unknown ids: no-op."""
 
+    def load(self) -> Load:
+        """Return the load now. Never blocks."""
+
+
+class EngineControl(Protocol):
+    """Pauses, weight updates and sleep."""
+
+    @property
+    def is_paused(self) -> bool:
+        """True while generation is frozen."""
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        """The memory that is given back at the moment; empty while awake."""
+
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
         """Freeze generation; returns once no token can be sampled any more. Idempotent.
 
-        Under RECOMPUTE the KV of requests in flight and the prefix cache are dropped. After a commit under FRESH or
-        RECOMPUTE no request that begins uses older KV, whatever its `kv_version` says.
+        A second pause may tighten the first: ABORT ends what KEEP froze, RECOMPUTE drops KV; WAIT after a completed
+        pause changes nothing. Raises Conflict if a resume ends a WAIT. Under RECOMPUTE the KV of requests in flight
+        and the prefix cache are dropped. After a commit under FRESH or RECOMPUTE no request that begins uses older
+        KV, whatever its `kv_version` says.
         """
 
     async def resume(self) -> None:
@@ -235,7 +310,7 @@ class Engine(Protocol):
         """
 
     async def offer(self) -> PushSource | None:
-        """The served weights, for another engine to stage; None if this engine cannot give them.
+        """Offer the served weights for another engine to stage; None if this engine cannot give them.
 
         The offer ends with the next commit, or after a few minutes.
         """
@@ -244,20 +319,28 @@ class Engine(Protocol):
         """Freeze as `pause(KEEP)` does and give memory back. Idempotent; raises InvalidRequest if it cannot.
 
         Level 1 keeps the weights in host memory; level 2 discards them: the engine is unusable until a commit.
-        The KV of all requests is dropped, and computed again after the resume.
+        The KV of all requests is dropped, and computed again after the resume. Raises Conflict if discarded weights
+        are awake: they are committed first.
         """
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
         """Take memory back; the engine stays paused. Idempotent.
 
-        Raises Conflict for the KV cache while the weights are asleep and stay so, or are of unknown version.
+        Raises Conflict for the KV cache while the weights are of unknown version: nothing could fill it.
         """
 
-    def load(self) -> Load:
-        """The load now. Never blocks."""
 
-    def kv_events(self) -> AsyncIterator[KVEvent]:
-        """What enters and leaves the prefix cache, from now on."""
+class Engine(TokenEngine, EngineControl, Protocol):
+    """One engine: a tensor-parallel group or an expert-parallel gang behind one front door."""
+
+    async def start(self) -> None:
+        """Load and get ready. Call once, on the loop that will call the other methods."""
+
+    async def close(self) -> None:
+        """Stop and free everything; requests in flight raise `EngineLost`. Idempotent."""
 
     async def check_health(self) -> None:
         """Raises EngineLost if the engine is dead; works while paused."""
+
+    def kv_events(self) -> AsyncIterator[KVEvent]:
+        """Iterate over what enters and leaves the prefix cache, from now on."""

@@ -79,7 +79,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.replica": {"agentloop.api"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client"},
     "agentloop_servers.engines": set(),
-    "agentloop_servers.engines.vllm": {"agentloop.simulation", "agentloop_servers.weight_transfer"},
+    "agentloop_servers.engines.vllm": {"agentloop_servers.weight_transfer"},
     "agentloop_servers.engine_parts": {
         "agentloop.simulation",
         "agentloop_servers.config",

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from agentloop.clock import Clock
-from agentloop.engine import Engine, MemoryTag, WeightUpdate
+from agentloop.engine import EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import Conflict
 from agentloop.fleet.registry import Fleet, Replica, ReplicaState
 from agentloop.types import KVPolicy, PauseMode
 
-Connect = Callable[[str], Engine]
+Connect = Callable[[str], EngineControl]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class FleetEngines:
         self.sleep_level = 0
         self.asleep: frozenset[MemoryTag] = frozenset()
         self._connect = connect
-        self._engines: dict[str, tuple[str, Engine]] = {}  # replica id -> (url, engine)
+        self._engines: dict[str, tuple[str, EngineControl]] = {}  # replica id -> (url, engine)
         self._ongoing: str | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    def engine(self, replica: Replica) -> Engine:
+    def engine(self, replica: Replica) -> EngineControl:
         known = self._engines.get(replica.replica_id)
         if known is None or known[0] != replica.url:
             known = (replica.url, self._connect(replica.url))

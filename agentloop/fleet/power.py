@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from agentloop.engine import ALL_MEMORY, Engine, MemoryTag
+from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag
 from agentloop.errors import EngineLost, InvalidRequest
 from agentloop.fleet.engines import FleetEngines
 from agentloop.fleet.parallel_step import Track, live, named, on_all, within
@@ -166,7 +166,7 @@ class FleetPower:
             await within(self._go_on_timeout_s, engine.resume() if mode is None else engine.pause(mode))
         return engines.fleet.admit(replica)
 
-    async def _order(self, verb: str, ask: Callable[[Engine], Awaitable[None]], timeout_s: float) -> None:
+    async def _order(self, verb: str, ask: Callable[[EngineControl], Awaitable[None]], timeout_s: float) -> None:
         engines = self._engines
         states = (ReplicaState.READY, ReplicaState.SUSPECT)
         tracks = [Track(replica) for replica in engines.fleet.replicas if replica.state in states]

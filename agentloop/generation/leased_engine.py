@@ -21,11 +21,11 @@ from tenacity import (
 
 from agentloop.api import WorkerPort
 from agentloop.checks import check_generation
-from agentloop.engine import Engine
+from agentloop.engine import TokenEngine
 from agentloop.errors import AgentLoopError, DeadlineExceeded, EnginePaused
 from agentloop.types import Assignment, GenerateRequest, Generation
 
-Connect = Callable[[str], Engine]
+Connect = Callable[[str], TokenEngine]
 
 
 def retrying(

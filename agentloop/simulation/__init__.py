@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.kv_cache import KVSubscription
 from agentloop.simulation.policy import LatencyModel
 from agentloop.simulation.weights import WeightSource
 
-__all__ = ["KVSubscription", "LatencyModel", "SimulatedEngine", "SimulatedSpec", "WeightSource"]
+__all__ = ["LatencyModel", "SimulatedEngine", "SimulatedSpec", "WeightSource"]

@@ -25,6 +25,7 @@ from agentloop.engine import (
     Delta,
     EngineInfo,
     KVEvent,
+    KVEventPublisher,
     MemoryTag,
     PushSource,
     StageReport,
@@ -129,7 +130,8 @@ class SimulatedEngine:
         self._clock = clock if clock is not None else RealClock()
         self._policy = policy if policy is not None else HashPolicy(spec.vocab_size, spec.seed)
         self.faults = faults if faults is not None else Faults()
-        self._kv = KVCache(spec.num_blocks, spec.block_size)
+        self._events = KVEventPublisher()
+        self._kv = KVCache(spec.num_blocks, spec.block_size, self._events)
         self._scheduler = Scheduler(self._kv, spec.max_running)
         self._state = _State.NEW
         source = weight_source if weight_source is not None else NoPushes()
@@ -182,7 +184,7 @@ class SimulatedEngine:
         self._move(_State.CLOSED)
         self._end_reason = reason
         self._fail_all(EngineLost, reason)
-        self._kv.close()
+        self._events.close()
         if self._task is not None:
             self._task.cancel()
 
@@ -300,7 +302,7 @@ class SimulatedEngine:
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
-        return self._kv.subscribe()
+        return self._events.subscribe()
 
     async def check_health(self) -> None:
         self._require_alive()

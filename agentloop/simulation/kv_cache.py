@@ -8,58 +8,14 @@ holds is never evicted; a block in the cache has its parent in the cache; blocks
 
 from __future__ import annotations
 
-import asyncio
-import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
-from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-
-_MAX_BUFFERED_EVENTS = 4096
-
-
-class KVSubscription:
-    """The events of one subscriber, as an async iterator; ends when the engine closes.
-
-    The bound is for a subscriber that lags: the engine never waits for it. What it missed is replaced by
-    AllBlocksCleared: it may believe too little is cached, never too much.
-    """
-
-    def __init__(self, max_buffered: int = _MAX_BUFFERED_EVENTS) -> None:
-        self._max_buffered = max_buffered
-        self._events: deque[KVEvent] = deque()
-        self._has_news = asyncio.Event()
-        self._is_closed = False
-
-    def put(self, event: KVEvent) -> None:
-        if len(self._events) >= self._max_buffered:
-            self._events.clear()
-            self._events.append(AllBlocksCleared())
-        self._events.append(event)
-        self._has_news.set()
-
-    def poll(self) -> KVEvent | None:
-        """The next event, if there is one now."""
-        return self._events.popleft() if self._events else None
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._has_news.set()
-
-    def __aiter__(self) -> KVSubscription:
-        return self
-
-    async def __anext__(self) -> KVEvent:
-        while not self._events:
-            if self._is_closed:
-                raise StopAsyncIteration
-            self._has_news.clear()
-            await self._has_news.wait()
-        return self._events.popleft()
+from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEventPublisher
 
 
 @dataclass(slots=True)
@@ -81,16 +37,15 @@ class _Block:
 
 
 class KVCache:
-    """All blocks of one engine."""
+    """All blocks of one engine; `events` hears what becomes of them."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, events: KVEventPublisher) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._blocks: dict[int, _Block] = {}  # full blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # those nobody holds, least recently used first
         self._num_tails = 0  # partial blocks; each belongs to one sequence
-        # Weak: a subscriber that went away without a word needs no events.
-        self._subscriptions: weakref.WeakSet[KVSubscription] = weakref.WeakSet()
+        self._events = events
 
     @property
     def num_held_blocks(self) -> int:
@@ -167,18 +122,7 @@ class KVCache:
         for block_hash in self._idle:
             del self._blocks[block_hash]
         self._idle.clear()
-        self._announce(AllBlocksCleared())
-
-    def subscribe(self) -> KVSubscription:
-        """Every event from now on."""
-        subscription = KVSubscription()
-        self._subscriptions.add(subscription)
-        return subscription
-
-    def close(self) -> None:
-        """End every subscription."""
-        for subscription in self._subscriptions:
-            subscription.close()
+        self._events.publish(AllBlocksCleared())
 
     def _hold(self, block_hash: int) -> None:
         self._blocks[block_hash].num_holders += 1
@@ -191,7 +135,7 @@ class KVCache:
                 return False
             evicted, _ = self._idle.popitem(last=False)
             del self._blocks[evicted]
-            self._announce(BlocksRemoved((evicted,)))
+            self._events.publish(BlocksRemoved((evicted,)))
         self._num_tails += 1
         return True
 
@@ -206,14 +150,10 @@ class KVCache:
         return is_new
 
     def _announce_stored(self, sequence: KVSequence, start: int, end: int, token_ids: Sequence[int]) -> None:
-        if self._subscriptions:
+        if self._events.has_subscribers:
             parent = sequence.hashes[start - 1] if start else None
             hashes = tuple(sequence.hashes[start:end])
-            self._announce(BlocksStored(hashes, parent, tuple(token_ids), sequence.kv_version))
-
-    def _announce(self, event: KVEvent) -> None:
-        for subscription in self._subscriptions:
-            subscription.put(event)
+            self._events.publish(BlocksStored(hashes, parent, tuple(token_ids), sequence.kv_version))
 
 
 def _extend(sequence: KVSequence, token_ids: Sequence[int], block_size: int) -> None:

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from agentloop.simulation.kv_cache import KVCache, KVSequence, KVSubscription
+from agentloop.engine import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KVEvent,
+    KVEventPublisher,
+    KVSubscription,
+)
+from agentloop.simulation.kv_cache import KVCache, KVSequence
 
 BLOCK = 2
 NUM_BLOCKS = 6
@@ -89,13 +96,16 @@ class Model:
         self.idle += [block for block in reversed(holder) if block is not None and block not in still_held]
 
 
-@dataclass
-class Mirror:
+class Mirror(KVEventPublisher):
     """What a subscriber believes to be cached."""
 
-    prefixes: dict[int, Prefix] = field(default_factory=dict)
+    has_subscribers = True
 
-    def apply(self, event: KVEvent) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefixes: dict[int, Prefix] = {}
+
+    def publish(self, event: KVEvent) -> None:
         if isinstance(event, BlocksStored):
             version = event.kv_version if event.kv_version is not None else -1
             ids = self.prefixes[event.parent_hash][1] if event.parent_hash is not None else ()
@@ -123,8 +133,8 @@ operations = st.lists(
 @given(operations)
 @settings(max_examples=400, deadline=None)
 def test_the_cache_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) -> None:
-    kv, model, mirror = KVCache(NUM_BLOCKS, BLOCK), Model(), Mirror()
-    events = kv.subscribe()
+    model, mirror = Model(), Mirror()
+    kv = KVCache(NUM_BLOCKS, BLOCK, mirror)
     live: list[tuple[KVSequence, tuple[int, ...], list[Prefix | None]]] = []
     for kind, number, token_ids in steps:
         if kind == "admit":
@@ -144,8 +154,6 @@ def test_the_cache_does_what_the_model_does(steps: list[tuple[str, int, list[int
                 has_room = kv.append(sequence, token_ids[0], sum(longer))
                 assert has_room == model.append(holder, sequence.kv_version, longer)
                 live.append((sequence, longer if has_room else ids, holder))
-        while (event := events.poll()) is not None:
-            mirror.apply(event)
         assert kv.num_held_blocks == model.num_held <= NUM_BLOCKS
         assert set(mirror.prefixes.values()) == model.cached
         for sequence, ids, _ in live:

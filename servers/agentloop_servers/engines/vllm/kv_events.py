@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from agentloop.simulation import KVSubscription
+from agentloop.engine import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KVEvent,
+    KVEventPublisher,
+    KVSubscription,
+)
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
@@ -42,12 +47,11 @@ class _Batch(msgspec.Struct, array_like=True):
 
 
 class KVEventFeed:
-    """Owns the subscriber socket and the task that reads it. Data-parallel ranks are one cache to its readers: what
-    one of them clears counts as cleared."""
+    """Owner of the subscriber socket and the task that reads it. Data-parallel ranks are one cache to its readers:
+    what one of them clears counts as cleared."""
 
     def __init__(self) -> None:
-        # Weak: a reader that is dropped without being closed leaves by itself.
-        self._subscriptions: weakref.WeakSet[KVSubscription] = weakref.WeakSet()
+        self._publisher = KVEventPublisher()
         self._decoder = msgspec.msgpack.Decoder(_Batch)
         self._next_sequence: dict[int | None, int] = {}  # by rank
         self._version_by_hash: dict[int, int] = {}  # one entry a cached block
@@ -58,14 +62,12 @@ class KVEventFeed:
         self._task = asyncio.create_task(self._read(endpoints), name="vllm-kv-events")
 
     def subscribe(self) -> KVSubscription:
-        """A new reader, from now on."""
-        subscription = KVSubscription()
-        self._subscriptions.add(subscription)
-        return subscription
+        """Return a new subscription: every event from now on."""
+        return self._publisher.subscribe()
 
     def clear(self) -> None:
         """Tell everybody that the cache was cleared: vLLM publishes that with its next step only, and once more."""
-        self._publish(AllBlocksCleared())
+        self._publisher.publish(AllBlocksCleared())
 
     async def close(self) -> None:
         """Stop reading; subscriptions end. Idempotent. Raises what ended the reading before, if something did."""
@@ -74,16 +76,11 @@ class KVEventFeed:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def _publish(self, event: KVEvent) -> None:
-        for subscription in list(self._subscriptions):
-            subscription.put(event)
-
     async def _read(self, endpoints: Sequence[str]) -> None:
         try:
             await self._receive(endpoints)
-        finally:  # a reader must not take silence for a full cache
-            for subscription in list(self._subscriptions):
-                subscription.close()
+        finally:
+            self._publisher.close()
 
     async def _receive(self, endpoints: Sequence[str]) -> None:
         import zmq
@@ -98,7 +95,7 @@ class KVEventFeed:
             while True:
                 _, sequence, payload = await socket.recv_multipart()
                 for event in self._translate(int.from_bytes(sequence, "big"), payload):
-                    self._publish(event)
+                    self._publisher.publish(event)
 
     def _translate(self, sequence: int, payload: bytes) -> Iterator[KVEvent]:
         batch = self._decoder.decode(payload)
