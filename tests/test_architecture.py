@@ -76,7 +76,8 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.run_dir": set(),
     "agentloop_servers.serve_proxy": set(),
     "agentloop_servers.http": {"agentloop.api", "agentloop.client"},
-    "agentloop_servers.replica": {"agentloop.api"},
+    "agentloop_servers.private_http": set(),
+    "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client"},
     "agentloop_servers.engines": set(),
     "agentloop_servers.engines.vllm": {"agentloop_servers.weight_transfer"},
@@ -101,6 +102,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.sessions",
         "agentloop.trajectory",
         "agentloop_servers.http",
+        "agentloop_servers.private_http",
     },
     "agentloop_servers.ingress": {
         "agentloop.api",

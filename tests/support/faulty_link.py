@@ -18,7 +18,7 @@ from agentloop.engine import ALL_MEMORY, CommitReport, MemoryTag, PushSource, St
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, EngineLost
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
-from agentloop_servers.replica.protocol import Fence, Lane, OrderNumber
+from agentloop_servers.private_http import CommandKind, FencingGuard, FencingToken
 
 T = TypeVar("T")
 FOR_EVER_S = 1e6
@@ -99,7 +99,7 @@ class FaultyLink:
     def __init__(self, engine: SimulatedEngine, network: Network) -> None:
         self.engine = engine
         self.network = network
-        self.fence = Fence()
+        self.fence = FencingGuard()
         self.slowness_s = 0.0
         self.commits: list[int] = []  # versions that were swapped in, whoever heard of it
         self.num_blind_resumes = 0  # resumes sent to an engine whose weights nobody knows
@@ -136,17 +136,17 @@ class FaultyLink:
 class Caller:
     """The remote engine of one coordinator, whose control orders are numbered."""
 
-    def __init__(self, link: FaultyLink, next_order: Callable[[], OrderNumber]) -> None:
+    def __init__(self, link: FaultyLink, next_order: Callable[[], FencingToken]) -> None:
         self._link = link
         self._engine = link.engine
         self._network = link.network
         self._next_order = next_order
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        return await self._order(Lane.STAGE, lambda: self._engine.stage(update))
+        return await self._order(CommandKind.STAGE, lambda: self._engine.stage(update))
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
-        await self._order(Lane.FREEZE, lambda: self._engine.pause(mode, kv_policy))
+        await self._order(CommandKind.FREEZE, lambda: self._engine.pause(mode, kv_policy))
 
     async def commit(self, version: int) -> CommitReport:
         async def commit() -> CommitReport:
@@ -154,22 +154,22 @@ class Caller:
             self._link.commits.append(version)
             return report
 
-        return await self._order(Lane.FREEZE, commit, "commit")
+        return await self._order(CommandKind.FREEZE, commit, "commit")
 
     async def resume(self) -> None:
         self._link.num_blind_resumes += self._engine.weight_version is None
-        await self._order(Lane.FREEZE, self._engine.resume)
+        await self._order(CommandKind.FREEZE, self._engine.resume)
 
     async def sleep(self, level: int) -> None:
-        await self._order(Lane.FREEZE, lambda: self._engine.sleep(level))
+        await self._order(CommandKind.FREEZE, lambda: self._engine.sleep(level))
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
-        await self._order(Lane.FREEZE, lambda: self._engine.wake(tags))
+        await self._order(CommandKind.FREEZE, lambda: self._engine.wake(tags))
 
     async def offer(self) -> PushSource | None:
         return await self._ask(self._engine.offer)
 
-    async def _order(self, lane: Lane, send: Callable[[], Awaitable[T]], name: str = "order") -> T:
+    async def _order(self, lane: CommandKind, send: Callable[[], Awaitable[T]], name: str = "order") -> T:
         order = self._next_order()
 
         async def obey() -> T:

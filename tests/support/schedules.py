@@ -39,7 +39,7 @@ from agentloop.simulation.policy import HashPolicy, LatencyModel
 from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator
-from agentloop_servers.replica.protocol import OrderNumber
+from agentloop_servers.private_http import FencingToken
 from tests.support.faulty_link import Caller, FaultyLink, Network
 from tests.support.memory_store import MemoryStore
 from tests.support.pushes import Sender, Wire
@@ -140,7 +140,7 @@ class World:
 
     async def start_coordinator(self) -> None:
         self._num_coordinators += 1
-        orders = map(partial(OrderNumber, self._num_coordinators), count())
+        orders = map(partial(FencingToken, self._num_coordinators), count())
 
         def connect(url: str) -> Caller:
             return Caller(self.links[url], lambda: next(orders))

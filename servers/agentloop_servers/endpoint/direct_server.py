@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.endpoint.bounded_http import BoundedHttp
+from agentloop_servers.private_http import listening_socket
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 3
@@ -37,8 +38,6 @@ class DirectServer:
         Raises ServiceUnavailable.
         """
         listener = self._listener(port)
-        # asyncio sets this only on sockets that say they are TCP; without it each answer waits 40 ms for an ACK.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app,
@@ -77,13 +76,12 @@ class DirectServer:
             self._server = self._serving = None
 
     def _listener(self, port: int) -> socket.socket:
-        family = _family(self._host)
         try:
-            return socket.create_server((self._host, port), backlog=BACKLOG, family=family)
+            return listening_socket(self._host, port, BACKLOG)
         except OSError:
             if port == 0:
                 raise
-            return socket.create_server((self._host, 0), backlog=BACKLOG, family=family)
+            return listening_socket(self._host, 0, BACKLOG)
 
 
 class _Server(uvicorn.Server):
@@ -100,10 +98,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _in_url(host: str) -> str:

@@ -26,6 +26,7 @@ from yarl import URL
 from agentloop.api import MAX_TIMEOUT_S
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
 from agentloop_servers.http import envelope_of, error_response, unless_client_leaves
+from agentloop_servers.private_http import keep_alive_connector
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0
@@ -103,7 +104,7 @@ class Peers:
         if self._num_processes == 1:
             return  # nobody asks
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=keep_alive_connector(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S),
             auto_decompress=False,
             skip_auto_headers=_NOT_ADDED,

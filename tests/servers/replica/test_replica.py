@@ -20,16 +20,9 @@ from agentloop.errors import (
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, LatencyModel
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER
 from agentloop_servers.replica.client import EngineClients
-from agentloop_servers.replica.protocol import (
-    EPOCH_HEADER,
-    ORDER_HEADER,
-    SECRET_HEADER,
-    Fence,
-    Lane,
-    OrderNumber,
-    PauseOrder,
-)
+from agentloop_servers.replica.protocol import PauseOrder
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.support.pushes import Sender, Wire
 
@@ -184,14 +177,6 @@ async def test_a_new_process_outranks_the_one_before_it():
         finally:
             for clients in (old, new, newest):
                 await clients.close()
-
-
-def test_a_long_stage_is_not_late_because_of_what_froze_meanwhile():
-    fence = Fence()
-    fence.admit(Lane.FREEZE, OrderNumber(1, 2))
-    fence.admit(Lane.STAGE, OrderNumber(1, 1))
-    with pytest.raises(Conflict):
-        fence.admit(Lane.STAGE, OrderNumber(1, 1))
 
 
 async def test_kv_events_arrive():

@@ -1,0 +1,110 @@
+"""The client of private ports: one pool of connections, and every failure as one of our errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from agentloop.errors import AgentLoopError, from_wire
+from agentloop_servers.private_http.keep_alive import keep_alive_connector
+from agentloop_servers.private_http.server import SECRET_HEADER
+
+CONNECT_TIMEOUT_S = 5.0
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_NOT_SENT = ("accept", "accept-encoding", "content-type", "user-agent")
+
+
+class PrivateHttp:
+    """The connections of one process to the private ports of others."""
+
+    def __init__(self, secret: str, *, lost: type[AgentLoopError], late: type[AgentLoopError]) -> None:
+        """`lost` is raised for a peer that cannot be reached or hangs up, `late` for one that does not answer."""
+        self._headers = {SECRET_HEADER: secret}
+        self._lost = lost
+        self._late = late
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> OpenAnswer:
+        """Send a request; enter the result for its answer. Call on the event loop that will use it."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=keep_alive_connector(),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=_NOT_SENT,
+                auto_decompress=False,
+            )
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        headers = {**self._headers, **headers}
+        request = self._session.request(method, url, data=body, headers=headers, timeout=timeout)
+        return OpenAnswer(request, url, self._lost, self._late)
+
+    async def close(self) -> None:
+        """Close the pool. Idempotent."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+
+class OpenAnswer:
+    """A request as a context: its transport's failures become our errors, wherever in the body they happen."""
+
+    def __init__(
+        self,
+        context: aiohttp.client._RequestContextManager,
+        url: str,
+        lost: type[AgentLoopError],
+        late: type[AgentLoopError],
+    ) -> None:
+        self._context = context
+        self._url = url
+        self._lost = lost
+        self._late = late
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            answer = await self._context.__aenter__()
+            if answer.status == 200:
+                return answer
+            body = await answer.read()
+            await self._context.__aexit__(None, None, None)
+        except Exception as error:
+            raise self._ours(error) from error
+        envelope = _envelope(body)
+        if envelope is None:
+            raise self._lost(f"{self._url}: HTTP {answer.status} of a server that is not ours")
+        raise from_wire(envelope, answer.status)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await self._context.__aexit__(kind, error, None)
+        if isinstance(error, aiohttp.ClientError | TimeoutError | asyncio.IncompleteReadError):
+            raise self._ours(error) from error
+
+    def _ours(self, error: Exception) -> Exception:
+        if isinstance(error, aiohttp.ServerTimeoutError) and isinstance(error, aiohttp.ConnectionTimeoutError):
+            return self._lost(f"{self._url}: no connection within {CONNECT_TIMEOUT_S:g} s")
+        if isinstance(error, TimeoutError):
+            return self._late(f"{self._url}: no answer in time")
+        if isinstance(error, aiohttp.ClientError | asyncio.IncompleteReadError | OSError):
+            return self._lost(f"{self._url}: {type(error).__name__}: {error}")
+        return error
+
+
+def _envelope(body: bytes) -> Any:
+    """The error that an answer carries; None if it is not one of ours."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("error"), dict) else None

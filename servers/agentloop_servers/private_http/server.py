@@ -1,0 +1,106 @@
+"""The server of a private port: routes for the other processes of the run, which know its secret.
+
+A body is bounded; an error is answered with its code. A client that hangs up cancels its handler.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+
+import orjson
+import structlog
+from aiohttp import web
+
+from agentloop.codec import encode
+from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, Unauthorized
+from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, FencingToken
+from agentloop_servers.private_http.keep_alive import listening_socket
+
+SECRET_HEADER = "x-agentloop-secret"
+SERVER_HEADER = "x-agentloop-server"
+MAX_BODY_BYTES = 64 * 2**20
+
+
+class Misdirected(ServiceUnavailable):
+    """A call that reached another server than it was meant for: its port has a new owner. Nothing was done."""
+
+    code, http_status = "misdirected", 421
+
+
+class PrivateServer:
+    """Serves routes on one host's address. `url` is known after `start`."""
+
+    def __init__(
+        self,
+        name: str,
+        routes: Iterable[web.RouteDef],
+        secret: str,
+        host: str = "127.0.0.1",
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        """`name` is what a caller may give as SERVER_HEADER, to be refused by any other server."""
+        self._name = name
+        self._routes = tuple(routes)
+        self._secret = secret.encode()
+        self._host = host
+        self._max_body_bytes = max_body_bytes
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        self._log = structlog.get_logger("private_http").bind(server=name)
+
+    async def start(self) -> None:
+        """Listen on a port that the system chooses."""
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
+        app.add_routes(self._routes)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listening_socket(self._host)).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Stop listening and cut what is in flight. Idempotent."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Check the secret; make every error an answer with its code."""
+        try:
+            if not hmac.compare_digest(request.headers.get(SECRET_HEADER, "").encode(), self._secret):
+                raise Unauthorized("wrong or missing secret of the run")
+            if request.headers.get(SERVER_HEADER, self._name) != self._name:
+                raise Misdirected(f"this is {self._name}")
+            return await handler(request)
+        except AgentLoopError as error:
+            return _error_answer(error)
+        except web.HTTPRequestEntityTooLarge as error:
+            return _error_answer(InvalidRequest(f"a body of more than {self._max_body_bytes} bytes: {error.text}"))
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            self._log.exception("private_call_failed", path=request.path)
+            return _error_answer(AgentLoopError(f"{type(error).__name__} in {self._name}"))
+
+
+def token_of(request: web.Request) -> FencingToken:
+    """Return a command's place among all of them. Raises InvalidRequest if it has none."""
+    try:
+        return FencingToken(int(request.headers[EPOCH_HEADER]), int(request.headers[ORDER_HEADER]))
+    except (KeyError, ValueError) as error:
+        raise InvalidRequest(f"{request.path} is an order, and orders are numbered") from error
+
+
+def answer(value: object) -> web.Response:
+    """Return an answer that holds the codec's bytes of a value."""
+    return web.Response(body=encode(value), content_type="application/msgpack")
+
+
+def _error_answer(error: AgentLoopError) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(error.to_wire()), status=error.http_status, content_type="application/json"
+    )

@@ -1,0 +1,123 @@
+"""The private ports of a run: who may ask, how much, and how soon a vanished peer is noticed."""
+
+import asyncio
+import socket
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from agentloop.codec import decode
+from agentloop.errors import Conflict, DeadlineExceeded, EngineLost, InvalidRequest, Unauthorized
+from agentloop_servers.private_http.client import PrivateHttp
+from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
+from agentloop_servers.private_http.keep_alive import USER_TIMEOUT_MS
+from agentloop_servers.private_http.server import SERVER_HEADER, Misdirected, PrivateServer, answer
+
+OPTIONS = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
+
+
+class Port:
+    """A server that echoes, and a client of it."""
+
+    def __init__(self, secret: str = "secret", **options: object) -> None:
+        self.cancelled = asyncio.Event()
+        self.accepted: list[dict[int, int]] = []
+        routes = [web.post("/echo", self.echo), web.post("/hang", self.hang), web.post("/break", self.broken)]
+        self.server = PrivateServer("echo", routes, "secret", **options)  # type: ignore[arg-type]
+        self.http = PrivateHttp(secret, lost=EngineLost, late=DeadlineExceeded)
+
+    async def __aenter__(self) -> "Port":
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.close()
+        await self.server.close()
+
+    async def echo(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        self.accepted.append(options_of(request.transport.get_extra_info("socket")))
+        return answer(len(await request.read()))
+
+    async def hang(self, request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+        return stream
+
+    async def broken(self, request: web.Request) -> web.Response:
+        raise ZeroDivisionError
+
+    async def ask(self, path: str, body: bytes = b"", timeout_s: float = 10.0, **headers: str) -> int:
+        async with self.http.open("POST", self.server.url + path, body, timeout_s, headers) as opened:
+            return decode(await opened.read(), int)
+
+
+def options_of(one: socket.socket) -> dict[int, int]:
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == USER_TIMEOUT_MS
+    return {name: one.getsockopt(socket.IPPROTO_TCP, name) for name in OPTIONS}
+
+
+async def test_both_ends_of_a_connection_notice_a_vanished_peer():
+    async with Port() as port:
+        assert await port.ask("/echo", b"abc") == 3
+        assert port.accepted == [OPTIONS]
+        async with port.http.open("POST", port.server.url + "/hang", b"") as opened:
+            assert opened.connection is not None
+            assert options_of(opened.connection.transport.get_extra_info("socket")) == OPTIONS
+
+
+async def test_who_does_not_know_the_secret_is_refused():
+    async with Port("another") as port:
+        with pytest.raises(Unauthorized):
+            await port.ask("/echo")
+
+
+async def test_a_call_meant_for_another_server_is_refused_before_it_is_handled():
+    async with Port() as port:
+        assert await port.ask("/echo", **{SERVER_HEADER: "echo"}) == 0
+        with pytest.raises(Misdirected):
+            await port.ask("/echo", **{SERVER_HEADER: "replica-1"})
+        assert len(port.accepted) == 1
+
+
+async def test_a_body_is_bounded():
+    async with Port(max_body_bytes=1000) as port:
+        assert await port.ask("/echo", b"x" * 1000) == 1000
+        with pytest.raises(InvalidRequest, match="1000 bytes"):
+            await port.ask("/echo", b"x" * 2000)
+
+
+async def test_a_caller_that_gives_up_cancels_its_call():
+    async with Port() as port, asyncio.timeout(10):
+        with pytest.raises(DeadlineExceeded):
+            await port.ask("/hang", timeout_s=0.05)
+        await port.cancelled.wait()
+
+
+async def test_a_bug_and_a_foreign_server_are_errors_of_ours():
+    async with Port() as port:
+        with pytest.raises(Exception, match="ZeroDivisionError in echo") as caught:
+            await port.ask("/break")
+        assert getattr(caught.value, "code", "") == "internal_error"
+        with pytest.raises(EngineLost, match="not ours"):
+            await port.ask("/no/such/route")
+        await port.server.close()
+        for _ in range(2):  # a pooled connection, then a new one
+            with pytest.raises(EngineLost) as lost:
+                await port.ask("/echo")
+        assert isinstance(lost.value.__cause__, aiohttp.ClientConnectorError)
+
+
+def test_a_long_stage_is_not_late_because_of_what_froze_meanwhile():
+    guard = FencingGuard()
+    guard.admit(CommandKind.FREEZE, FencingToken(1, 2))
+    guard.admit(CommandKind.STAGE, FencingToken(1, 1))
+    with pytest.raises(Conflict):
+        guard.admit(CommandKind.STAGE, FencingToken(1, 1))
