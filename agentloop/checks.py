@@ -3,6 +3,7 @@ weights on the way out. All are pure, and raise instead of repairing."""
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -192,3 +193,13 @@ def _check_header(path: Path) -> None:
             raise CheckpointUnreadable(f"{path.name} is cut off or has bytes to spare", param="directory")
     except (OSError, orjson.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise CheckpointUnreadable(f"{path.name}: no safetensors header: {error}", param="directory") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether `host` leads to this very machine. A host name other than localhost may lead anywhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

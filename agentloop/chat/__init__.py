@@ -8,41 +8,23 @@ from agentloop.chat.body_cache import Known
 from agentloop.chat.call import CallDelta, CallKey, ChatCall, ChatPiece, ChatResult, ToolChoice
 from agentloop.chat.common import arguments_text, finish_of
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai_answers import (
-    STREAMED,
-    ChatAnswer,
-    CompletionAnswer,
-    DetokenizeAnswer,
-    ModelAnswer,
-    ModelsAnswer,
-    PreviewAnswer,
-    TokenizeAnswer,
-)
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from agentloop.chat.responses_bodies import ResponsesBody
 
 __all__ = [
-    "STREAMED",
     "CallDelta",
     "CallKey",
-    "ChatAnswer",
     "ChatBody",
     "ChatCall",
     "ChatPiece",
     "ChatResult",
-    "CompletionAnswer",
     "CompletionBody",
     "CountTokensBody",
-    "DetokenizeAnswer",
     "DetokenizeBody",
     "Known",
     "MessagesBody",
-    "ModelAnswer",
-    "ModelsAnswer",
-    "PreviewAnswer",
     "ResponsesBody",
     "TokenTexts",
-    "TokenizeAnswer",
     "TokenizeBody",
     "ToolChoice",
     "anthropic",

@@ -1,8 +1,8 @@
 """Chat completions: the body to a `ChatCall`, and a result or its pieces to the answer.
 
 Invariants: the finish chunk of a stream comes after its `ChatResult`, so who has seen an end has a turn that is
-recorded; a stream's chunks concatenate to the answer of the same result. Answers are plain dicts for `orjson`:
-`openai_answers.py` describes them, and a test holds the two equal.
+recorded; a stream's chunks concatenate to the answer of the same result. Answers are plain dicts for `orjson`: what
+`openai.types` describes, and what trainers want beside it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from agentloop.client.client import RolloutClient
-from agentloop.client.loopback import is_loopback
 from agentloop.client.push import NamedTensors, PushOptions, PushTarget
 from agentloop.client.rollout import Rollout
 from agentloop.client.session import AgentSession, SessionEnd, describe
@@ -18,6 +17,5 @@ __all__ = [
     "RolloutClient",
     "SessionEnd",
     "describe",
-    "is_loopback",
     "load_tasks",
 ]

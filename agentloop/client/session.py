@@ -26,7 +26,7 @@ from agentloop.api import (
     check_body,
     decode_trajectories,
 )
-from agentloop.client.loopback import is_loopback
+from agentloop.checks import is_loopback
 from agentloop.client.transport import Transport
 from agentloop.errors import AgentLoopError, InvalidRequest, NotFound
 from agentloop.types import Trajectory

@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from agentloop.api import FrontPort
-from agentloop.client import is_loopback
+from agentloop.checks import is_loopback
 from agentloop.clock import RealClock
 from agentloop.errors import EngineLost, InvalidRequest
 from agentloop.generation import TurnReader

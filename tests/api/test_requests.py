@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop import codec
-from agentloop.api.answers import GenerateAnswer, PageBody, StatusBody, UpdateBody, rollout_status
-from agentloop.api.coordinator import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.requests import (
     GenerateBody,
     SleepBody,
@@ -29,12 +27,9 @@ from agentloop.errors import InvalidRequest
 from agentloop.types import (
     Constraint,
     ConstraintKind,
-    FinishReason,
     GenerateRequest,
-    Generation,
     KVPolicy,
     Limits,
-    Load,
     Message,
     OnExcess,
     OnStale,
@@ -42,9 +37,8 @@ from agentloop.types import (
     SamplingParams,
     StalenessLimit,
     ToolCall,
-    WeightVersionSpan,
 )
-from tests.support.samples import make_task, make_trajectory
+from tests.support.samples import make_task
 
 GENERATE = {"token_ids": [1, 2], "sampling": {"max_tokens": 4}}
 TASK = {"task_id": "t", "messages": [{"role": "user", "content": "hi"}]}
@@ -273,42 +267,6 @@ def test_many_problems_are_told_as_ten() -> None:
 def test_any_bytes_are_a_body_or_an_invalid_request(data: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_body(data, GenerateBody)
-
-
-STATUS = RolloutStatus("r", 2, 1, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("model", "value"),
-    [
-        (PageBody, {**codec.to_builtins(Page((make_trajectory(),), 1, STATUS)), "status": rollout_status(STATUS)}),
-        (
-            StatusBody,
-            {
-                **codec.to_builtins(
-                    ServiceStatus(
-                        True, False, 0, (ReplicaStatus("r", "ready", "vllm", 0, Load(), 1, 0.5),), 1, (), ()
-                    )
-                ),
-                "rollouts": [rollout_status(STATUS)],
-            },
-        ),
-        (UpdateBody, codec.to_builtins(UpdateReport(1, 0, KVPolicy.KEEP, (ReplicaUpdate("r", 1.0, 2.0),), 3.0))),
-    ],
-)
-def test_answers_have_the_documented_shape(model: Any, value: dict[str, Any]) -> None:
-    parsed = model.model_validate_json(orjson.dumps(value))
-    assert set(value) == set(model.model_fields)
-    assert orjson.loads(parsed.model_dump_json()) == orjson.loads(orjson.dumps(value))
-
-
-def test_a_generation_has_the_documented_shape() -> None:
-    span = (WeightVersionSpan(0, 0, 1),)
-    generation = Generation("id", (5,), (-0.5,), span, FinishReason.STOP, 3, "replica-0")
-    value = codec.to_builtins(generation)
-    del value["load"]
-    assert set(value) == set(GenerateAnswer.model_fields)
-    assert codec.from_builtins(orjson.loads(orjson.dumps(value)), Generation) == generation
 
 
 def test_task_files_are_read_line_by_line(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from agentloop.errors import (
     Unauthorized,
 )
 from agentloop.types import FinishReason, KVPolicy, Message, OnStale, PauseMode, RolloutTask, StalenessLimit
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, cutting_proxy, serving
 from tests.support.samples import make_task

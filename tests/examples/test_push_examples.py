@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from agentloop.plugins import resolve
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 from tests.support.receiving import ReceivingFleet

@@ -12,7 +12,7 @@ from agentloop.errors import InvalidRequest
 from agentloop_servers.app import application, mode_rules
 from agentloop_servers.config import Mode, ServiceConfig
 from agentloop_servers.engine_parts import engine_actor_options, initial_weights, model_facts
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 
 SERVERS = Path(__file__).parents[2] / "servers"
 CONFIGS = sorted(SERVERS.glob("*.yaml"))

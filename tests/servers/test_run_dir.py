@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from agentloop_servers.endpoint.session_keys import SessionKeys
+from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.run_dir import new_run_dir, run_secret
 
 

@@ -29,7 +29,8 @@ from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.session_values import SessionLimits
-from agentloop_servers.http.guard import HttpLimits, Keys
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator
 

@@ -14,7 +14,7 @@ from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import KVPolicy, Trajectory
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import Sessions
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, serving
 from tests.support.scripted import RENDERER, SPEC, scripted_engine

@@ -20,9 +20,9 @@ from agentloop.sessions.prompts import Prompt
 from agentloop.trajectory.node import Node, Reply
 from agentloop.types import FinishReason, Message, Trajectory, WeightVersionSpan
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
-from agentloop_servers.endpoint.session_keys import SessionKeys
 from agentloop_servers.endpoint.session_values import NewSession
-from agentloop_servers.http.guard import HttpLimits, Keys
+from agentloop_servers.http.auth import Keys, SessionKeys
+from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 from tests.support.samples import make_trajectory

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop_servers.endpoint import routes_messages, routes_openai, routes_responses, routes_sessions
-from agentloop_servers.endpoint.carriers import admit, names_session
+from agentloop_servers.endpoint import routes_dialects, routes_openai, routes_sessions
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.peers import OWNER_WAIT_S, Elsewhere, Peers
@@ -20,11 +19,8 @@ __all__ = [
     "Peers",
     "SessionLimits",
     "Sessions",
-    "admit",
-    "names_session",
-    "routes_messages",
+    "routes_dialects",
     "routes_openai",
-    "routes_responses",
     "routes_sessions",
     "take_seat",
 ]

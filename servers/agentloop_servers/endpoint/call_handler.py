@@ -1,6 +1,6 @@
 """One model call over HTTP, the same for every dialect: its session, its identity, its deadline and its answer.
 
-A dialect's route checks its body, makes a `ChatCall`, opens an `Exchange`, and says how a result looks. A client
+A dialect's route checks its body, makes a `ChatCall`, opens a `CallHandler`, and says how a result looks. A client
 that leaves cancels the call on both ways out, and the answer returns only when what was cancelled has ended. The
 session keeps the call's deadline.
 """
@@ -21,11 +21,18 @@ from starlette.responses import Response
 
 from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import AgentLoopError
-from agentloop_servers.endpoint.carriers import session_of
 from agentloop_servers.endpoint.endpoint import CallableSession, Endpoint
-from agentloop_servers.http import EventStream, envelope_of, error_response, sse, unless_client_leaves
-
-__all__ = ["Exchange", "as_call", "sse", "typed_events"]
+from agentloop_servers.http import (
+    EventStream,
+    envelope_of,
+    error_response,
+    in_time,
+    json_response,
+    session_name,
+    sse,
+    unless_client_leaves,
+    unread_response,
+)
 
 E = TypeVar("E")
 
@@ -46,7 +53,7 @@ _DIGEST_BYTES = 16
 _MAX_RETRY_COUNT = 1000
 
 
-class Exchange:
+class CallHandler:
     """One HTTP chat request. `open` makes one, once the body is known to be good."""
 
     def __init__(self, request: Request, endpoint: Endpoint, session: CallableSession, key: CallKey) -> None:
@@ -66,13 +73,13 @@ class Exchange:
         with self.endpoint.admitted():
             result = await unless_client_leaves(self.request, self.session.call(self._bounded(chat), self.key))
         if result is None:
-            return Response(status_code=499)  # nobody reads it
+            return unread_response()
         turn = {TURN_HEADER: result.choices[0].node_id}
         if sum(len(node.reply.token_ids) for node in result.choices) > LONG_ANSWER_TOKENS:
             content = await asyncio.to_thread(_written, result, render)
         else:
             content = _written(result, render)
-        return Response(content, 200, turn, "application/json")
+        return json_response(content, headers=turn)
 
     def stream(
         self,
@@ -116,6 +123,28 @@ class Exchange:
 
 def _written(result: ChatResult, render: Callable[[ChatResult], Any]) -> bytes:
     return orjson.dumps(render(result))
+
+
+async def session_of(request: Request, endpoint: Endpoint, body_session_id: str | None) -> CallableSession:
+    """Return the session that a request means; from here on its answer has `x-session-id`.
+
+    Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and Elsewhere.
+    """
+    name, sessions = session_name(request, body_session_id), endpoint.sessions
+    found: CallableSession | None = None
+    if name.session_id is not None:
+        endpoint.check_own(name.session_id)
+        found = sessions.resident(name.session_id, name.owner)
+    if found is None:
+        if name.must_exist:
+            assert name.session_id is not None
+            finding = sessions.find(name.session_id, name.owner)
+        else:
+            assert name.owner is not None
+            finding = sessions.find_or_create(name.session_id, name.owner)
+        found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
+    request.scope["state"]["session_id"] = found.facts.session_id
+    return found
 
 
 async def as_call(reading: Callable[[], ChatCall], num_messages: int) -> ChatCall:

@@ -41,7 +41,6 @@ from agentloop_servers.endpoint.counting_journal import CountingJournal
 from agentloop_servers.endpoint.keyed_locks import KeyedLocks
 from agentloop_servers.endpoint.leases import LeaseConfig, SessionLeases
 from agentloop_servers.endpoint.residents import Residents
-from agentloop_servers.endpoint.session_keys import SessionKeys
 from agentloop_servers.endpoint.session_rows import RowState, StoredSession
 from agentloop_servers.endpoint.session_store import SessionStore
 from agentloop_servers.endpoint.session_values import (
@@ -52,6 +51,7 @@ from agentloop_servers.endpoint.session_values import (
     not_found,
     owned,
 )
+from agentloop_servers.http import SessionKeys
 
 __all__ = ["NewSession", "SessionLimits", "SessionStats", "Sessions"]
 

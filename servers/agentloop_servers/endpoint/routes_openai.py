@@ -1,6 +1,6 @@
 """The OpenAI routes: chat completions, completions, models, tokens, and a look at how a prompt would be rendered.
 
-All stand at the root and under `/sessions/{session_id}`. They hold no state: a call's life is in `exchange.py`,
+All stand at the root and under `/sessions/{session_id}`. They hold no state: a call's life is in `call_handler.py`,
 what a body means in `agentloop/chat/`.
 """
 
@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Depends, Request
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
 from agentloop.chat import (
-    STREAMED,
-    ChatAnswer,
     ChatBody,
     ChatCall,
     ChatPiece,
     ChatResult,
-    CompletionAnswer,
     CompletionBody,
-    DetokenizeAnswer,
     DetokenizeBody,
     Known,
-    ModelAnswer,
-    ModelsAnswer,
-    PreviewAnswer,
-    TokenizeAnswer,
     TokenizeBody,
     TokenTexts,
     openai_completions,
@@ -39,25 +33,72 @@ from agentloop.chat import (
 from agentloop.chat import openai as openai_chat
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.rollout import LONG_RENDER_CHARS
-from agentloop_servers.endpoint.call_handler import Exchange, as_call
-from agentloop_servers.endpoint.carriers import SECURED, admit, names_session, session_of
+from agentloop_servers.endpoint.call_handler import CallHandler, as_call, session_of
 from agentloop_servers.endpoint.endpoint import Endpoint
-from agentloop_servers.http import DONE, Keys, body_schema, json_body, read_json_body, sse
+from agentloop_servers.http import (
+    DONE,
+    STREAMED,
+    Keys,
+    admit,
+    errors,
+    json_body,
+    json_response,
+    names_session,
+    read_json_body,
+    sse,
+    takes,
+)
 
 PREFIXES = ("", "/sessions/{session_id}")
 
-Completion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
+AskedCompletion = Annotated[CompletionBody, Depends(json_body(CompletionBody, read_body))]
 Tokenize = Annotated[TokenizeBody, Depends(json_body(TokenizeBody, read_body))]
 Detokenize = Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody, read_body))]
 
 BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 
 
-def endpoint_routes(endpoint: Endpoint, keys: Keys, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-    """The routes, open to user keys and to the keys of sessions."""
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The answer to `GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """The prompt of a call that was not made, and how its history was matched with the session's."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+    parent_turn_id: str | None
+    split_reason: str | None
+    split_detail: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenized:
+    """The text of ids, control tokens included."""
+
+    prompt: str
+
+
+def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
+    """Return the routes, open to user keys and to the keys of sessions."""
     routes = OpenAiRoutes(endpoint)
-    guard = [Depends(admit(keys, endpoint.sessions))]
-    router = APIRouter(dependencies=guard, responses=errors, tags=["openai"])
+    guard = [Depends(admit(keys, endpoint.sessions.session_of_key))]
+    router = APIRouter(dependencies=guard, responses=errors(), tags=["openai"])
     for prefix in PREFIXES:
         router.include_router(_routes_under(prefix, routes))
     return router
@@ -67,25 +108,20 @@ def _routes_under(prefix: str, routes: OpenAiRoutes) -> APIRouter:
     router = APIRouter(prefix=prefix)
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
     posts: list[tuple[str, Any, type[Any], type[Any], dict[int | str, dict[str, Any]]]] = [
-        ("/v1/chat/completions", routes.chat, ChatBody, ChatAnswer, streamed),
-        ("/v1/completions", routes.complete, CompletionBody, CompletionAnswer, streamed),
-        ("/v1/chat/completions/render", routes.render, ChatBody, PreviewAnswer, {}),
-        ("/v1/tokenize", routes.tokenize, TokenizeBody, TokenizeAnswer, {}),
-        ("/v1/detokenize", routes.detokenize, DetokenizeBody, DetokenizeAnswer, {}),
-        ("/tokenize", routes.tokenize, TokenizeBody, TokenizeAnswer, {}),
-        ("/detokenize", routes.detokenize, DetokenizeBody, DetokenizeAnswer, {}),
+        ("/v1/chat/completions", routes.chat, ChatBody, ChatCompletion, streamed),
+        ("/v1/completions", routes.complete, CompletionBody, Completion, streamed),
+        ("/v1/chat/completions/render", routes.render, ChatBody, Preview, {}),
+        ("/v1/tokenize", routes.tokenize, TokenizeBody, Tokenized, {}),
+        ("/v1/detokenize", routes.detokenize, DetokenizeBody, Detokenized, {}),
+        ("/tokenize", routes.tokenize, TokenizeBody, Tokenized, {}),
+        ("/detokenize", routes.detokenize, DetokenizeBody, Detokenized, {}),
     ]
     for path, route, body, answer, responses in posts:
         router.add_api_route(
-            path,
-            route,
-            methods=["POST"],
-            response_model=answer,
-            responses=responses,
-            openapi_extra={**body_schema(body), **SECURED},
+            path, route, methods=["POST"], response_model=answer, responses=responses, openapi_extra=takes(body)
         )
-    router.add_api_route("/v1/models", routes.models, response_model=ModelsAnswer, openapi_extra=SECURED)
-    router.add_api_route("/v1/models/{model:path}", routes.model, response_model=ModelAnswer, openapi_extra=SECURED)
+    router.add_api_route("/v1/models", routes.models, response_model=Models, openapi_extra=takes())
+    router.add_api_route("/v1/models/{model:path}", routes.model, response_model=Model, openapi_extra=takes())
     return router
 
 
@@ -98,36 +134,40 @@ class OpenAiRoutes:
         self._read_chat = partial(openai_chat.read_chat, known=Known())
 
     async def chat(self, request: Request) -> Response:
-        """One answer, or `n`, to a conversation; streamed as server-sent events if asked."""
+        """One answer, or `n`, to a conversation; streamed as server-sent events if asked.
+
+        Beside OpenAI's fields: `session` (turn ids, how the history was matched, where tool calls are among the
+        tokens), `weight_versions` of each choice, and if asked for `prompt_token_ids` and `token_ids`.
+        """
         asked = await read_json_body(request, self._read_chat)
         call, body = await self._chat_call(asked), asked.body
-        exchange = await Exchange.open(request, self._endpoint, body.named_session)
+        handler = await CallHandler.open(request, self._endpoint, body.named_session)
         if body.stream:
-            return exchange.stream(call, partial(self._chat_events, body), error_event)
-        return await exchange.answer(call, lambda result: openai_chat.render_chat(result, body, self._texts))
+            return handler.stream(call, partial(self._chat_events, body), error_event)
+        return await handler.answer(call, lambda result: openai_chat.render_chat(result, body, self._texts))
 
-    async def complete(self, request: Request, body: Completion) -> Response:
+    async def complete(self, request: Request, body: AskedCompletion) -> Response:
         """What follows a raw prompt."""
         endpoint = self._endpoint
         endpoint.check_model(body.model)
         reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)
         prompt_ids = await asyncio.to_thread(reading) if len(body.prompt) > LONG_RENDER_CHARS else reading()
         call = openai_completions.to_call(body, prompt_ids, endpoint.renderer.vocab_size, endpoint.limits.timeout_s)
-        exchange = await Exchange.open(request, endpoint, body.named_session)
+        handler = await CallHandler.open(request, endpoint, body.named_session)
         if body.stream:
-            return exchange.stream(call, partial(self._completion_events, body), error_event)
-        return await exchange.answer(
+            return handler.stream(call, partial(self._completion_events, body), error_event)
+        return await handler.answer(
             call, lambda result: openai_completions.render_completion(result, body, self._texts)
         )
 
     async def models(self) -> Response:
         """The one model that is served."""
-        return _json({"object": "list", "data": [self._model(self._endpoint.model_name)]})
+        return json_response({"object": "list", "data": [self._model(self._endpoint.model_name)]})
 
     async def model(self, model: str) -> Response:
         """The model, by its name or as `default`."""
         self._endpoint.check_model(model)
-        return _json(self._model(model))
+        return json_response(self._model(model))
 
     async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
@@ -145,14 +185,8 @@ class OpenAiRoutes:
             ids = await asyncio.to_thread(endpoint.renderer.render, call.messages, call.tools)
             parent, split = None, None
         text = await asyncio.to_thread(endpoint.renderer.decode, ids)
-        answer = {
-            "prompt_token_ids": ids,
-            "prompt": text,
-            "parent_turn_id": parent,
-            "split_reason": None if split is None else split.reason.value,
-            "split_detail": None if split is None else split.detail,
-        }
-        return _json(answer)
+        reason, detail = (None, None) if split is None else (split.reason.value, split.detail)
+        return json_response(Preview(ids, text, parent, reason, detail))
 
     async def tokenize(self, body: Tokenize) -> Response:
         """The ids of a text, or of a conversation as the chat template renders it."""
@@ -161,8 +195,7 @@ class OpenAiRoutes:
             endpoint.check_model(body.model)
         ids = await asyncio.to_thread(self._ids_of, body)
         strings = [self._texts.of(token_id)[0] for token_id in ids] if body.return_token_strs else None
-        answer = {"count": len(ids), "max_model_len": endpoint.max_model_len, "tokens": ids, "token_strs": strings}
-        return _json(answer)
+        return json_response(Tokenized(len(ids), endpoint.max_model_len, ids, strings))
 
     async def detokenize(self, body: Detokenize) -> Response:
         """The text of ids, control tokens included."""
@@ -172,7 +205,7 @@ class OpenAiRoutes:
         if max(body.tokens, default=0) >= renderer.vocab_size:
             raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="tokens")
         text = await asyncio.to_thread(renderer.decode, body.tokens)
-        return _json({"prompt": text})
+        return json_response(Detokenized(text))
 
     async def _chat_call(self, asked: openai_chat.ChatRequest) -> ChatCall:
         endpoint = self._endpoint
@@ -223,7 +256,3 @@ class OpenAiRoutes:
 def error_event(error: AgentLoopError) -> bytes:
     """A failure in the middle of a stream: the envelope as an event, and the end mark."""
     return sse(error.to_wire()) + DONE
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

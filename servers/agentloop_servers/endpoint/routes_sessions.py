@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Annotated, Any, TypeVar
 
-import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
@@ -17,27 +16,37 @@ from agentloop import codec
 from agentloop.api import (
     DeletedAnswer,
     FinishBody,
-    GenerateAnswer,
     GenerateBody,
     NewSessionAnswer,
     NewSessionBody,
     RewardBody,
     SessionAnswer,
-    TrajectoryBody,
     encode_trajectories,
 )
 from agentloop.chat import ChatCall, ChatResult
-from agentloop.errors import DeadlineExceeded, SessionNotFound
-from agentloop.types import Trajectory
-from agentloop_servers.endpoint.call_handler import Exchange
-from agentloop_servers.endpoint.carriers import SECURED, admit, caller_of, require_owner
+from agentloop.errors import SessionNotFound
+from agentloop.types import Generation, Trajectory
+from agentloop_servers.endpoint.call_handler import CallHandler
 from agentloop_servers.endpoint.endpoint import Endpoint, RecordedSession
 from agentloop_servers.endpoint.session_values import NewSession
-from agentloop_servers.http import Keys, body_schema, json_body, unless_client_leaves
+from agentloop_servers.http import (
+    Keys,
+    admit,
+    answered,
+    caller_of,
+    errors,
+    in_time,
+    json_body,
+    json_response,
+    long_response,
+    require_owner,
+    takes,
+    unless_client_leaves,
+    unread_response,
+)
 
 T = TypeVar("T")
 
-MSGPACK = "application/msgpack"
 BODIES = (NewSessionBody, RewardBody, FinishBody)
 
 New = Annotated[NewSessionBody, Depends(json_body(NewSessionBody))]
@@ -46,32 +55,26 @@ Finish = Annotated[FinishBody, Depends(json_body(FinishBody))]
 Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 
 
-def session_routes(endpoint: Endpoint, keys: Keys, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-    """The routes; those of one session are open to its key."""
+def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
+    """Return the routes; those of one session are open to its key."""
     routes = SessionRoutes(endpoint)
-    guard = [Depends(admit(keys, endpoint.sessions))]
-    router = APIRouter(dependencies=guard, responses=errors, tags=["sessions"])
-    one = "/sessions/{session_id}"
-    posts: list[tuple[str, Any, type[Any], Any]] = [
-        ("/sessions", routes.create, NewSessionBody, NewSessionAnswer),
-        (f"{one}/reward", routes.reward, RewardBody, SessionAnswer),
-        (f"{one}/finish", routes.finish, FinishBody, list[TrajectoryBody]),
-        (f"{one}/generate", routes.generate, GenerateBody, GenerateAnswer),
-        (f"{one}/v1/generate", routes.generate, GenerateBody, GenerateAnswer),
+    guard = [Depends(admit(keys, endpoint.sessions.session_of_key))]
+    router = APIRouter(dependencies=guard, responses=errors(), tags=["sessions"])
+    one, generation, records = "/sessions/{session_id}", answered(Generation), answered(list[Trajectory])
+    table: list[tuple[str, str, Any, type[Any] | None, type[Any] | None, dict[int | str, dict[str, Any]]]] = [
+        ("POST", "/sessions", routes.create, NewSessionBody, NewSessionAnswer, {}),
+        ("GET", one, routes.session, None, SessionAnswer, {}),
+        ("DELETE", one, routes.delete, None, DeletedAnswer, {}),
+        ("GET", f"{one}/trajectories", routes.trajectories, None, None, records),
+        ("POST", f"{one}/reward", routes.reward, RewardBody, SessionAnswer, {}),
+        ("POST", f"{one}/finish", routes.finish, FinishBody, None, records),
+        ("POST", f"{one}/generate", routes.generate, GenerateBody, None, generation),
+        ("POST", f"{one}/v1/generate", routes.generate, GenerateBody, None, generation),
     ]
-    for path, route, body, answer in posts:
-        extra = {**body_schema(body), **SECURED}
-        router.add_api_route(path, route, methods=["POST"], response_model=answer, openapi_extra=extra)
-    router.add_api_route(one, routes.session, response_model=SessionAnswer, openapi_extra=SECURED)
-    router.add_api_route(
-        one, routes.delete, methods=["DELETE"], response_model=DeletedAnswer, openapi_extra=SECURED
-    )
-    router.add_api_route(
-        f"{one}/trajectories",
-        routes.trajectories,
-        response_model=list[TrajectoryBody],
-        openapi_extra=SECURED,
-    )
+    for method, path, route, body, answer, responses in table:
+        router.add_api_route(
+            path, route, methods=[method], response_model=answer, responses=responses, openapi_extra=takes(body)
+        )
     return router
 
 
@@ -104,11 +107,11 @@ class SessionRoutes:
             api_key=endpoint.sessions.api_key(session_id),
             direct_url=None if endpoint.direct_url is None else f"{endpoint.direct_url}{path}",
         )
-        return _json(answer.model_dump())
+        return json_response(answer.model_dump())
 
     async def session(self, request: Request) -> Response:
         """Its facts and counts."""
-        return _json(_described(await self._found(request)))
+        return json_response(_described(await self._found(request)))
 
     async def trajectories(self, request: Request) -> Response:
         """What it has recorded by now; incomplete while a call is open. JSON, or msgpack if accepted."""
@@ -119,7 +122,7 @@ class SessionRoutes:
         """Set the reward; a later one replaces it until the session is finished."""
         session = await self._found(request)
         await self._in_time(session.set_reward(body.reward))
-        return _json(_described(session))
+        return json_response(_described(session))
 
     async def finish(self, request: Request, body: Finish) -> Response:
         """End it; the record is durable when the answer leaves. A repeat gets the same record."""
@@ -135,14 +138,14 @@ class SessionRoutes:
         )
         trajectory = await unless_client_leaves(request, self._in_time(finishing, body.wait_s))
         if trajectory is None:
-            return Response(status_code=499)  # nobody reads it
+            return unread_response()
         return await _written(request, trajectory)
 
     async def delete(self, request: Request) -> Response:
         """Throw it away; it never comes back, and leaves no record."""
         session_id, owner = self._named(request)
         await self._in_time(self._endpoint.sessions.delete(session_id, owner))
-        return _json(DeletedAnswer(session_id=session_id).model_dump())
+        return json_response(DeletedAnswer(session_id=session_id).model_dump())
 
     async def generate(self, request: Request, body: Generate) -> Response:
         """Token ids in, token ids out, recorded as a turn of the session."""
@@ -154,8 +157,8 @@ class SessionRoutes:
             max_tokens=asked.sampling.max_tokens,
             timeout_s=asked.timeout_s,
         )
-        exchange = await Exchange.open(request, self._endpoint, None)
-        return await exchange.answer(chat, render_generation)
+        handler = await CallHandler.open(request, self._endpoint, None)
+        return await handler.answer(chat, render_generation)
 
     async def _found(self, request: Request) -> RecordedSession:
         return await self._in_time(self._endpoint.sessions.find(*self._named(request)))
@@ -171,15 +174,12 @@ class SessionRoutes:
         return session_id, caller.reaches
 
     async def _in_time(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
-        try:
-            async with asyncio.timeout(self._endpoint.limits.registry_timeout_s + extra_s):
-                return await work
-        except TimeoutError as error:
-            raise DeadlineExceeded("the session's process did not answer in time") from error
+        timeout_s = self._endpoint.limits.registry_timeout_s + extra_s
+        return await in_time(work, timeout_s, "the session's process did not answer in time")
 
 
 def render_generation(result: ChatResult) -> dict[str, Any]:
-    """`GenerateAnswer` of a turn that a session recorded."""
+    """Return `generation_answer` of a turn that a session recorded."""
     reply = result.choices[0].reply
     return {
         "request_id": result.call_id,
@@ -216,15 +216,6 @@ def _described(session: RecordedSession) -> dict[str, Any]:
 
 
 async def _written(request: Request, trajectory: Trajectory) -> Response:
-    if MSGPACK in request.headers.get("accept", ""):
-        return Response(encode_trajectories([trajectory]), media_type=MSGPACK)
-    # Millions of numbers as text, maybe: keep that off the event loop.
-    return Response(await asyncio.to_thread(_as_json, trajectory), media_type="application/json")
-
-
-def _as_json(trajectory: Trajectory) -> bytes:
-    return orjson.dumps(codec.to_builtins([trajectory]))
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
+    return await long_response(
+        request, lambda: encode_trajectories([trajectory]), lambda: codec.to_builtins([trajectory])
+    )

@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
-from agentloop_servers.http.disconnect import unless_client_leaves
+from agentloop_servers.http.auth import (
+    Keys,
+    SessionKeys,
+    admit,
+    caller_of,
+    names_session,
+    require_owner,
+    session_name,
+)
 from agentloop_servers.http.guard import (
     HttpGuard,
     HttpLimits,
-    Keys,
     add_error_handlers,
-    body_schema,
-    credential_of,
     envelope_of,
     error_response,
     json_body,
     read_json_body,
     speaks,
 )
-from agentloop_servers.http.openapi import describe_bodies
+from agentloop_servers.http.openapi import ERROR_SCHEMA, STREAMED, answered, describe, errors, takes
+from agentloop_servers.http.responses import (
+    in_time,
+    json_response,
+    long_response,
+    unless_client_leaves,
+    unread_response,
+)
 from agentloop_servers.http.sse import DONE, EventStream, sse
 
 __all__ = [
     "DONE",
+    "ERROR_SCHEMA",
+    "STREAMED",
     "EventStream",
     "HttpGuard",
     "HttpLimits",
     "Keys",
+    "SessionKeys",
     "add_error_handlers",
-    "body_schema",
-    "credential_of",
-    "describe_bodies",
+    "admit",
+    "answered",
+    "caller_of",
+    "describe",
     "envelope_of",
     "error_response",
+    "errors",
+    "in_time",
     "json_body",
+    "json_response",
+    "long_response",
+    "names_session",
     "read_json_body",
+    "require_owner",
+    "session_name",
     "speaks",
     "sse",
+    "takes",
     "unless_client_leaves",
+    "unread_response",
 ]

@@ -1,4 +1,4 @@
-"""What stands between the network and the routes: request ids, body bounds, keys, and the one error envelope.
+"""The guard between the network and the routes: request ids, bounds, and the one error envelope.
 
 Pure ASGI, because BaseHTTPMiddleware hides disconnects. Invariants: every answer carries `x-request-id`, and where
 a session is known `x-session-id`; every answer that is no success is `{"error": {message, type, param, code}}`, or
@@ -10,12 +10,10 @@ Host header.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import os
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,9 +30,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentloop.api import invalid_request, parse_body
-from agentloop.client import is_loopback
-from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Unauthorized
-from agentloop_servers.http.turnstile import Turnstile
+from agentloop.errors import AgentLoopError, InvalidRequest, NotFound
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -49,7 +45,6 @@ _BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9._\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
-_BEARER = re.compile(r"Bearer ([\x21-\x7e]{1,512})")
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -98,85 +93,6 @@ class HttpLimits:
     retry_after_s: int = 1  # told with 429 and 503; 1 to 60
 
 
-# --- keys -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Keys, kept as hashes, sent as a bearer or as `x-api-key`. Without user keys the user routes are open; the
-    admin key is a user key too.
-
-    With user keys but no admin key, nobody may use the admin routes.
-    """
-
-    users: tuple[bytes, ...] = ()
-    admin: bytes | None = None
-
-    @classmethod
-    def of(cls, user_keys: Iterable[str] = (), admin_key: str | None = None) -> Keys:
-        """Keys from their texts. Raises InvalidRequest for one that no header can carry."""
-        texts = list(user_keys)
-        for text in [*texts, *([admin_key] if admin_key is not None else [])]:
-            if _BEARER.fullmatch(f"Bearer {text}") is None:
-                raise InvalidRequest("a key is 1 to 512 printable ASCII characters without spaces")
-        return cls(tuple(map(_digest, texts)), _digest(admin_key) if admin_key is not None else None)
-
-    @classmethod
-    def from_environment(cls, user_keys_name: str, admin_key_name: str) -> Keys:
-        """Keys from two environment variables; several user keys stand between commas."""
-        users = [key for key in os.environ.get(user_keys_name, "").split(",") if key]
-        return cls.of(users, os.environ.get(admin_key_name) or None)
-
-    def check_bind(self, host: str) -> None:
-        """Raises InvalidRequest if a service on `host` would be open to other machines without keys."""
-        if not is_loopback(host) and (not self.users or self.admin is None):
-            raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
-
-    async def require_user(self, request: Request) -> None:
-        """Route dependency: raises Unauthorized without a good key."""
-        if self.users:
-            self._role(request)
-
-    async def require_admin(self, request: Request) -> None:
-        """Route dependency: raises Unauthorized without a good key, Forbidden with a user's."""
-        if (self.users or self.admin is not None) and not self._role(request):
-            raise Forbidden("this needs the admin key")
-
-    def owner_of(self, request: Request) -> str:
-        """Who calls: the digest of the key, or "" where user routes are open. Raises Unauthorized."""
-        if not self.users:
-            return ""
-        self._role(request)
-        return _digest(credential_of(request) or "").hex()
-
-    def _role(self, request: Request) -> bool:
-        """Whether the caller is the admin. Compares with every key, so that time tells nothing."""
-        credential = credential_of(request)
-        digest = _digest(credential or "")
-        is_user = sum(hmac.compare_digest(digest, known) for known in self.users) > 0
-        is_admin = self.admin is not None and hmac.compare_digest(digest, self.admin)
-        if credential is None or not (is_user or is_admin):
-            raise Unauthorized(
-                "send one header `Authorization: Bearer <key>` or `x-api-key: <key>` with a known key"
-            )
-        return is_admin
-
-
-def credential_of(request: Request) -> str | None:
-    """The key a request carries; None without one, with a malformed one, and with several that differ."""
-    bearers = request.headers.getlist("authorization")
-    plain = request.headers.getlist("x-api-key")
-    if len(bearers) > 1 or len(plain) > 1:
-        return None
-    texts = [*bearers, *(f"Bearer {key}" for key in plain)]
-    found = {match[1] if (match := _BEARER.fullmatch(text)) else None for text in texts}
-    return found.pop() if len(found) == 1 else None
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
-
-
 # --- bodies -----------------------------------------------------------------------------------------------
 
 
@@ -202,12 +118,6 @@ async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
         raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
     body = await request.body()
     return await asyncio.to_thread(parse, body) if len(body) > LONG_BODY_BYTES else parse(body)
-
-
-def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that takes a `kind`."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 # --- errors -----------------------------------------------------------------------------------------------
@@ -291,13 +201,51 @@ def envelope_of(scope: Scope) -> Envelope:
 # --- the middleware ---------------------------------------------------------------------------------------
 
 
+class TickLimiter:
+    """Lets `width` tasks through in each round of the event loop, first come, first served.
+
+    Reading a request and making its prompt is a millisecond of work without a pause. A thousand that begin in one
+    round would hold up every stream and every answer for that long; here what is under way goes on in between.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._num_passed = 0  # in this round
+        self._is_counting = False  # a next round is scheduled
+        self._waiting: deque[asyncio.Future[None]] = deque()  # open requests; bounded by the connections
+
+    async def enter(self) -> None:
+        """Wait for a place in a round."""
+        loop = asyncio.get_running_loop()
+        if not self._is_counting:
+            self._is_counting = True
+            loop.call_soon(self._begin_round, loop)
+        if self._num_passed < self._width:
+            self._num_passed += 1
+            return
+        place = loop.create_future()
+        self._waiting.append(place)
+        await place
+
+    def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_passed = 0
+        while self._waiting and self._num_passed < self._width:
+            place = self._waiting.popleft()
+            if not place.done():  # its request has been given up
+                place.set_result(None)
+                self._num_passed += 1
+        self._is_counting = self._num_passed > 0
+        if self._is_counting:
+            loop.call_soon(self._begin_round, loop)
+
+
 class HttpGuard:
     """The outermost layer of the app: ids, bounds, and an answer for what nothing else caught."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
         self._app = app
         self._limits = limits
-        self._turnstile = Turnstile(_BEGUN_AT_ONCE)
+        self._limiter = TickLimiter(_BEGUN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -305,24 +253,24 @@ class HttpGuard:
             return
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        exchange = _Exchange(_request_id(headers), self._limits, receive, send, state)
-        state["request_id"] = exchange.request_id
-        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+        guarded = _GuardedRequest(_request_id(headers), self._limits, receive, send, state)
+        state["request_id"] = guarded.request_id
+        with structlog.contextvars.bound_contextvars(request_id=guarded.request_id):
             refusal = self._refusal(headers)
             if refusal is not None:
-                await error_response(refusal)(scope, receive, exchange.send)
+                await error_response(refusal)(scope, receive, guarded.send)
                 return
-            await self._turnstile.enter()
+            await self._limiter.enter()
             try:
-                await self._app(scope, exchange.receive, exchange.send)
+                await self._app(scope, guarded.receive, guarded.send)
             except ClientDisconnect:
                 _log.info("client_left", path=scope["path"])
             except Exception as error:
                 _log.exception("request_failed", path=scope["path"], method=scope["method"])
-                if exchange.is_started:
+                if guarded.is_started:
                     raise  # the server cuts the connection: the client sees that the answer is not whole
                 known = error if isinstance(error, AgentLoopError) else AgentLoopError("internal error")
-                await error_response(known, envelope=envelope_of(scope))(scope, receive, exchange.send)
+                await error_response(known, envelope=envelope_of(scope))(scope, receive, guarded.send)
 
     def _refusal(self, headers: Headers) -> AgentLoopError | None:
         limits, raw = self._limits, headers.raw
@@ -338,7 +286,7 @@ class HttpGuard:
         return None
 
 
-class _Exchange:
+class _GuardedRequest:
     """One request's receive and send, counting what comes in and stamping what goes out."""
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The OpenAPI document: what FastAPI knows of the routes, and what the routes read by themselves."""
+"""The OpenAPI document: what FastAPI knows of the routes, and what the routes read and write by themselves."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI
@@ -12,20 +12,75 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-_SCHEMA = "#/components/schemas/"
+from agentloop.api import SCHEMA_PREFIX, answer_schema, answer_schemas
+
+STREAMED: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
+"""The content of a route that can stream, besides JSON."""
+
+_SECURED: Final[dict[str, Any]] = {"security": [{"bearer": []}, {"x-api-key": []}]}
+_ERROR_NAME = "ErrorBody"
+_ERROR = {
+    "title": _ERROR_NAME,
+    "description": "What went wrong: `code` is stable and machine-readable, `param` names the field at fault.",
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"type": "string"},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+ERROR_SCHEMA: Final = {"$ref": f"{SCHEMA_PREFIX}{_ERROR_NAME}"}
+
+_ERROR_STATUSES = (400, 401, 403, 404, 408, 409, 410, 413, 415, 429, 500, 502, 503, 504)
 _PATH_PARAMETER = re.compile(r"\{([a-z_]+)\}")
 
 
-def describe_bodies(app: FastAPI, title: str, description: str, bodies: Iterable[type[BaseModel]]) -> None:
-    """Make `/openapi.json` complete: the bodies that `json_body` reads, and the keys."""
+def takes(body: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route that needs a key, and takes this body."""
+    if body is None:
+        return _SECURED
+    content = _json({"$ref": f"{SCHEMA_PREFIX}{body.__name__}"})
+    return {**_SECURED, "requestBody": {"required": True, "content": content}}
+
+
+def answered(kind: Any) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of a route that answers one of our dataclasses, or a list of them."""
+    return {200: {"content": _json(answer_schema(kind))}}
+
+
+def errors(schema: dict[str, Any] = ERROR_SCHEMA) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of routes whose failures look like `schema`."""
+    return {status: {"content": _json(schema)} for status in _ERROR_STATUSES}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def describe(app: FastAPI, bodies: Iterable[type[BaseModel]]) -> None:
+    """Make `/openapi.json` complete: the bodies that `json_body` reads, the answers, the errors and the keys."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=title, version=app.version, description=description, routes=app.routes)
-            template = _SCHEMA + "{model}"
+            schema = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
+            template = SCHEMA_PREFIX + "{model}"
             _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=template)
             components = schema.setdefault("components", {})
-            _add_schemas(components.setdefault("schemas", {}), found["$defs"])
+            schemas = components.setdefault("schemas", {})
+            ours = {**answer_schemas(), _ERROR_NAME: _ERROR}
+            assert all("enum" in ours[name] for name in ours.keys() & schemas.keys())  # both say the same
+            schemas |= ours
+            _add_schemas(schemas, found["$defs"])
             _describe_path_parameters(schema["paths"])
             components["securitySchemes"] = {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -43,13 +98,12 @@ def _add_schemas(schemas: dict[str, Any], bodies: dict[str, Any]) -> None:
     text = orjson.dumps(bodies).decode()
     clashes = {name for name, schema in bodies.items() if schemas.get(name, schema) != schema}
     for name in clashes:
-        text = text.replace(f'"{_SCHEMA}{name}"', f'"{_SCHEMA}{name}-Input"')
+        text = text.replace(f'"{SCHEMA_PREFIX}{name}"', f'"{SCHEMA_PREFIX}{name}-Input"')
     schemas |= {f"{name}-Input" if name in clashes else name: one for name, one in orjson.loads(text).items()}
 
 
 def _describe_path_parameters(paths: dict[str, Any]) -> None:
-    """Add those that no handler declares: names of sessions, which `carriers.py` reads. Any text may stand
-    there."""
+    """Add those that no handler declares: names of sessions, which `auth.py` reads. Any text may stand there."""
     for path, operations in paths.items():
         for operation in operations.values():
             parameters = operation.setdefault("parameters", [])

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentloop.errors import AgentLoopError
-from agentloop_servers.http.disconnect import client_left
+from agentloop_servers.http.responses import client_left
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"

@@ -9,29 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import orjson
 from fastapi import APIRouter, Depends
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api import (
     FrontPort,
-    MemoryBody,
     PauseBody,
     SleepBody,
-    StateBody,
-    UpdateBody,
+    UpdateReport,
     WakeBody,
     WeightsBody,
 )
-from agentloop.engine import WeightUpdate
-from agentloop.errors import DeadlineExceeded, InvalidRequest
+from agentloop.engine import MemoryTag, WeightUpdate
+from agentloop.errors import InvalidRequest
 from agentloop.types import PauseMode
-from agentloop_servers.http import HttpLimits, Keys, body_schema, json_body
+from agentloop_servers.http import HttpLimits, Keys, answered, errors, in_time, json_body, json_response, takes
 
 T = TypeVar("T")
-
-_SECURED: dict[str, Any] = {"security": [{"bearer": []}]}
 
 Pause = Annotated[PauseBody, Depends(json_body(PauseBody))]
 Sleep = Annotated[SleepBody, Depends(json_body(SleepBody))]
@@ -68,8 +64,22 @@ class ModeRules:
             raise InvalidRequest(f"in mode {self.mode} engines keep their memory: there is no sleep and no wake")
 
 
-class Admin:
-    """What a trainer may do to the fleet."""
+@dataclass(frozen=True, slots=True)
+class PauseState:
+    """The answer to a pause or a resume."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SleepState:
+    """The answer to a sleep or a wake: the memory that the fleet has given back now."""
+
+    asleep: tuple[MemoryTag, ...]
+
+
+class AdminRoutes:
+    """The routes by which a trainer controls the fleet."""
 
     def __init__(
         self, coordinator: FrontPort, limits: HttpLimits, weight_roots: tuple[Path, ...], rules: ModeRules
@@ -79,29 +89,36 @@ class Admin:
         self._limits = limits
         self._rules = rules
 
-    def routes(self, keys: Keys, errors: dict[int | str, dict[str, Any]]) -> APIRouter:
-        """The router, each route behind the admin key."""
-        router = APIRouter(dependencies=[Depends(keys.require_admin)], responses=errors, tags=["admin"])
-        for path, endpoint, answer, body in (
-            ("/admin/pause", self.pause, StateBody, PauseBody),
-            ("/admin/resume", self.resume, StateBody, None),
-            ("/admin/weights", self.weights, UpdateBody, WeightsBody),
-            ("/admin/sleep", self.sleep, MemoryBody, SleepBody),
-            ("/admin/wake", self.wake, MemoryBody, WakeBody),
-        ):
-            extra = _SECURED if body is None else {**body_schema(body), **_SECURED}
-            router.add_api_route(path, endpoint, methods=["POST"], response_model=answer, openapi_extra=extra)
+    def router(self, keys: Keys) -> APIRouter:
+        """Return the routes, each behind the admin key."""
+        router = APIRouter(dependencies=[Depends(keys.require_admin)], responses=errors(), tags=["admin"])
+        posts: list[tuple[str, Any, type[BaseModel] | None, Any, dict[int | str, dict[str, Any]]]] = [
+            ("/admin/pause", self.pause, PauseBody, PauseState, {}),
+            ("/admin/resume", self.resume, None, PauseState, {}),
+            ("/admin/weights", self.weights, WeightsBody, None, answered(UpdateReport)),
+            ("/admin/sleep", self.sleep, SleepBody, SleepState, {}),
+            ("/admin/wake", self.wake, WakeBody, SleepState, {}),
+        ]
+        for path, handler, body, answer, responses in posts:
+            router.add_api_route(
+                path,
+                handler,
+                methods=["POST"],
+                response_model=answer,
+                responses=responses,
+                openapi_extra=takes(body),
+            )
         return router
 
     async def pause(self, body: Pause) -> Response:
         """Pause generation on every replica until a resume. Idempotent."""
         await self._ask(self._coordinator.pause(PauseMode(body.mode)))
-        return _json({"is_paused": True})
+        return json_response(PauseState(is_paused=True))
 
     async def resume(self) -> Response:
         """Go on after a pause. Idempotent."""
         await self._ask(self._coordinator.resume())
-        return _json({"is_paused": False})
+        return json_response(PauseState(is_paused=False))
 
     async def weights(self, body: Weights) -> Response:
         """Bring every replica to a new weight version, from a directory, a listening process or an adapter."""
@@ -109,7 +126,7 @@ class Admin:
         self._rules.check_source(update)
         update = await asyncio.to_thread(self._located, update)
         report = await self._ask(self._coordinator.update_weights(update, body.policy))
-        return _json(codec.to_builtins(report))
+        return json_response(codec.to_builtins(report))
 
     async def sleep(self, body: Sleep) -> Response:
         """Freeze every replica and give its memory back. Idempotent."""
@@ -125,7 +142,7 @@ class Admin:
 
     async def _memory(self) -> Response:
         status = await self._ask(self._coordinator.status())
-        return _json({"asleep": [tag.value for tag in status.asleep]})
+        return json_response(SleepState(status.asleep))
 
     def _located(self, update: WeightUpdate) -> WeightUpdate:
         """The update with real paths. Raises InvalidRequest for what lies outside the weight roots."""
@@ -138,11 +155,8 @@ class Admin:
         return update
 
     async def _ask(self, question: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._limits.update_timeout_s):
-                return await question
-        except TimeoutError as error:
-            raise DeadlineExceeded("the fleet did not answer in time; ask for its status") from error
+        message = "the fleet did not answer in time; ask for its status"
+        return await in_time(question, self._limits.update_timeout_s, message)
 
 
 def resolve_weights(directory: str, roots: Iterable[Path], *, param: str) -> Path:
@@ -160,7 +174,3 @@ def resolve_weights(directory: str, roots: Iterable[Path], *, param: str) -> Pat
     if not real.is_dir() or not any(real.is_relative_to(root.resolve()) for root in roots):
         raise refusal
     return real
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

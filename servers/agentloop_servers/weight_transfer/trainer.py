@@ -23,7 +23,8 @@ import torch
 
 from agentloop.aio import in_daemon_thread
 from agentloop.api import UpdateReport
-from agentloop.client import NamedTensors, PushOptions, PushTarget, is_loopback
+from agentloop.checks import is_loopback
+from agentloop.client import NamedTensors, PushOptions, PushTarget
 from agentloop.engine import PushSource
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing

@@ -38,7 +38,7 @@ from agentloop_servers.cli.run import (
     link_latest,
     write_results,
 )
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 from tests.support.samples import fill_store, make_group, make_task, make_trajectory

@@ -15,8 +15,8 @@ from agentloop.codec import to_builtins
 from agentloop.errors import Conflict, InvalidRequest, Overloaded, SessionNotFound
 from agentloop.types import Message
 from agentloop_servers.endpoint.registry import Sessions
-from agentloop_servers.endpoint.session_keys import SessionKeys
 from agentloop_servers.endpoint.session_values import NewSession, SessionLimits
+from agentloop_servers.http.auth import SessionKeys
 from tests.support.session_site import EPOCH_S, LIMITS, Site, say, talk, virtually
 
 # --- who has which ---

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from tests.support.dialect_app import MODEL, DialectService, dialect_service
 from tests.support.scripted import call
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from tests.support.dialect_app import MODEL, DialectService, dialect_service
 from tests.support.scripted import call
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentloop.api.answers import GenerateAnswer
+from agentloop import codec
+from agentloop.types import Generation
 from tests.support.chat_service import SPEC, ChatService, chat_service
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -30,7 +31,7 @@ async def test_generate_answers_what_was_asked(service: ChatService, num_top: in
     body = {"token_ids": [5, 6, 7], "sampling": {"max_tokens": 4, "num_top_logprobs": num_top}}
     status, answer, _ = await service.call("POST", f"/sessions/top{num_top}/generate", json=body)
     assert status == 200
-    found = GenerateAnswer.model_validate(answer)
+    found = codec.from_builtins(answer, Generation)
     assert [len(row) for row in found.top_logprobs] == [num_top] * len(found.token_ids) * bool(num_top)
     [node] = (await service.sessions.find(f"top{num_top}", "")).graph.nodes
     assert [tuple(row) for row in found.top_logprobs] == list(node.reply.top_logprobs)

@@ -22,7 +22,7 @@ from schemathesis.engine import events, from_schema
 from schemathesis.schemas import BaseSchema
 
 from agentloop_servers.endpoint.endpoint import DEFAULT_MODEL
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from tests.support.chat_service import SPEC, chat_service
 
 LARGE = {"maxItems": 256, "maxLength": 2048, "maxProperties": 256}

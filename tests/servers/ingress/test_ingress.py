@@ -13,13 +13,13 @@ import orjson
 import pytest
 
 from agentloop import codec
-from agentloop.api.answers import GenerateAnswer, PageBody, StatusBody, UpdateBody
 from agentloop.api.coordinator import Page
-from agentloop.client.loopback import is_loopback
+from agentloop.checks import is_loopback
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import EngineLost, EnginePaused, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
 from agentloop.types import KVPolicy, PauseMode
-from agentloop_servers.http.guard import HttpLimits, Keys
+from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
@@ -104,7 +104,6 @@ class opened:
 async def test_generate_takes_ids_and_gives_ids_and_the_lease_is_given_back(door: Door) -> None:
     status, body, _ = await door.call("POST", "/generate", json=GENERATE)
     assert status == 200
-    GenerateAnswer.model_validate(body)
     assert body["token_ids"] == [3, 2]
     assert body["weight_versions"] == [{"version": 0, "start": 0, "end": 2}]
     await asyncio.sleep(0.05)
@@ -170,7 +169,6 @@ async def test_rollouts_from_submit_to_the_last_page(door: Door) -> None:
     assert list(door.coordinator.groups["mine"]) == ["mine-000000", "mine-000001"]
     assert (await door.call("GET", "/rollouts/mine"))[1]["num_finished"] == 6
     status, page, _ = await door.call("GET", "/rollouts/mine/trajectories?after=4&limit=5")
-    PageBody.model_validate(page)
     assert (len(page["trajectories"]), page["cursor"]) == (2, 6)
     assert (await door.call("POST", "/rollouts/mine/cancel"))[0] == 200
     assert door.coordinator.is_cancelled
@@ -198,7 +196,8 @@ async def test_a_read_waits_for_the_first_trajectory(door: Door) -> None:
 
 
 async def test_status_and_health(door: Door) -> None:
-    StatusBody.model_validate((await door.call("GET", "/status"))[1])
+    status = (await door.call("GET", "/status"))[1]
+    assert (status["is_ready"], status["replicas"][0]["replica_id"]) == (True, "replica-1")
     assert (await door.call("GET", "/health"))[:2] == (200, {"is_ready": True})
     door.coordinator.is_ready = False
     status, body, headers = await door.call("GET", "/health")
@@ -213,7 +212,7 @@ async def test_admin_routes_reach_the_fleet(door: Door) -> None:
     body = {"version": 0, "directory": str(door.root / "v1"), "kv_policy": "keep"}
     status, report, _ = await door.call("POST", "/admin/weights", json=body)
     assert status == 200
-    UpdateBody.model_validate(report)
+    assert (report["version"], report["kv_policy"]) == (0, "keep")
     [(update, policy)] = door.coordinator.updates
     assert (update.version, update.directory, policy) == (0, str((door.root / "v1").resolve()), KVPolicy.KEEP)
 
@@ -221,7 +220,7 @@ async def test_admin_routes_reach_the_fleet(door: Door) -> None:
 async def test_sleep_and_wake_reach_the_fleet_and_tell_what_is_asleep(door: Door) -> None:
     status, body, _ = await door.call("POST", "/admin/sleep", json={"level": 2})
     assert (status, body, door.coordinator.sleep_levels) == (200, {"asleep": ["weights", "kv_cache"]}, [2])
-    StatusBody.model_validate((await door.call("GET", "/status"))[1])
+    assert (await door.call("GET", "/status"))[1]["asleep"] == ["weights", "kv_cache"]
     assert (await door.call("POST", "/admin/wake", json={"tags": ["weights"]}))[1] == {"asleep": ["kv_cache"]}
     assert (await door.call("POST", "/admin/wake", json={}))[1] == {"asleep": []}
 
@@ -287,7 +286,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
     text = orjson.dumps(schema).decode()
     names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= set(schema["components"]["schemas"])
-    assert {"GenerateBody", "SubmitBody", "TaskBody", "TrajectoryBody", "ErrorBody", "PushBody"} <= names
+    assert {"GenerateBody", "SubmitBody", "TaskBody", "Trajectory", "ErrorBody", "PushBody"} <= names
     sources = schema["components"]["schemas"]["WeightsBody"]["oneOf"]
     assert [source["required"] for source in sources] == [["directory"], ["push"], ["adapter"]]
     assert "HTTPValidationError" not in text or "422" not in schema["paths"]["/generate"]["post"]["responses"]

@@ -19,7 +19,7 @@ from agentloop.client.push import PushOptions
 from agentloop.engine import TensorInfo, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop.types import KVPolicy
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.weight_transfer.trainer import Pusher, host_towards
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving

@@ -13,7 +13,7 @@ import torch
 
 from agentloop.engine import WeightUpdate
 from agentloop.errors import WeightUpdateFailed
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.servers.weight_transfer.training_rank import HANGS, MANY_PASSES, REFUSED, WORLD_SIZE, make_model
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving

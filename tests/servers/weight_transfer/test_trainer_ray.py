@@ -13,7 +13,7 @@ import torch
 
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client.client import RolloutClient
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.local import start_ray, stop_ray
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from agentloop_servers.http.turnstile import Turnstile
+from agentloop_servers.http.guard import TickLimiter
 
 
-async def rounds_of(turnstile: Turnstile, num_tasks: int) -> list[int]:
+async def rounds_of(limiter: TickLimiter, num_tasks: int) -> list[int]:
     """The round in which each task got through."""
     num_rounds, passed_in = 0, {}
 
@@ -18,7 +18,7 @@ async def rounds_of(turnstile: Turnstile, num_tasks: int) -> list[int]:
             await asyncio.sleep(0)
 
     async def enter(index: int) -> None:
-        await turnstile.enter()
+        await limiter.enter()
         passed_in[index] = num_rounds
 
     async with asyncio.TaskGroup() as group:
@@ -29,26 +29,26 @@ async def rounds_of(turnstile: Turnstile, num_tasks: int) -> list[int]:
 
 
 async def test_a_few_in_each_round_in_the_order_they_came():
-    found = await rounds_of(Turnstile(3), 20)
+    found = await rounds_of(TickLimiter(3), 20)
     assert found == sorted(found)
     assert all(found.count(number) <= 3 for number in found[3:])
     assert found[-1] - found[0] <= 20 // 3 + 2
 
 
 async def test_those_that_fit_do_not_wait():
-    turnstile = Turnstile(3)
+    limiter = TickLimiter(3)
     for _ in range(5):
         async with asyncio.timeout(5):
             for _ in range(3):
-                await turnstile.enter()
+                await limiter.enter()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
 
 async def test_who_gave_up_takes_no_place():
-    turnstile = Turnstile(1)
-    await turnstile.enter()
-    waiting = [asyncio.create_task(turnstile.enter()) for _ in range(4)]
+    limiter = TickLimiter(1)
+    await limiter.enter()
+    waiting = [asyncio.create_task(limiter.enter()) for _ in range(4)]
     await asyncio.sleep(0)
     waiting[1].cancel()
     async with asyncio.timeout(5):
@@ -57,8 +57,8 @@ async def test_who_gave_up_takes_no_place():
 
 
 async def test_it_rests_when_nobody_comes():
-    turnstile = Turnstile(2)
-    await turnstile.enter()
+    limiter = TickLimiter(2)
+    await limiter.enter()
     await asyncio.sleep(0.01)
     async with asyncio.timeout(5):
-        await rounds_of(turnstile, 10)
+        await rounds_of(limiter, 10)

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from tests.support.fake_endpoint import FakeRegistry, serving_endpoint
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

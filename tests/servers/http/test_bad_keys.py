@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from agentloop_servers.http.guard import Keys
+from agentloop_servers.http.auth import Keys
 from tests.support.chat_service import MODEL, ChatService, chat_service
 from tests.support.raw_requests import BODY, BOUNDS, CHAT, USER, bearer, check_good, exchanged, refused, request
 

@@ -1,0 +1,60 @@
+"""The JSON of our answers, and its schemas for the OpenAPI page, both made from the dataclasses themselves.
+
+An answer is what `codec.to_builtins` writes, with the two differences that stand here: a rollout's status tells
+`is_done` too, and a generation does not tell the engine's load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from agentloop import codec
+from agentloop.api.coordinator import Page, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.types import Generation
+
+SCHEMA_PREFIX = "#/components/schemas/"
+
+_ANSWERS = (Generation, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
+
+
+def rollout_status(status: RolloutStatus) -> dict[str, Any]:
+    """Return a rollout's status as plain JSON."""
+    return {**codec.to_builtins(status), "is_done": status.is_done}
+
+
+def generation_answer(generation: Generation) -> dict[str, Any]:
+    """Return a generation as plain JSON."""
+    answer: dict[str, Any] = codec.to_builtins(generation)
+    del answer["load"]
+    return answer
+
+
+def answer_schema(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of one of our dataclasses, or of a list of them; it refers to `answer_schemas`."""
+    (schema,), _ = _schemas((kind,))
+    return schema
+
+
+def answer_schemas() -> dict[str, Any]:
+    """Return the schema of every answer by the name of its dataclass."""
+    _, schemas = _schemas(_ANSWERS)
+    schemas["RolloutStatus"]["properties"]["is_done"] = {"type": "boolean"}
+    del schemas["Generation"]["properties"]["load"]
+    for schema in schemas.values():
+        if "properties" in schema:
+            schema["required"] = list(schema["properties"])  # a field with a default is written too
+    return schemas
+
+
+def _schemas(kinds: tuple[Any, ...]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    return msgspec.json.schema_components(kinds, schema_hook=_array, ref_template=f"{SCHEMA_PREFIX}{{name}}")
+
+
+def _array(kind: Any) -> dict[str, Any]:
+    """Return the schema of an array; its element type is not told here: numbers, or booleans in a mask."""
+    if kind is not np.ndarray:
+        raise NotImplementedError
+    return {"type": "array", "items": {"type": ["number", "boolean"]}}

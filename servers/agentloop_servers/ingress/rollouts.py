@@ -1,0 +1,270 @@
+"""The routes of rollouts, health, status and direct generation: no policy, and no state but calls in flight.
+
+A direct call takes a lease, talks to the replica's own port, and gives the lease back on every path; a client that
+leaves cancels the call, which aborts it in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import structlog
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Path as PathParam
+from starlette.responses import Response
+
+from agentloop import codec
+from agentloop.api import (
+    ID_PATTERN,
+    MAX_CURSOR,
+    MAX_PAGE,
+    MAX_WAIT_S,
+    SESSIONS_ROLLOUT_ID,
+    FrontPort,
+    GenerateBody,
+    Page,
+    RolloutStatus,
+    ServiceStatus,
+    SubmitBody,
+    generation_answer,
+    rollout_status,
+)
+from agentloop.engine import Engine
+from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, Overloaded
+from agentloop.rollout import load_loop, load_reward
+from agentloop.types import GenerateRequest, Generation, Lease, RolloutGroup
+from agentloop_servers.endpoint import Endpoint, routes_sessions
+from agentloop_servers.http import (
+    HttpLimits,
+    Keys,
+    admit,
+    answered,
+    errors,
+    in_time,
+    json_body,
+    json_response,
+    long_response,
+    names_session,
+    takes,
+    unless_client_leaves,
+    unread_response,
+)
+
+T = TypeVar("T")
+
+ROLLOUT_BODIES = (GenerateBody, SubmitBody)
+
+Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
+Submit = Annotated[SubmitBody, Depends(json_body(SubmitBody))]
+
+RolloutId = Annotated[str, PathParam(pattern=ID_PATTERN)]
+Cursor = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
+PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]
+WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)]
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a replica takes traffic."""
+
+    is_ready: bool
+
+
+class RolloutRoutes:
+    """The user routes. Close it at the end: it waits for leases that are being given back."""
+
+    def __init__(
+        self,
+        coordinator: FrontPort,
+        connect: Callable[[str], Engine],
+        limits: HttpLimits,
+        tool_names: frozenset[str] | None,
+        endpoint: Endpoint | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._sessions = None if endpoint is None else routes_sessions.SessionRoutes(endpoint)
+        self._coordinator = coordinator
+        self._connect = connect
+        self._limits = limits
+        self._tool_names = tool_names
+        self._num_direct_calls = 0
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait for the releases under way; each has a deadline."""
+        await asyncio.gather(*self._releases, return_exceptions=True)
+
+    def open_routes(self) -> APIRouter:
+        """Return the routes that need no key."""
+        router = APIRouter(tags=["health"])
+        router.add_api_route("/health", self.health, response_model=Health, responses={503: {"model": Health}})
+        return router
+
+    def generate_route(self, keys: Keys) -> APIRouter:
+        """Return the route of direct generation; with an endpoint the keys of sessions are good for it too."""
+        is_user = (
+            keys.require_user if self._endpoint is None else admit(keys, self._endpoint.sessions.session_of_key)
+        )
+        router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
+        _add(router, "POST", "/generate", self.generate, Generation, takes(GenerateBody))
+        return router
+
+    def user_routes(self, keys: Keys) -> APIRouter:
+        """Return the routes of rollouts."""
+        router = APIRouter(dependencies=[Depends(keys.require_user)], responses=errors(), tags=["rollouts"])
+        rollout = "/rollouts/{rollout_id}"
+        _add(router, "POST", "/rollouts", self.submit, RolloutStatus, takes(SubmitBody))
+        _add(router, "GET", rollout, self.rollout, RolloutStatus)
+        _add(router, "GET", f"{rollout}/trajectories", self.trajectories, Page)
+        _add(router, "POST", f"{rollout}/cancel", self.cancel, RolloutStatus)
+        _add(router, "GET", "/status", self.status, ServiceStatus)
+        return router
+
+    async def health(self) -> Response:
+        """200 once a replica takes traffic, 503 before."""
+        status = await self._ask(self._coordinator.status())
+        headers = {} if status.is_ready else {"retry-after": str(self._limits.retry_after_s)}
+        return json_response(Health(status.is_ready), 200 if status.is_ready else 503, headers)
+
+    async def status(self) -> Response:
+        """Replicas, rollouts and weight updates at this moment."""
+        status = await self._ask(self._coordinator.status())
+        return json_response(
+            {**codec.to_builtins(status), "rollouts": [rollout_status(r) for r in status.rollouts]}
+        )
+
+    async def generate(self, request: Request, body: Generate) -> Response:
+        """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session."""
+        if self._sessions is not None and names_session(request):
+            return await self._sessions.generate(request, body)
+        if self._num_direct_calls >= self._limits.max_direct_calls:
+            raise Overloaded(f"{self._limits.max_direct_calls} direct calls are running")
+        self._num_direct_calls += 1
+        try:
+            engine_request = body.to_request(f"direct-{uuid.uuid4().hex}")
+            generation = await unless_client_leaves(request, self._generate(engine_request))
+        finally:
+            self._num_direct_calls -= 1
+        if generation is None:
+            return unread_response()
+        return json_response(generation_answer(generation))
+
+    async def submit(self, body: Submit) -> Response:
+        """Accept tasks, durably; repeating a named submit changes nothing."""
+        self._check_names(body)
+        if body.rollout_id == SESSIONS_ROLLOUT_ID:
+            raise InvalidRequest(f"the name {SESSIONS_ROLLOUT_ID!r} is kept for sessions", param="rollout_id")
+        rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
+        groups = tuple(
+            RolloutGroup(f"{rollout_id}-{index:06d}", task.to_task(), body.num_samples, rollout_id, body.staleness)
+            for index, task in enumerate(body.tasks)
+        )
+        return json_response(rollout_status(await self._ask(self._coordinator.submit(rollout_id, groups))))
+
+    async def rollout(self, rollout_id: RolloutId) -> Response:
+        """One rollout's counts."""
+        page = await self._ask(self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0))
+        return json_response(rollout_status(page.status))
+
+    async def trajectories(
+        self, request: Request, rollout_id: RolloutId, after: Cursor = 0, limit: PageSize = 64, wait_s: WaitS = 0.0
+    ) -> Response:
+        """Finished trajectories after a cursor, in commit order; waits up to `wait_s` for the first.
+
+        JSON, or with `Accept: application/msgpack` the binary form that the Python client reads.
+        """
+        reading = self._coordinator.read(rollout_id, after, limit, wait_s)
+        page = await unless_client_leaves(request, self._ask(reading, extra_s=wait_s))
+        if page is None:
+            return unread_response()
+        return await long_response(request, lambda: codec.encode(page), lambda: _page_json(page))
+
+    async def cancel(self, rollout_id: RolloutId) -> Response:
+        """End what is queued or running; each sample gets its record."""
+        return json_response(rollout_status(await self._ask(self._coordinator.cancel(rollout_id))))
+
+    def _check_names(self, body: SubmitBody) -> None:
+        """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""
+        for index, task in enumerate(body.tasks):
+            try:
+                if ":" not in task.loop:
+                    load_loop(task.loop)
+                if task.reward is not None and ":" not in task.reward:
+                    load_reward(task.reward)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, param=f"tasks.{index}.{error.param}") from error
+            unknown = [name for name in task.tools if self._tool_names is not None and name not in self._tool_names]
+            if unknown:
+                known = ", ".join(sorted(self._tool_names or ()))
+                raise InvalidRequest(
+                    f"unknown tool {unknown[0]!r}; there are: {known}", param=f"tasks.{index}.tools"
+                )
+
+    async def _generate(self, request: GenerateRequest) -> Generation:
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                return await self._on_a_lease(request)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer within {request.timeout_s:g} s", param="timeout_s") from error
+
+    async def _on_a_lease(self, request: GenerateRequest) -> Generation:
+        num_tokens = len(request.token_ids) + request.sampling.max_tokens
+        leases = [await self._ask(self._coordinator.lease(request.request_id, num_tokens))]
+        try:
+            try:
+                return await self._connect(leases[0].url).generate(request)
+            except AgentLoopError as error:
+                if not error.retryable:
+                    raise
+                _log.warning("direct_call_retried", replica=leases[0].replica_id, code=error.code)
+            # The first lease is still held, so that the balancer sees that place taken and offers another.
+            leases.append(await self._ask(self._coordinator.lease(f"{request.request_id}-retry", num_tokens)))
+            return await self._connect(leases[1].url).generate(request)
+        finally:
+            for lease in leases:
+                self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        task = asyncio.create_task(self._release(lease))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, lease: Lease) -> None:
+        try:
+            await self._ask(self._coordinator.release(lease))
+        except AgentLoopError as error:
+            # The caller has its answer; the coordinator drops leases of calls that went silent.
+            _log.warning("lease_not_released", lease=lease.lease_id, code=error.code)
+
+    async def _ask(self, question: Awaitable[T], extra_s: float = 0.0) -> T:
+        """Return what the coordinator answers. Raises DeadlineExceeded."""
+        timeout_s = self._limits.coordinator_timeout_s + extra_s
+        return await in_time(question, timeout_s, "the coordinator did not answer in time")
+
+
+def _add(
+    router: APIRouter,
+    method: str,
+    path: str,
+    handler: Callable[..., Awaitable[Response]],
+    answer: type,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    router.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        response_model=None,
+        responses=answered(answer),
+        openapi_extra=extra or takes(),
+    )
+
+
+def _page_json(page: Page) -> dict[str, Any]:
+    return {**codec.to_builtins(page), "status": rollout_status(page.status)}
