@@ -2,8 +2,8 @@
 
     python3 -m tests.gpu.push_lanes [--gib 4] [--updates 20] [--lanes ipc,nccl,shm]
 
-`ipc` needs one GPU, `nccl` two; `shm` is GPU to CPU and CPU to GPU. Each lane: updates over kept links, then a
-receiver killed in the middle (the other gets a second pass), a further update, a sender killed in the middle
+`ipc` needs one GPU, `nccl` two; `shm` is GPU to CPU and CPU to GPU. Each lane: updates over kept connections, then
+a receiver killed in the middle (the other gets a second attempt), a further update, a sender killed in the middle
 (receivers raise at once). Every tensor is compared value by value, besides the lanes' own checksums. Prints a
 table; ends with 1 if anything is wrong. About a minute a lane.
 """
@@ -27,7 +27,7 @@ from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import view
-from agentloop_servers.weight_transfer.receiver import PassRestarted, Receiver
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Receiver
 from agentloop_servers.weight_transfer.sender import WeightSender
 
 ANSWER_S = 180.0
@@ -91,7 +91,7 @@ def receive(device: torch.device, rank: int) -> None:
         source = msgspec.convert(order["source"], PushSource)
         try:
             incoming = receiver.open(source, can_hold=True, timeout_s=ANSWER_S)
-            num_wrong, num_passes = consume(incoming, order["value"], order["stall_at"])
+            num_wrong, num_attempts = consume(incoming, order["value"], order["stall_at"])
         except AgentLoopError as error:
             say(error=str(error), at=time.time())
             continue
@@ -99,16 +99,16 @@ def receive(device: torch.device, rank: int) -> None:
             transport=incoming.transport,
             ms=incoming.transfer_ms,
             wrong=num_wrong,
-            passes=num_passes,
+            passes=num_attempts,
             free=free_bytes(device),
         )
 
 
 def consume(incoming: Any, value: int, stall_at: int) -> tuple[int, int]:
     """How many tensors are not what the sender holds, and how many passes it took."""
-    num_passes = 0
+    num_attempts = 0
     while True:
-        num_passes += 1
+        num_attempts += 1
         equal = []
         try:
             for bucket, data in incoming.buckets():
@@ -121,9 +121,9 @@ def consume(incoming: Any, value: int, stall_at: int) -> tuple[int, int]:
                     equal.append((tensor == (value + number) % 251).all())
             num_wrong = len(equal) - int(torch.stack(equal).sum())
             incoming.finish()
-        except PassRestarted:
+        except AttemptRestarted:
             continue
-        return num_wrong, num_passes
+        return num_wrong, num_attempts
 
 
 # --- the script ----------------------------------------------------------------------------------------------
@@ -195,12 +195,12 @@ class Trial:
                 stall_at=receiver_stalls if rank == 0 else -1,
             )
 
-    def finish(self, num_passes: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def finish(self, num_attempts: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         sent, taken = self.sender.answer(), [receiver.answer() for receiver in self.receivers]
-        self.expect("report" in sent and sent["report"]["num_passes"] == num_passes, f"sender: {sent}")
+        self.expect("report" in sent and sent["report"]["num_attempts"] == num_attempts, f"sender: {sent}")
         for one in taken:
             is_right = one.get("wrong") == 0 and one["transport"] == self.lane.transport
-            self.expect(is_right and one["passes"] == num_passes, f"receiver: {one}")
+            self.expect(is_right and one["passes"] == num_attempts, f"receiver: {one}")
         return sent, taken
 
     def updates(self, num_updates: int) -> str:
@@ -227,7 +227,7 @@ class Trial:
         self.expect(self.receivers[0].answer().get("stalled") is True, "the receiver did not stall")
         self.receivers.pop(0).kill()
         killed_at = time.time()
-        self.finish(num_passes=2)
+        self.finish(num_attempts=2)
         recovered_s = time.time() - killed_at
         self.start(101)
         self.finish()

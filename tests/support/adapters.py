@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from agentloop_servers.weight_transfer.lora import AdapterCheck
+from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -53,7 +53,7 @@ def merged_model(adapter: Path | None) -> Any:
     return model
 
 
-class SpoilableWorker(AdapterCheck):
+class SpoilableWorker(WeightWorker):
     """Our part of a vLLM worker, with a way to break what it holds."""
 
     def spoil_adapter(self, layer: str, index: int) -> None:

@@ -14,7 +14,7 @@ from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import view
-from agentloop_servers.weight_transfer.receiver import PassRestarted, Receiver
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Receiver
 from agentloop_servers.weight_transfer.sender import SendReport
 
 TIMEOUT_S = 60.0
@@ -47,20 +47,20 @@ class ReceivingFleet:
                     for place in incoming.layout.in_bucket(bucket)
                 }
                 incoming.finish()
-            except PassRestarted:
+            except AttemptRestarted:
                 continue
             return found
 
 
 @dataclass
 class FakeSender:
-    """Loads what it was offered, in `num_passes` passes. `is_hanging`: only a cancel ends it."""
+    """Loads what it was offered, in `num_attempts` passes. `is_hanging`: only a cancel ends it."""
 
     host: str
     transport: str
     error: Exception | None = None
     is_hanging: bool = False
-    num_passes: int = 1
+    num_attempts: int = 1
     passes: list[list[torch.Tensor]] = field(default_factory=list)
     offers: list[Sequence[Outgoing]] = field(default_factory=list)
     num_running: int = 0
@@ -73,12 +73,12 @@ class FakeSender:
         self.offers.append(items)
         return PushSource(("127.0.0.1:1",), "token", tuple(item.info for item in items))
 
-    def run(self, timeout_s: float, before_pass: Callable[[], None] | None = None) -> SendReport:
+    def run(self, timeout_s: float, before_attempt: Callable[[], None] | None = None) -> SendReport:
         self.num_running += 1
         try:
-            for _ in range(self.num_passes):
-                if before_pass is not None:
-                    before_pass()
+            for _ in range(self.num_attempts):
+                if before_attempt is not None:
+                    before_attempt()
                 self.passes.append([item.load() for item in self.offers[-1]])
             if self.is_hanging:
                 assert self._cancelled.wait(TIMEOUT_S)
@@ -88,7 +88,7 @@ class FakeSender:
                 raise self.error
         finally:
             self.num_running -= 1
-        return SendReport(0, (), 0.0, self.num_passes, 1)
+        return SendReport(0, (), 0.0, self.num_attempts, 1)
 
     def cancel(self, reason: str) -> None:
         self.reasons.append(reason)

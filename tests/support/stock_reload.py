@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from agentloop_servers.weight_transfer.spot_checks import Read
+from agentloop_servers.weight_transfer.verify import Read
 from agentloop_servers.weight_transfer.vllm_worker import RunningModel, WeightWorker
 
 EXTENSION = f"{__name__}.StockReload"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop_servers.weight_transfer.adapter_files import check_adapter, write_zero_adapter
 from agentloop_servers.weight_transfer.checkpoint import ServedForm, inspect_checkpoint, read_through
+from agentloop_servers.weight_transfer.lora import check_adapter, write_zero_adapter
 
 __all__ = ["ServedForm", "check_adapter", "inspect_checkpoint", "read_through", "write_zero_adapter"]

@@ -14,11 +14,11 @@ import torch
 
 from agentloop.engine import TensorInfo
 from agentloop.errors import WeightUpdateFailed
-from agentloop_servers.weight_transfer.checksum import bucket_checksum, to_host
 from agentloop_servers.weight_transfer.layout import Layout, Place, view
-from agentloop_servers.weight_transfer.transports.base import Buffer, SendLane, Wire
+from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, SendTransport
 from agentloop_servers.weight_transfer.transports.cuda_ipc import DeviceMemory
 from agentloop_servers.weight_transfer.transports.shared_memory import create_pair, unlink
+from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host
 
 NUM_BUFFERS = 2
 
@@ -36,7 +36,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBuckets:
     """One checksum a bucket, of what was packed, and the time from the first byte to the last."""
 
     checksums: list[int]
@@ -47,8 +47,8 @@ class Sent:
 class Route:
     """The workers that one lane serves in a pass."""
 
-    lane: SendLane
-    wires: tuple[Wire, ...]
+    lane: SendTransport
+    wires: tuple[Peer, ...]
 
 
 class PackBuffers:
@@ -60,13 +60,13 @@ class PackBuffers:
         self._memories: tuple[DeviceMemory, ...] = ()
         self._made_for: tuple[int, frozenset[int]] | None = None
 
-    def get(self, num_bytes: int, links: frozenset[int]) -> tuple[Buffer, ...]:
-        """Two buffers for a pass to these links. Raises WeightUpdateFailed if there is no room.
+    def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
+        """Two buffers for a pass to these connections. Raises WeightUpdateFailed if there is no room.
 
-        Host buffers have lost their names once the links have them open; other links need new ones.
+        Host buffers have lost their names once the connections have them open; other connections need new ones.
         """
         is_host = self._device.type == "cpu"
-        made_for = (num_bytes, links if is_host else frozenset())
+        made_for = (num_bytes, connections if is_host else frozenset())
         if made_for != self._made_for:
             self.free()
             if is_host:
@@ -99,11 +99,11 @@ def send_buckets(
     routes: Sequence[Route],
     check: Callable[[], None],
     give_up: Callable[[Exception], None],
-) -> Sent:
+) -> SentBuckets:
     """Pack and send everything.
 
-    Raises LaneBroken from `check` or a lane, WeightUpdateFailed for a load that is not what was offered, or what a
-    load raises. `give_up` is called as soon as that is known, and only then are the remaining loads called.
+    Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a load that is not what was offered, or
+    what a load raises. `give_up` is called as soon as that is known, and only then are the remaining loads called.
     """
     loads = iter(items)
     lanes = [route.lane for route in routes]
@@ -125,7 +125,7 @@ def send_buckets(
                 lane.send(bucket, buffer)
         for lane in lanes:
             lane.finish()
-        return Sent(to_host(sums), (time.monotonic() - started_at) * 1000)
+        return SentBuckets(to_host(sums), (time.monotonic() - started_at) * 1000)
     except Exception as error:
         give_up(error)
         _load_rest(loads)

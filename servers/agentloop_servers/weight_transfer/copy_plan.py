@@ -28,8 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentloop.engine import TensorInfo
-from agentloop_servers.weight_transfer.snapshot import Snapshot, storage_key
-from agentloop_servers.weight_transfer.spot_checks import Read
+from agentloop_servers.weight_transfer.verify import Read
 
 # How vLLM calls the methods whose layers compute with their parameters as loaded.
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
@@ -77,7 +76,7 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CopyPlan:
     """Copies in the order of the checkpoint's tensors. Parameters with several names have the first one."""
 
     copies: tuple[Copy, ...]
@@ -110,7 +109,7 @@ def source(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
     return _view(tensor, copy.out_of)
 
 
-def apply(plan: Plan, name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
+def apply(plan: CopyPlan, name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
     """Copy one whole checkpoint tensor to where it belongs; no-op if it belongs nowhere.
 
     Raises ValueError for another shape than the plan's. On CUDA the copies are only enqueued.
@@ -122,14 +121,14 @@ def apply(plan: Plan, name: str, tensor: torch.Tensor, parameters: Mapping[str, 
             target(copy, parameters).copy_(source(copy, tensor), non_blocking=True)
 
 
-def apply_fills(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
+def apply_fills(plan: CopyPlan, parameters: Mapping[str, torch.Tensor]) -> None:
     """Write the padding; once is enough, since no copy touches it."""
     with torch.no_grad():
         for fill in plan.fills:
             target(fill, parameters).fill_(fill.value)
 
 
-def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> Plan:
+def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
     """Record what `model.load_weights` does with a checkpoint of these tensors. Raises PlanRefused.
 
     The model must be loaded, its layers as they serve, and no other thread may use it meanwhile.
@@ -158,10 +157,10 @@ def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> Plan:
     if replaced is not None:
         raise PlanRefused(f"load_weights replaces parameter {replaced}")
     _check_coverage(targets, [*recorder.copies, *recorder.fills])
-    return Plan(tuple(recorder.copies), tuple(recorder.fills), MappingProxyType(shapes))
+    return CopyPlan(tuple(recorder.copies), tuple(recorder.fills), MappingProxyType(shapes))
 
 
-def prove(plan: Plan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
+def prove(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
     """Compare three strips of every copy's target with the checkpoint, bit for bit; returns the number of copies.
 
     Raises PlanRefused on the first difference. One synchronisation for each pair of dtypes.
@@ -398,3 +397,38 @@ def _runs(name: str, region: Region) -> tuple[Any, int]:
     for stride, size in dimensions:
         starts = (starts[:, None] + stride * np.arange(size, dtype=np.int64)).ravel()
     return starts, length
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Names a tensor's storage as long as it lives; meta tensors have no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Snapshot:
+    """The Python state of a model's modules and parameters; the bytes are never touched."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        # `detach` keeps the storage that an assignment to `.data` would let go of.
+        self._parameters = [(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()]
+        states: list[Any] = [vars(parameter) for _, parameter, _ in self._parameters]
+        for module in model.modules():
+            states += (vars(module), module._parameters, module._buffers, module._modules)
+        self._states = [(state, state.copy()) for state in states]
+
+    def restore(self) -> str | None:
+        """Undo what the loading changed; returns the first parameter that was replaced or got another storage."""
+        found = dict(self._model.named_parameters())
+        replaced = found.keys() - {name for name, _, _ in self._parameters}
+        for name, parameter, data in self._parameters:
+            if found.get(name) is not parameter or _geometry(parameter) != _geometry(data):
+                replaced.add(name)
+                parameter.data = data
+        for state, saved in self._states:
+            state.clear()
+            state.update(saved)
+        return min(replaced, default=None)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

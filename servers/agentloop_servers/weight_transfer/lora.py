@@ -1,127 +1,206 @@
-"""The half of a LoRA update that runs inside vLLM's worker process: does it compute with the adapter it was given?
+"""LoRA adapter folders in the PEFT format, read from the configuration and the safetensors header alone (no torch).
 
-vLLM copies an adapter into a slot of stacked tensors, one pair for every slice of every layer: A padded to the
-largest rank, B times the scaling, each tensor-parallel rank its shard. `verify_adapter` compares all of them with
-the files, and that layers the adapter does not have add nothing.
+`adapter_config.json` says the rank and the scaling, `adapter_model.safetensors` holds, for every adapted linear
+layer, `base_model.model.<layer>.lora_A.weight` [rank, in] and `....lora_B.weight` [out, rank]; the layer then adds
+`scaling * B @ A`. What vLLM would ignore, or only find out while it loads, is refused here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import torch
-from safetensors import safe_open
+import msgspec
 
-from agentloop_servers.weight_transfer.adapter_files import (
-    WEIGHTS_FILE,
-    Adapter,
-    is_expert,
-    read_adapter,
-    tensor_names,
-)
+from agentloop.engine import TensorInfo
+from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
 
-ADAPTER_ID = 1
-
-_Slices: TypeAlias = list[torch.Tensor | None]
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<half>[AB])\.weight")
+_EXPERTS = ".experts."
 
 
-class AdapterCheck:
-    """vLLM worker extension, or a base of one. Its method names must not collide with the worker's."""
+class _PeftConfig(msgspec.Struct):
+    """The fields that change what an adapter computes."""
 
-    model_runner: Any
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    bias: str = "none"
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    # Not implemented by vLLM: anything but these defaults is refused.
+    use_dora: bool = False
+    lora_bias: bool = False
+    use_qalora: bool = False
+    use_bdlora: dict[str, object] | None = None
+    modules_to_save: list[str] | None = None
+    layer_replication: list[list[int]] | None = None
+    alora_invocation_tokens: list[int] | None = None
 
-    def weights_verify_adapter(self, directory: str) -> int:
-        """As `verify_adapter`, of this worker."""
-        return verify_adapter(self.model_runner, directory)
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLayer:
+    """One linear layer's part of an adapter: it adds `scaling * B @ A` to the layer's weight [out, in]."""
+
+    rank: int
+    num_inputs: int
+    num_outputs: int
+    scaling: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight that it changes."""
+        return self.num_outputs, self.num_inputs
 
 
-def verify_adapter(model_runner: Any, directory: str) -> int:
-    """Compare what the worker computes with under `ADAPTER_ID` with the folder. Returns the tensors compared.
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What an adapter folder holds, by the layers' names in checkpoints ("model.layers.0.self_attn.q_proj")."""
 
-    Experts of a mixture are not compared and not counted: vLLM keeps them in a layout of its own. Raises
-    RuntimeError on the first difference, if the adapter is not active, or if nothing could be compared.
+    layers: Mapping[str, AdaptedLayer]
+    num_bytes: int
+
+
+def check_adapter(directory: str, max_rank: int, served: Mapping[str, TensorInfo] | None = None) -> Adapter:
+    """Read and check an adapter folder. Raises CheckpointUnreadable, in one line.
+
+    `served`: the tensors of the model it is for, by name; every adapted layer must be one of them. Blocks.
     """
-    manager = model_runner.lora_manager._adapter_manager
-    if ADAPTER_ID not in manager.lora_index_to_id:
-        raise RuntimeError("the worker has no adapter")
-    slot = manager.lora_index_to_id.index(ADAPTER_ID)
     adapter = read_adapter(directory)
-    same: list[torch.Tensor] = []  # one flag a comparison: all are read at once, with one wait for the device
-    names: list[str] = []
-    found: set[str] = set()
-    with safe_open(Path(directory) / WEIGHTS_FILE, framework="pt") as file, torch.inference_mode():
-        for name, parts, layer in _layers(manager, adapter):
-            known = [part for part in parts if part in adapter.layers]
-            if not known:
-                same += [~stacked[slot].any() for stacked in layer.lora_b_stacked]
-                names += [name] * (len(same) - len(names))
-                continue
-            found.update(known)
-            for held, expected in _pairs(layer, slot, _wanted(layer, parts, adapter, file)):
-                same.append(_is_equal(held, expected))
-                names.append(name)
-    for name, is_same in zip(names, torch.stack(same).tolist() if same else (), strict=True):
-        if not is_same:
-            raise RuntimeError(f"layer {name} does not hold the adapter's tensors")
-    missing = [name for name in adapter.layers if name not in found and not is_expert(name)]
-    if missing:
-        raise RuntimeError(f"no layer of the worker takes the adapter's {missing[0]}")
-    if not found:
-        raise RuntimeError("no tensor of the adapter could be compared")
-    return 2 * len(found)
+    for name, layer in adapter.layers.items():
+        if layer.rank > max_rank:
+            raise _unreadable(f"layer {name} has rank {layer.rank}, the engine takes {max_rank} (engine.lora_rank)")
+        weight = served.get(f"{name}.weight") if served is not None else None
+        if weight is not None and weight.shape != layer.shape:
+            raise _unreadable(f"layer {name} is for a weight {layer.shape}, the served one is {weight.shape}")
+        if served is not None and weight is None and _EXPERTS not in name:  # experts may be stored fused
+            raise _unreadable(f"the served model has no layer {name}")
+    return adapter
 
 
-def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], Any]]:
-    """The worker's layers that can be compared: name, the checkpoint's names of its slices, the layer.
+def read_adapter(directory: str) -> Adapter:
+    """As `check_adapter`, for any rank and any model."""
+    config = _read_config(Path(directory) / CONFIG_FILE)
+    checkpoint = inspect_checkpoint(directory)
+    names = [path.name for path in checkpoint.files]
+    if names != [WEIGHTS_FILE]:
+        raise _unreadable(f"an adapter is one file {WEIGHTS_FILE}, not {', '.join(names)}")
+    halves = _halves(checkpoint)
+    layers = {}
+    for name in dict.fromkeys(name for name, _ in halves):
+        try:
+            a, b = halves[name, "A"].shape, halves[name, "B"].shape
+        except KeyError as error:
+            raise _unreadable(f"layer {name} has no lora_{error.args[0][1]}") from error
+        rank = int(_by_pattern(config.rank_pattern, name, config.r))
+        if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
+            raise _unreadable(f"layer {name} has shapes {a} and {b}, not of rank {rank}")
+        alpha = _by_pattern(config.alpha_pattern, name, config.lora_alpha)
+        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        layers[name] = AdaptedLayer(rank, a[1], b[0], scaling)
+    return Adapter(layers, checkpoint.num_bytes)
 
-    The output head is one too, but without slices; it is compared only if the adapter has it.
+
+def tensor_names(layer: str) -> tuple[str, str]:
+    """The names of a layer's A and B."""
+    return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
+
+
+def is_expert(layer: str) -> bool:
+    """Whether the layer is one of a mixture of experts, which engines keep fused."""
+    return _EXPERTS in layer
+
+
+def write_zero_adapter(model: str, directory: str) -> None:
+    """Write an adapter for the model in folder `model` that changes nothing: rank 1, one layer, all zero.
+
+    Raises CheckpointUnreadable if the folder does not tell the shape of any linear layer.
     """
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    rename = mapper.get_rename_mapper()._map_name if mapper is not None else str
-    checkpoint_names = {rename(f"{name}.weight").removesuffix(".weight"): name for name in adapter.layers}
-    for name, layer in manager.modules.items():
-        prefix, dot, leaf = name.rpartition(".")
-        own = [f"{prefix}{dot}{part}" for part in manager.packed_modules_mapping.get(leaf, [leaf])]
-        parts = [checkpoint_names.get(part, part) for part in own]
-        if hasattr(layer, "n_slices") or parts[0] in adapter.layers:
-            yield name, parts, layer
+    name, (num_outputs, num_inputs) = _some_layer(Path(model))
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "bias": "none"}
+    config["target_modules"] = [name.rpartition(".")[2]]
+    (Path(directory) / CONFIG_FILE).write_text(json.dumps(config))
+    header, end = {}, 0
+    for tensor, shape in zip(tensor_names(name), ((1, num_inputs), (num_outputs, 1)), strict=True):
+        start, end = end, end + 4 * math.prod(shape)
+        header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns the bytes
+    content = len(encoded).to_bytes(8, "little") + encoded + bytes(end)
+    (Path(directory) / WEIGHTS_FILE).write_bytes(content)
 
 
-def _wanted(layer: Any, parts: Sequence[str], adapter: Adapter, file: Any) -> tuple[_Slices, _Slices]:
-    """A and B of every slice as this worker should hold them, without the padding; None: nothing of the adapter."""
-    dtype = layer.lora_b_stacked[0].dtype
-    halves_a: _Slices = []
-    halves_b: _Slices = []
-    for part in parts:
-        if part not in adapter.layers:
-            halves_a.append(None)
-            halves_b.append(None)
-            continue
-        name_a, name_b = tensor_names(part)
-        halves_a.append(file.get_tensor(name_a).to(dtype))
-        halves_b.append(file.get_tensor(name_b).to(dtype) * adapter.layers[part].scaling)
-    if not hasattr(layer, "n_slices") or layer.tp_size == 1:  # every rank has a head's tensors whole
-        return halves_a, halves_b
-    if len(parts) == 1:
-        return [layer.slice_lora_a(halves_a[0])], [layer.slice_lora_b(halves_b[0])]
-    return layer.slice_lora_a(halves_a), layer.slice_lora_b(halves_b)
+def _read_config(path: Path) -> _PeftConfig:
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_PeftConfig)
+    except OSError as error:
+        raise _unreadable(f"no {path.name}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise _unreadable(f"{path.name}: {error}") from error
+    if config.peft_type != "LORA" or config.r < 1:
+        raise _unreadable(f"{path.name}: peft_type {config.peft_type} of rank {config.r} is not a LoRA adapter")
+    if config.bias != "none":
+        raise _unreadable(f"{path.name}: bias {config.bias!r} is not supported")
+    unsupported = [
+        name
+        for name in (
+            "use_dora",
+            "lora_bias",
+            "use_qalora",
+            "use_bdlora",
+            "modules_to_save",
+            "layer_replication",
+            "alora_invocation_tokens",
+        )
+        if getattr(config, name)
+    ]
+    if unsupported:
+        raise _unreadable(f"{path.name}: {unsupported[0]} is not supported")
+    return config
 
 
-def _pairs(
-    layer: Any, slot: int, wanted: tuple[_Slices, _Slices]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    for stacked, expected in zip((layer.lora_a_stacked, layer.lora_b_stacked), wanted, strict=True):
-        # A head's tensors are not in a list.
-        slices = [stacked] if isinstance(stacked, torch.Tensor) else stacked
-        for one, tensor in zip(slices, expected, strict=True):
-            yield one[slot, 0], tensor
+def _halves(checkpoint: CheckpointInfo) -> dict[tuple[str, str], TensorInfo]:
+    """The tensors by layer and half."""
+    halves = {}
+    for name, tensor in checkpoint.tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise _unreadable(f"tensor {name} is not a lora_A or lora_B of a linear layer")
+        halves[match["layer"], match["half"]] = tensor
+    if not halves:
+        raise _unreadable("it adapts no layer")
+    return halves
 
 
-def _is_equal(held: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
-    """Whether `held` is `expected` and zeros around it."""
-    padded = torch.zeros_like(held)
-    if expected is not None:
-        padded[: expected.shape[0], : expected.shape[1]] = expected.to(held.device)
-    return (held == padded).all()
+def _by_pattern(patterns: Mapping[str, int | float] | None, layer: str, default: float) -> float:
+    """PEFT's rule: the first pattern that matches an end of the name, from a dot on."""
+    matches = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    return next(matches, default)
+
+
+def _some_layer(model: Path) -> tuple[str, tuple[int, int]]:
+    """A linear layer that vLLM can adapt, and the shape of its weight."""
+    if any(model.glob("*.safetensors")):
+        for name, tensor in inspect_checkpoint(str(model)).tensors.items():
+            layer, _, leaf = name.rpartition(".")
+            if leaf == "weight" and layer.endswith("_proj") and len(tensor.shape) == 2 and not is_expert(name):
+                return layer, (tensor.shape[0], tensor.shape[1])
+    try:  # without weights: the query projection of the usual architectures
+        config = json.loads((model / "config.json").read_bytes())
+        num_heads, num_inputs = int(config["num_attention_heads"]), int(config["hidden_size"])
+        num_outputs = num_heads * int(config.get("head_dim") or num_inputs // num_heads)
+        return "model.layers.0.self_attn.q_proj", (num_outputs, num_inputs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(f"{model.name} does not tell the shape of a layer to adapt ({error!r})") from error
+
+
+def _unreadable(reason: str) -> CheckpointUnreadable:
+    return CheckpointUnreadable(f"adapter: {reason}", param="adapter")

@@ -1,8 +1,8 @@
 """The side of a push that takes the weights: one engine worker process.
 
-`Receiver` keeps its links to the senders it met last, so that a later update finds them and what their lanes keep.
-An `Incoming` is one update; the thread that iterates it owns it, only `abort` comes from elsewhere. Every way in
-which weights cannot be had raises CheckpointUnreadable.
+`Receiver` keeps its connections to the senders it met last, so that a later update finds them and what their lanes
+keep. An `Incoming` is one update; the thread that iterates it owns it, only `abort` comes from elsewhere. Every way
+in which weights cannot be had raises CheckpointUnreadable.
 
     incoming = receiver.open(source, can_hold=True, timeout_s=60)
     while True:
@@ -11,7 +11,7 @@ which weights cannot be had raises CheckpointUnreadable.
                 ...
             incoming.finish()
             break
-        except PassRestarted:
+        except AttemptRestarted:
             continue
 """
 
@@ -27,50 +27,54 @@ import torch
 
 from agentloop.engine import PushSource
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.checksum import bucket_checksum, to_host
-from agentloop_servers.weight_transfer.connection import Link, LinkLost, LinkTimeout, PassWire, connect
 from agentloop_servers.weight_transfer.layout import Layout, lay_out
-from agentloop_servers.weight_transfer.messages import (
-    AbandonPass,
+from agentloop_servers.weight_transfer.protocol import (
+    AbandonAttempt,
     Accept,
     Arrived,
+    AttemptPeer,
     BadNews,
+    Connection,
+    ConnectionLost,
+    ConnectionTimeout,
     Done,
-    EndPass,
+    EndAttempt,
     Fail,
     Go,
     Hello,
     Ready,
-    StartPass,
+    StartAttempt,
+    connect,
 )
-from agentloop_servers.weight_transfer.route import Transport, device_name, host_name
-from agentloop_servers.weight_transfer.transports.base import LaneBroken, ReceiveLane
-from agentloop_servers.weight_transfer.transports.cuda_ipc import IpcReceiveLane
-from agentloop_servers.weight_transfer.transports.nccl import NcclReceiveLane
-from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveLane
+from agentloop_servers.weight_transfer.transports.base import ReceiveTransport, TransportBroken
+from agentloop_servers.weight_transfer.transports.cuda_ipc import IpcReceiveTransport
+from agentloop_servers.weight_transfer.transports.handshake import TransportKind, device_name, host_name
+from agentloop_servers.weight_transfer.transports.nccl import NcclReceiveTransport
+from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport
+from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host
 
 SETTLE_S = 5.0  # between a lane that broke and the sender's word that the pass is void
-MAX_LINKS = 2  # kept between updates: the trainer's, and the last other replica's
-RECEIVE_LANES: Mapping[Transport, Callable[[torch.device], ReceiveLane]] = {
-    Transport.NCCL: NcclReceiveLane,
-    Transport.IPC: IpcReceiveLane,
-    Transport.SHM: ShmReceiveLane,
+MAX_CONNECTIONS = 2  # kept between updates: the trainer's, and the last other replica's
+RECEIVE_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = {
+    TransportKind.NCCL: NcclReceiveTransport,
+    TransportKind.IPC: IpcReceiveTransport,
+    TransportKind.SHM: ShmReceiveTransport,
 }
 
 
-class PassRestarted(Exception):
+class AttemptRestarted(Exception):
     """The sender starts again from bucket 0, because another worker was lost: iterate `buckets` once more."""
 
 
 @dataclass(slots=True)
-class _Sender:
-    """A link, and the lanes that were used over it."""
+class _KnownSender:
+    """A connection, and the lanes that were used over it."""
 
-    link: Link
-    lanes: dict[Transport, ReceiveLane] = field(default_factory=dict)
+    connection: Connection
+    lanes: dict[TransportKind, ReceiveTransport] = field(default_factory=dict)
 
     def close(self) -> None:
-        self.link.close()
+        self.connection.close()
         while self.lanes:
             self.lanes.popitem()[1].close()
 
@@ -83,14 +87,14 @@ class Receiver:
         device: torch.device,
         rank: int,
         *,
-        lanes: Mapping[Transport, Callable[[torch.device], ReceiveLane]] = RECEIVE_LANES,
+        lanes: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = RECEIVE_TRANSPORTS,
     ) -> None:
         """`rank` is this worker's index within its replica; buckets arrive on `device`."""
         self._device = device
         self._rank = rank
         self._make_lane = lanes
-        self._condition = threading.Condition()  # shared with the links
-        self._senders: dict[str, _Sender] = {}  # by address, the latest used last
+        self._condition = threading.Condition()  # shared with the connections
+        self._senders: dict[str, _KnownSender] = {}  # by address, the latest used last
 
     def open(
         self,
@@ -123,48 +127,48 @@ class Receiver:
         )
         try:
             sender = self._reach(address, hello, timeout_s)
-            link = sender.link
+            connection = sender.connection
 
             def check() -> None:
-                refusal = link.peek(BadNews)
+                refusal = connection.peek(BadNews)
                 if refusal is not None or is_given_up():
-                    raise LinkLost("the update was given up" if refusal is None else refusal.reason)
+                    raise ConnectionLost("the update was given up" if refusal is None else refusal.reason)
 
-            answer = link.take(Accept, deadline_at=deadline_at, check=check)
-        except (LinkLost, LinkTimeout) as error:
+            answer = connection.take(Accept, deadline_at=deadline_at, check=check)
+        except (ConnectionLost, ConnectionTimeout) as error:
             self._forget(address)
             raise CheckpointUnreadable(f"the sender at {address}: {error}", param="push") from error
         lane = self._lane(sender, answer.transport)
         layout = lay_out(source.tensors, answer.bucket_bytes)
-        return Incoming(sender.link, lane, layout, answer, self._condition, timeout_s)
+        return Incoming(sender.connection, lane, layout, answer, self._condition, timeout_s)
 
     def close(self) -> None:
-        """End all links and free what their lanes keep; no update is open. Idempotent."""
+        """End all connections and free what their lanes keep; no update is open. Idempotent."""
         for address in list(self._senders):
             self._forget(address)
 
-    def _reach(self, address: str, hello: Hello, timeout_s: float) -> _Sender:
-        """Say hello over the kept link, or over a new one. Raises LinkLost."""
+    def _reach(self, address: str, hello: Hello, timeout_s: float) -> _KnownSender:
+        """Say hello over the kept connection, or over a new one. Raises ConnectionLost."""
         sender = self._senders.pop(address, None)
-        for other in [known for known, kept in self._senders.items() if kept.link.is_dead]:
+        for other in [known for known, kept in self._senders.items() if kept.connection.is_dead]:
             self._forget(other)
         if sender is not None:
             try:
-                sender.link.send(hello)
-            except LinkLost:
+                sender.connection.send(hello)
+            except ConnectionLost:
                 sender.close()
                 sender = None
         if sender is None:
-            while len(self._senders) >= MAX_LINKS:
+            while len(self._senders) >= MAX_CONNECTIONS:
                 self._forget(next(iter(self._senders)))
-            sender = _Sender(connect(address, self._condition, timeout_s))
+            sender = _KnownSender(connect(address, self._condition, timeout_s))
             self._senders[address] = sender
-            sender.link.send(hello)
+            sender.connection.send(hello)
         self._senders[address] = sender
         return sender
 
-    def _lane(self, sender: _Sender, name: str) -> ReceiveLane:
-        transport = Transport(name)
+    def _lane(self, sender: _KnownSender, name: str) -> ReceiveTransport:
+        transport = TransportKind(name)
         if transport not in sender.lanes:
             sender.lanes[transport] = self._make_lane[transport](self._device)
         return sender.lanes[transport]
@@ -180,8 +184,8 @@ class Incoming:
 
     def __init__(
         self,
-        link: Link,
-        lane: ReceiveLane,
+        connection: Connection,
+        lane: ReceiveTransport,
         layout: Layout,
         accept: Accept,
         condition: threading.Condition,
@@ -191,12 +195,12 @@ class Incoming:
         self.is_one_phase = accept.is_one_phase
         self.transport = accept.transport
         self.transfer_ms = 0.0  # of the latest pass, from its first byte until its last was consumed
-        self._link = link
+        self._connection = connection
         self._lane = lane
         self._condition = condition
         self._timeout_s = timeout_s
         self._deadline_at = time.monotonic() + timeout_s
-        self._pass_id = 0
+        self._attempt_id = 0
         self._has_gone = False
         self._aborted = False
         self._sums: list[torch.Tensor] = []  # one a bucket of this pass
@@ -213,7 +217,7 @@ class Incoming:
 
         The bytes are valid until the next iteration; work on them that is on the current stream by then is ordered
         before their memory is used again. The first call tells the sender to begin: in two phases the memory must
-        be there, in one phase generation must be frozen. Raises PassRestarted, CheckpointUnreadable.
+        be there, in one phase generation must be frozen. Raises AttemptRestarted, CheckpointUnreadable.
         """
         if not self._has_gone:
             self._has_gone = True
@@ -222,9 +226,9 @@ class Incoming:
                 self._say(Ready())
             self._say(Go())
         with self._breaking():
-            start = self._link.take(StartPass, check=self._check)
-            self._pass_id = start.pass_id
-            self._lane.begin(PassWire(self._link, start.pass_id, self._check), self.layout)
+            start = self._connection.take(StartAttempt, check=self._check)
+            self._attempt_id = start.attempt_id
+            self._lane.begin(AttemptPeer(self._connection, start.attempt_id, self._check), self.layout)
             started_at = time.monotonic()
             self._sums = []
             with contextlib.closing(self._lane.buckets()) as arriving:  # type: ignore[type-var]
@@ -233,15 +237,15 @@ class Incoming:
                     yield bucket, data
             self._lane.finish()
             self.transfer_ms = (time.monotonic() - started_at) * 1000
-            self._link.send(Arrived(start.pass_id))
+            self._connection.send(Arrived(start.attempt_id))
 
     def finish(self) -> None:
         """Compare what was received with what was sent, bucket by bucket, and tell the sender.
 
-        Raises PassRestarted, and CheckpointUnreadable if the bytes are not the sender's; the sender is told.
+        Raises AttemptRestarted, and CheckpointUnreadable if the bytes are not the sender's; the sender is told.
         """
         with self._breaking():
-            sent = self._link.take(EndPass, check=self._check).checksums
+            sent = self._connection.take(EndAttempt, check=self._check).checksums
         received = to_host(self._sums)
         differing = [bucket for bucket, pair in enumerate(zip(received, sent, strict=False)) if pair[0] != pair[1]]
         if not len(received) == len(sent) == len(self.layout.bucket_sizes):
@@ -260,10 +264,10 @@ class Incoming:
 
     def fail(self, reason: str) -> None:
         """Leave this update; the sender is told why and goes on with the others. Idempotent."""
-        with contextlib.suppress(LinkLost):
-            self._link.send(Fail(reason))
+        with contextlib.suppress(ConnectionLost):
+            self._connection.send(Fail(reason))
         self._lane.abort()
-        self._link.close()
+        self._connection.close()
 
     def abort(self) -> None:
         """Leave this update now, from any thread: what waits raises CheckpointUnreadable. Idempotent."""
@@ -274,50 +278,50 @@ class Incoming:
 
     def _say(self, message: Ready | Go | Done) -> None:
         try:
-            self._link.send(message)
-        except LinkLost as error:
+            self._connection.send(message)
+        except ConnectionLost as error:
             raise self._lost(str(error)) from error
 
     def _check(self) -> None:
-        """Raise LaneBroken if this pass cannot go on; a restart is told apart in `_breaking`."""
+        """Raise TransportBroken if this pass cannot go on; a restart is told apart in `_breaking`."""
         self._check_wanted()
-        news = self._link.peek(BadNews)
+        news = self._connection.peek(BadNews)
         if news is not None:
-            raise LaneBroken(news.reason)
-        if self._link.is_dead:
-            raise LaneBroken(f"the connection was lost: {self._link.death}")
+            raise TransportBroken(news.reason)
+        if self._connection.is_dead:
+            raise TransportBroken(f"the connection was lost: {self._connection.death}")
         if time.monotonic() > self._deadline_at:
-            raise LaneBroken("the transfer ran out of time")
+            raise TransportBroken("the transfer ran out of time")
 
     def _check_wanted(self) -> None:
         if self._aborted:
-            raise LaneBroken("the update was given up")
+            raise TransportBroken("the update was given up")
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Turn a broken pass into PassRestarted or CheckpointUnreadable; in both cases the lane is given up."""
+        """Turn a broken pass into AttemptRestarted or CheckpointUnreadable; in both cases the lane is given up."""
         try:
             yield
-        except (LaneBroken, LinkLost) as error:
+        except (TransportBroken, ConnectionLost) as error:
             self._lane.abort()
             abandoned = self._settle()
             if abandoned is not None and not self._aborted:
-                raise PassRestarted(abandoned.reason) from error
+                raise AttemptRestarted(abandoned.reason) from error
             self.fail(str(error))
             raise self._lost(str(error)) from error
 
-    def _settle(self) -> AbandonPass | None:
+    def _settle(self) -> AbandonAttempt | None:
         """The sender's word that the pass is void. A lane may break before it comes: the sender learns it too."""
         settled_at = min(time.monotonic() + SETTLE_S, self._deadline_at)
         try:
-            news = self._link.take(BadNews, deadline_at=settled_at, check=self._check_wanted)
-        except (LinkLost, LinkTimeout, LaneBroken):
+            news = self._connection.take(BadNews, deadline_at=settled_at, check=self._check_wanted)
+        except (ConnectionLost, ConnectionTimeout, TransportBroken):
             return None
-        if not isinstance(news, AbandonPass):
+        if not isinstance(news, AbandonAttempt):
             return None
         # The pass may be void before it was begun here.
-        while (start := self._link.peek(StartPass)) is not None and start.pass_id <= news.pass_id:
-            self._link.pop(StartPass)
+        while (start := self._connection.peek(StartAttempt)) is not None and start.attempt_id <= news.attempt_id:
+            self._connection.pop(StartAttempt)
         return news
 
     def _lost(self, reason: str) -> CheckpointUnreadable:

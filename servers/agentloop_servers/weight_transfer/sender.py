@@ -1,9 +1,13 @@
 """The side of a push that holds the weights: a trainer, or an engine worker that helps another one.
 
 `WeightSender` listens from its first offer on. Workers say hello with the offer's token; `run` waits for all of
-them, chooses a lane for each, and sends one pass after the other until one reaches every worker that is left. A
-worker lost during a pass ends that pass for all, and the others get a fresh one. Links of workers that came through
-stay open for the next update, and with them what their lanes keep.
+them, chooses a transport for each, and makes one broadcast attempt after the other until one reaches every worker
+that is left. A worker lost during an attempt ends it for all, and the others get a fresh one. Connections of
+workers that came through stay open for the next update, and with them what their transports keep.
+
+`ReceiverGroup` has the workers of one transfer, from their hello to their last word. A worker leaves by being
+refused, lost or failed; its `failure` says why, and nothing is sent to it any more. All waits end with the
+transfer's deadline or by its cancellation, and they wait for all workers at once.
 """
 
 from __future__ import annotations
@@ -20,23 +24,46 @@ import torch
 
 from agentloop.engine import PushSource, TensorNames
 from agentloop.errors import InvalidRequest, WeightUpdateFailed
-from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, Route, Sent, send_buckets
-from agentloop_servers.weight_transfer.connection import Link, LinkLost, Listener
+from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, Route, SentBuckets, send_buckets
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, Layout, lay_out
-from agentloop_servers.weight_transfer.messages import AbandonPass, EndPass, Hello, Refuse, StartPass
-from agentloop_servers.weight_transfer.receiver_group import SETTLE_S, Attendance
-from agentloop_servers.weight_transfer.route import Transport, device_name
-from agentloop_servers.weight_transfer.transports.base import LaneBroken, SendLane
-from agentloop_servers.weight_transfer.transports.cuda_ipc import IpcSendLane
-from agentloop_servers.weight_transfer.transports.nccl import NcclSendLane
-from agentloop_servers.weight_transfer.transports.shared_memory import ShmSendLane
+from agentloop_servers.weight_transfer.protocol import (
+    POLL_S,
+    Abandon,
+    AbandonAttempt,
+    Accept,
+    Arrived,
+    AttemptPeer,
+    BaseMessage,
+    Connection,
+    ConnectionLost,
+    Done,
+    EndAttempt,
+    Fail,
+    Go,
+    Hello,
+    Listener,
+    Ready,
+    Refuse,
+    StartAttempt,
+)
+from agentloop_servers.weight_transfer.transports.base import SendTransport, TransportBroken
+from agentloop_servers.weight_transfer.transports.cuda_ipc import IpcSendTransport
+from agentloop_servers.weight_transfer.transports.handshake import (
+    TransportKind,
+    Unreachable,
+    choose,
+    device_name,
+    host_name,
+)
+from agentloop_servers.weight_transfer.transports.nccl import NcclSendTransport
+from agentloop_servers.weight_transfer.transports.shared_memory import ShmSendTransport
 
-MAX_PASSES = 3
+MAX_ATTEMPTS = 3
 CLOSE_TIMEOUT_S = 30.0
-SEND_LANES: Mapping[Transport, Callable[[torch.device], SendLane]] = {
-    Transport.NCCL: NcclSendLane,
-    Transport.IPC: IpcSendLane,
-    Transport.SHM: ShmSendLane,
+SEND_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = {
+    TransportKind.NCCL: NcclSendTransport,
+    TransportKind.IPC: IpcSendTransport,
+    TransportKind.SHM: ShmSendTransport,
 }
 
 
@@ -47,7 +74,7 @@ class SendReport:
     num_bytes: int  # to each worker
     transports: tuple[str, ...]
     transfer_ms: float  # of the pass that worked, from its first byte to its last
-    num_passes: int
+    num_attempts: int
     num_receivers: int  # that have compared what arrived with what was sent
     failures: tuple[str, ...] = ()
 
@@ -66,10 +93,10 @@ class WeightSender:
         self,
         *,
         listen_host: str = "127.0.0.1",
-        transport: str = Transport.AUTO,
+        transport: str = TransportKind.AUTO,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | None = None,
-        lanes: Mapping[Transport, Callable[[torch.device], SendLane]] = SEND_LANES,
+        lanes: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = SEND_TRANSPORTS,
     ) -> None:
         """`listen_host` is the address that workers reach this process at, so no wildcard.
 
@@ -78,25 +105,25 @@ class WeightSender:
         if listen_host in ("", "0.0.0.0", "::"):
             raise InvalidRequest("listen_host must be an address that workers can connect to", param="listen_host")
         self._listen_host = listen_host
-        self._transport = Transport(transport)
+        self._transport = TransportKind(transport)
         self._bucket_bytes = bucket_bytes
         self._device = device if device is not None else _default_device()
         self._make_lane = lanes
-        self._lanes: dict[Transport, SendLane] = {}
+        self._lanes: dict[TransportKind, SendTransport] = {}
         self._buffers = PackBuffers(self._device)
-        self._condition = threading.Condition()  # guards what follows, and is shared with the links
+        self._condition = threading.Condition()  # guards what follows, and is shared with the connections
         self._listener: Listener | None = None
-        self._links: list[Link] = []
+        self._connections: list[Connection] = []
         self._offer: _Offer | None = None
         self._cancelled: str | None = None
         self._run_lock = threading.Lock()
-        self._num_passes = 0  # ever; numbers the passes
+        self._num_attempts = 0  # ever; numbers the passes
 
     @property
     def num_connected(self) -> int:
         """Links to workers, at this moment: those that have said hello, and those kept from the last update."""
         with self._condition:
-            return sum(link.is_known and not link.is_dead for link in self._links)
+            return sum(connection.is_known and not connection.is_dead for connection in self._connections)
 
     def offer(
         self,
@@ -112,23 +139,23 @@ class WeightSender:
         offer = _Offer(token or secrets.token_urlsafe(32), tuple(items), lay_out(tensors, self._bucket_bytes))
         with self._condition:
             if self._listener is None:
-                self._listener = Listener(self._listen_host, self._condition, self._knows, self._add_link)
+                self._listener = Listener(self._listen_host, self._condition, self._knows, self._add_connection)
             self._offer, self._cancelled = offer, None
             return PushSource((self._listener.address,), offer.token, tensors, names)
 
-    def run(self, timeout_s: float, before_pass: Callable[[], None] | None = None) -> SendReport:
-        """Serve the open offer to the workers that its receivers were told of; `before_pass` runs before each pass.
+    def run(self, timeout_s: float, before_attempt: Callable[[], None] | None = None) -> SendReport:
+        """Serve the open offer to all workers that were told of it. `before_attempt` runs before each attempt.
 
         Returns if at least one worker came through. Raises WeightUpdateFailed. Either way the offer is used up.
         """
         with self._run_lock:
-            group = Attendance(self._condition, time.monotonic() + timeout_s, lambda: self._cancelled)
+            group = ReceiverGroup(self._condition, time.monotonic() + timeout_s, lambda: self._cancelled)
             reason = "the transfer has begun without this worker"
             try:
                 offer = self._open_offer()
-                group.gather(lambda: self._links)
+                group.gather(lambda: self._connections)
                 group.welcome(self._transport, device_name(self._device), self._bucket_bytes)
-                return self._send(offer, group, before_pass)
+                return self._send(offer, group, before_attempt)
             except Exception as error:
                 reason = str(error) if isinstance(error, WeightUpdateFailed) else f"the transfer failed: {error!r}"
                 group.fail_rest(reason)
@@ -153,7 +180,7 @@ class WeightSender:
             self._buffers.free()
 
     def close(self) -> None:
-        """End the offer, the links and the lanes, and stop listening. Idempotent.
+        """End the offer, the connections and the lanes, and stop listening. Idempotent.
 
         Raises WeightUpdateFailed if a `run` in another thread does not end, because a tensor's load hangs.
         """
@@ -166,26 +193,26 @@ class WeightSender:
             if listener is not None:
                 listener.close()
             with self._condition:
-                links, self._links = self._links, []
-            for link in links:
-                link.close()
+                connections, self._connections = self._connections, []
+            for connection in connections:
+                connection.close()
             while self._lanes:
                 self._lanes.popitem()[1].close()
             self._buffers.free()
         finally:
             self._run_lock.release()
 
-    def _send(self, offer: _Offer, group: Attendance, before_pass: Callable[[], None] | None) -> SendReport:
+    def _send(self, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
         """Pass after pass until one reaches everybody who is left."""
         broken = ""
-        for num_passes in range(1, MAX_PASSES + 1):
+        for num_attempts in range(1, MAX_ATTEMPTS + 1):
             group.check("the weights were on their way")
             group.drop_lost()
             group.require_some()
             transports = tuple(sorted({str(worker.transport) for worker in group.left}))
             try:
-                end, sent = self._pass(offer, group, before_pass)
-            except LaneBroken as error:
+                end, sent = self._attempt(offer, group, before_attempt)
+            except TransportBroken as error:
                 broken = str(error)
                 group.drop_lost(SETTLE_S)
                 continue
@@ -193,38 +220,38 @@ class WeightSender:
             group.require_some()
             num_receivers = len(group.left)
             return SendReport(
-                offer.layout.num_bytes, transports, sent.transfer_ms, num_passes, num_receivers, group.failures
+                offer.layout.num_bytes, transports, sent.transfer_ms, num_attempts, num_receivers, group.failures
             )
         group.check("the weights were on their way")
-        raise WeightUpdateFailed(f"{MAX_PASSES} passes broke off, the last one: {broken}")
+        raise WeightUpdateFailed(f"{MAX_ATTEMPTS} passes broke off, the last one: {broken}")
 
-    def _pass(
-        self, offer: _Offer, group: Attendance, before_pass: Callable[[], None] | None
-    ) -> tuple[EndPass, Sent]:
-        """One pass. Raises LaneBroken if another one may help."""
-        links = frozenset(worker.link.link_id for worker in group.left)
-        buffers = self._buffers.get(offer.layout.largest_bucket, links)
-        if before_pass is not None:
-            before_pass()
-        self._num_passes += 1
-        pass_id = self._num_passes
-        group.tell_all(StartPass(pass_id))
-        routes = [Route(self._lane(transport), wires) for transport, wires in group.wires(pass_id).items()]
+    def _attempt(
+        self, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
+    ) -> tuple[EndAttempt, SentBuckets]:
+        """One pass. Raises TransportBroken if another one may help."""
+        connections = frozenset(worker.connection.connection_id for worker in group.left)
+        buffers = self._buffers.get(offer.layout.largest_bucket, connections)
+        if before_attempt is not None:
+            before_attempt()
+        self._num_attempts += 1
+        attempt_id = self._num_attempts
+        group.tell_all(StartAttempt(attempt_id))
+        routes = [Route(self._lane(transport), wires) for transport, wires in group.wires(attempt_id).items()]
 
         def give_up(error: Exception) -> None:
             for route in routes:
                 route.lane.abort()
-            group.tell_all(AbandonPass(str(error), pass_id))
+            group.tell_all(AbandonAttempt(str(error), attempt_id))
 
-        sent = send_buckets(offer.items, offer.layout, buffers, routes, group.check_pass, give_up)
+        sent = send_buckets(offer.items, offer.layout, buffers, routes, group.check_attempt, give_up)
         try:
-            group.await_arrivals(pass_id)
-        except LaneBroken as error:
+            group.await_arrivals(attempt_id)
+        except TransportBroken as error:
             give_up(error)
             raise
-        return EndPass(pass_id, sent.checksums), sent
+        return EndAttempt(attempt_id, sent.checksums), sent
 
-    def _lane(self, transport: Transport) -> SendLane:
+    def _lane(self, transport: TransportKind) -> SendTransport:
         with self._condition:
             if transport not in self._lanes:
                 self._lanes[transport] = self._make_lane[transport](self._device)
@@ -240,25 +267,221 @@ class WeightSender:
         """Nobody can take the offer any more; workers that came too late are told."""
         with self._condition:
             self._offer = None
-            self._links = [link for link in self._links if not link.is_dead]
-            late = [link for link in self._links if link.pop(Hello) is not None]
-        for link in late:
-            with contextlib.suppress(LinkLost):
-                link.send(Refuse(reason))
-            link.close()
+            self._connections = [connection for connection in self._connections if not connection.is_dead]
+            late = [connection for connection in self._connections if connection.pop(Hello) is not None]
+        for connection in late:
+            with contextlib.suppress(ConnectionLost):
+                connection.send(Refuse(reason))
+            connection.close()
 
     def _knows(self, hello: Hello) -> bool:
         with self._condition:
             token = "" if self._offer is None else self._offer.token
         return token != "" and hmac.compare_digest(hello.token.encode(), token.encode())
 
-    def _add_link(self, link: Link) -> None:
+    def _add_connection(self, connection: Connection) -> None:
         with self._condition:
-            self._links = [known for known in self._links if not known.is_dead]
-            self._links.append(link)
+            self._connections = [known for known in self._connections if not known.is_dead]
+            self._connections.append(connection)
 
 
 def _default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+GO_GRACE_S = 30.0  # one phase: how long workers that stand still wait for one that never commits
+SETTLE_S = 0.5  # between a lane that broke and the end of the connection that explains it
+
+
+@dataclass(slots=True)
+class Worker:
+    """One engine worker of a transfer."""
+
+    connection: Connection
+    hello: Hello
+    transport: TransportKind = TransportKind.AUTO
+    failure: str | None = None
+    is_done: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.hello.rank} of {self.connection.peer}"
+
+    @property
+    def loss(self) -> str | None:
+        """Why it cannot go on, as its connection tells."""
+        fail = self.connection.peek(Fail)
+        if fail is not None:
+            return f"{self.name}: {fail.reason}"
+        return f"{self.name} was lost: {self.connection.death}" if self.connection.is_dead else None
+
+    def tell(self, message: BaseMessage) -> None:
+        """Send, unless it is gone; that is noticed where something is awaited from it."""
+        with contextlib.suppress(ConnectionLost):
+            self.connection.send(message)
+
+    def leave(self, reason: str) -> None:
+        """It is out of this update; its connection closes, so that it comes back afresh."""
+        self.failure = reason
+        self.tell(Abandon(reason))
+        self.connection.close()
+
+
+class ReceiverGroup:
+    """The workers of one transfer. Used by one thread."""
+
+    def __init__(
+        self, condition: threading.Condition, deadline_at: float, cancelled: Callable[[], str | None]
+    ) -> None:
+        self._condition = condition
+        self._deadline_at = deadline_at
+        self._cancelled = cancelled
+        self._workers: list[Worker] = []
+
+    @property
+    def left(self) -> list[Worker]:
+        """Those who are not out."""
+        return [worker for worker in self._workers if worker.failure is None]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        return tuple(worker.failure for worker in self._workers if worker.failure is not None)
+
+    def check(self, state: str) -> None:
+        """Raise WeightUpdateFailed if the transfer was cancelled or its time is over."""
+        reason = self._cancelled()
+        if reason is not None:
+            raise WeightUpdateFailed(f"the transfer was cancelled: {reason}")
+        if time.monotonic() > self._deadline_at:
+            raise WeightUpdateFailed(f"the transfer ran out of time: {state}")
+
+    def check_attempt(self) -> None:
+        """Raise TransportBroken if the pass cannot reach all who are left."""
+        try:
+            self.check("the weights were on their way")
+        except WeightUpdateFailed as error:
+            raise TransportBroken(str(error)) from error
+        for worker in self.left:
+            loss = worker.loss
+            if loss is not None:
+                raise TransportBroken(loss)
+
+    def gather(self, connections: Callable[[], Sequence[Connection]]) -> None:
+        """Wait for as many hellos as the workers themselves were told of."""
+        with self._condition:
+            while True:
+                for connection in connections():
+                    hello = connection.pop(Hello)
+                    if hello is not None:
+                        connection.forget()
+                        self._workers.append(Worker(connection, hello))
+                wanted = max((worker.hello.num_receivers for worker in self._workers), default=1)
+                if len(self._workers) >= wanted:
+                    return
+                self.check(f"{len(self._workers)} of {wanted} workers connected")
+                self._condition.wait(POLL_S)
+
+    def welcome(self, asked: TransportKind, sender_device: str, bucket_bytes: int) -> None:
+        """Choose each worker's lane, and wait until all who are left let the bytes flow."""
+        host = host_name()
+        for worker in self._workers:
+            try:
+                worker.transport = choose(asked, sender_device, host, worker.hello)
+            except Unreachable as error:
+                worker.tell(Refuse(str(error)))
+                worker.leave(str(error))
+        is_one_phase = not all(worker.hello.can_hold for worker in self.left)
+        for worker in self.left:
+            worker.tell(Accept(worker.transport, is_one_phase, bucket_bytes))
+        self._await_each(Ready)
+        self._await_each(Go, grace_s=GO_GRACE_S if is_one_phase else None)
+
+    def require_some(self) -> None:
+        """Raise WeightUpdateFailed if nobody is left."""
+        if not self.left:
+            raise WeightUpdateFailed(f"no worker is left: {self.failures[0]}")
+
+    def tell_all(self, message: BaseMessage) -> None:
+        for worker in self.left:
+            worker.tell(message)
+
+    def wires(self, attempt_id: int) -> dict[TransportKind, tuple[AttemptPeer, ...]]:
+        """The wires of a pass to all who are left, by the lane that serves them."""
+        by_transport: dict[TransportKind, tuple[AttemptPeer, ...]] = {}
+        for worker in self.left:
+            wire = AttemptPeer(worker.connection, attempt_id, self.check_attempt)
+            by_transport[worker.transport] = (*by_transport.get(worker.transport, ()), wire)
+        return by_transport
+
+    def await_arrivals(self, attempt_id: int) -> None:
+        """Wait until all who are left have consumed every bucket. Raises TransportBroken.
+
+        A lane may run through its receivers one after the other, so one that dies here can starve another.
+        """
+        for worker in self.left:
+            try:
+                while worker.connection.take(Arrived, check=self.check_attempt).attempt_id != attempt_id:
+                    pass
+            except ConnectionLost as error:
+                raise TransportBroken(f"{worker.name} was lost: {error}") from error
+
+    def drop_lost(self, settle_s: float = 0.0) -> None:
+        """Who is lost is out. After a pass broke, wait a moment for the loss that explains it."""
+        settled_at = time.monotonic() + settle_s
+        with self._condition:
+            while all(worker.loss is None for worker in self.left) and time.monotonic() < settled_at:
+                self._condition.wait(POLL_S)
+        self._drop(self.left)
+
+    def finish(self, end: EndAttempt) -> None:
+        """Everybody has everything: hear from each that it is what was sent."""
+        self.tell_all(end)
+        pending = self.left
+        try:
+            while pending:
+                with self._condition:
+                    pending = [worker for worker in pending if not self._is_done(worker)]
+                    if pending and all(worker.loss is None for worker in pending):
+                        self.check(f"{pending[0].name} has not confirmed what arrived")
+                        self._condition.wait(POLL_S)
+                pending = self._drop(pending)
+        except WeightUpdateFailed as error:
+            self.fail_rest(str(error))
+
+    def fail_rest(self, reason: str) -> None:
+        """Whoever is not through is out."""
+        for worker in self.left:
+            if not worker.is_done:
+                worker.leave(reason)
+
+    def _await_each(self, kind: type[Ready | Go], grace_s: float | None = None) -> None:
+        """Wait for one message of every worker; those who are lost, or later than the grace, are out."""
+        pending = self.left
+        num_awaited, late_at = len(pending), float("inf")
+        while pending:
+            with self._condition:
+                pending = [worker for worker in pending if worker.connection.pop(kind) is None]
+                if grace_s is not None and len(pending) < num_awaited:
+                    late_at = min(late_at, time.monotonic() + grace_s)
+                if pending and all(worker.loss is None for worker in pending):
+                    self.check(f"{pending[0].name} has not said {kind.__name__}")
+                    self._condition.wait(POLL_S)
+            if time.monotonic() > late_at:
+                for worker in pending:
+                    worker.leave(f"{worker.name} did not start with the others")
+            pending = self._drop(pending)
+
+    def _drop(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Those of `workers` who are not lost."""
+        for worker in workers:
+            loss = worker.loss
+            if worker.failure is None and loss is not None:
+                worker.leave(loss)
+        return [worker for worker in workers if worker.failure is None]
+
+    @staticmethod
+    def _is_done(worker: Worker) -> bool:
+        worker.is_done = worker.is_done or worker.connection.pop(Done) is not None
+        return worker.is_done

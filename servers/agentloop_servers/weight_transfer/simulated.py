@@ -15,7 +15,7 @@ import torch
 from agentloop.aio import in_daemon_thread
 from agentloop.engine import HeldIn, PushSource, StageReport, WeightUpdate
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.receiver import Incoming, PassRestarted, Receiver
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Incoming, Receiver
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class _Worker:
                 for _ in self.incoming.buckets():
                     pass  # there is no model to bring them into
                 self.incoming.finish()
-            except PassRestarted:
+            except AttemptRestarted:
                 continue
             self._receiver.close()
             return self.incoming.transfer_ms

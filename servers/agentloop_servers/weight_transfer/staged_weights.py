@@ -1,12 +1,13 @@
-"""What a worker does with tensors that arrive, and with what it holds when the commit comes. Four ways:
+"""The ways in which one worker holds an update until its commit, and brings it into the model then. Four of them:
 
-    Shadow      a copy of the model's parameters in their own layout, filled while decoding goes on; the commit
-                copies it over the parameters. Needs a `Plan`. The fastest, and each rank holds its shard only.
-    Checkpoint  the tensors as they came; the commit runs them through vLLM's own loader.
-    Files       nothing but the folder's name; the commit reads it through vLLM's own loader.
-    Stream      nothing: the commit receives (one phase), by the plan or through vLLM's own loader.
+    ShadowParameters  a copy of the model's parameters in their own layout, filled while decoding goes on; the commit
+                      copies it over the parameters. Needs a `CopyPlan`. The fastest, and each rank holds its shard
+                      only.
+    StagedCheckpoint  the tensors as they came; the commit runs them through vLLM's own loader.
+    StagedFiles       nothing but the folder's name; the commit reads it through vLLM's own loader.
+    StreamedWeights   nothing: the commit receives (one phase), by the plan or through vLLM's own loader.
 
-Every commit ends with a proof: checksums of what the parameters must be now, or the strips of `strips.py`. What
+Every commit ends with a proof: checksums of what the parameters must be now, or spot checks (`verify.py`). What
 raises in a commit leaves weights of unknown state, and a later commit repairs them.
 """
 
@@ -24,12 +25,10 @@ from safetensors import safe_open
 from agentloop.engine import HeldIn
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
-from agentloop_servers.weight_transfer.checksum import checksum, to_host
-from agentloop_servers.weight_transfer.copy_plan import Copy, Plan, apply, apply_fills, source, target
+from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, apply, apply_fills, source, target
 from agentloop_servers.weight_transfer.layout import view
-from agentloop_servers.weight_transfer.receiver import Incoming, PassRestarted
-from agentloop_servers.weight_transfer.row_sums import RowSums
-from agentloop_servers.weight_transfer.spot_checks import Read
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Incoming
+from agentloop_servers.weight_transfer.verify import Read, RowChecksums, checksum, to_host
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -45,7 +44,7 @@ class Swap:
     transfer_ms: float = 0.0
 
 
-class Model(Protocol):
+class ServedModel(Protocol):
     """The running model, as a commit sees it. All calls from the worker's own thread, while nothing is decoded."""
 
     @property
@@ -62,18 +61,18 @@ class Model(Protocol):
         """Wait until the device has done what was asked of it."""
 
 
-class Hold(Protocol):
+class StagedWeights(Protocol):
     """One staged update. `loaded`, after a commit: the tensors that went through the engine's own loader, if they
     are still there; what it made of them proves a plan."""
 
     held_in: HeldIn
     loaded: Mapping[str, torch.Tensor]
 
-    def commit(self, model: Model) -> Swap:
+    def commit(self, model: ServedModel) -> Swap:
         """Bring it into the model."""
 
 
-class Shadow:
+class ShadowParameters:
     """See the module. `shadows` has a tensor for each parameter, of its dtype and shape.
 
     What the commit needs is made here and in `settle`, so that nothing but copies and sums is left for the freeze.
@@ -81,7 +80,7 @@ class Shadow:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CopyPlan,
         shadows: Mapping[str, torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
         held_in: HeldIn,
@@ -93,8 +92,8 @@ class Shadow:
         self._names = list(shadows)
         self._from = list(shadows.values())
         self._into = [parameters[name] for name in self._names]
-        self._staged_sums = RowSums(shadows)
-        self._served_sums = RowSums(dict(zip(self._names, self._into, strict=True)))
+        self._staged_sums = RowChecksums(shadows)
+        self._served_sums = RowChecksums(dict(zip(self._names, self._into, strict=True)))
         apply_fills(plan, shadows)
 
     def accept(self, name: str, tensor: torch.Tensor) -> None:
@@ -105,7 +104,7 @@ class Shadow:
         """All tensors were accepted, and their copies are done."""
         self._staged_sums.compute()
 
-    def commit(self, model: Model) -> Swap:
+    def commit(self, model: ServedModel) -> Swap:
         device = self._into[0].device
         started = _Mark(device)
         with torch.no_grad():
@@ -123,7 +122,7 @@ class Shadow:
         return Swap(started.ms_to(swapped), swapped.ms_to(verified), len(self._names))
 
 
-class Checkpoint:
+class StagedCheckpoint:
     """See the module. `tensors` has a tensor of the update's dtype and shape for each of its names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], held_in: HeldIn) -> None:
@@ -137,7 +136,7 @@ class Checkpoint:
     def settle(self) -> None:
         """Nothing to do: the tensors were compared with the sender's as they came."""
 
-    def commit(self, model: Model) -> Swap:
+    def commit(self, model: ServedModel) -> Swap:
         started_at = time.perf_counter()
         model.reload(iter(self.tensors.items()))
         model.synchronize()
@@ -146,7 +145,7 @@ class Checkpoint:
         return Swap(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
-class Files:
+class StagedFiles:
     """See the module. Raises CheckpointUnreadable for a folder that cannot be loaded."""
 
     held_in = HeldIn.FILES
@@ -156,7 +155,7 @@ class Files:
         self._directory = directory
         self.info = inspect_checkpoint(directory)
 
-    def commit(self, model: Model) -> Swap:
+    def commit(self, model: ServedModel) -> Swap:
         started_at = time.perf_counter()
         if inspect_checkpoint(self._directory) != self.info:
             raise CheckpointUnreadable("the checkpoint was changed after it was staged", param="directory")
@@ -168,23 +167,23 @@ class Files:
         return Swap(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
-class Stream:
+class StreamedWeights:
     """See the module. `plan` None: through the loader, which cannot begin again when another receiver is lost."""
 
     held_in = HeldIn.NOWHERE
 
-    def __init__(self, incoming: Incoming, plan: Plan | None) -> None:
+    def __init__(self, incoming: Incoming, plan: CopyPlan | None) -> None:
         self.loaded: Mapping[str, torch.Tensor] = {}
         self._incoming = incoming
         self._plan = plan
 
-    def commit(self, model: Model) -> Swap:
+    def commit(self, model: ServedModel) -> Swap:
         started_at = time.perf_counter()
         swap = self._by_plan(self._plan, model) if self._plan is not None else self._by_loader(model)
         swap_ms = _ms(started_at) - swap.verify_ms
         return Swap(swap_ms, swap.verify_ms, swap.num_verified, swap.num_unverified, self._incoming.transfer_ms)
 
-    def _by_plan(self, plan: Plan, model: Model) -> Swap:
+    def _by_plan(self, plan: CopyPlan, model: ServedModel) -> Swap:
         parameters = model.parameters
         wanted: dict[Copy, torch.Tensor] = {}
 
@@ -204,7 +203,7 @@ class Stream:
         _compare_sums([copy.parameter for copy in wanted], found, to_host(list(wanted.values())))
         return Swap(0.0, _ms(copied_at), len(wanted))
 
-    def _by_loader(self, model: Model) -> Swap:
+    def _by_loader(self, model: ServedModel) -> Swap:
         names = [place.name for place in self._incoming.layout.places]
         kept: dict[str, torch.Tensor] = {}  # for the comparison afterwards: on the host, where there is room
 
@@ -224,13 +223,13 @@ class Stream:
         return Swap(0.0, _ms(loaded_at), *compared)
 
 
-class Accept(Protocol):
+class TakeTensor(Protocol):
     """Takes a tensor that is only valid for work put on the current stream by the time it returns."""
 
     def __call__(self, name: str, tensor: torch.Tensor, /) -> None: ...
 
 
-def receive(incoming: Incoming, accept: Accept) -> None:
+def receive(incoming: Incoming, accept: TakeTensor) -> None:
     """Receive all tensors, again from the start if another receiver was lost, and compare them with the sender's.
 
     Raises what `Incoming` raises; the pass is compared, and over, on return.
@@ -241,7 +240,7 @@ def receive(incoming: Incoming, accept: Accept) -> None:
                 for place in incoming.layout.in_bucket(bucket):
                     accept(place.name, view(data, place))
             incoming.finish()
-        except PassRestarted:
+        except AttemptRestarted:
             continue
         return
 

@@ -1,12 +1,18 @@
-"""One worker's weights on their way in: it receives an update beside the decoding, and commits what it holds.
+"""One worker's weights on their way in: received beside the decoding, and committed from where they are held.
 
     nothing ─► receiving (a thread) ─► held ─► committed        any ─► nothing on a new stage, a drop, or a failure
 
 Ownership: `stage`, `poll`, `drop`, `commit` and `offer` are called by the engine, one at a time, on the worker's
 own thread, and return at once, but for `commit`. The thread of a stage owns the update it receives until its
-state is `held`. Which way an update takes (`holds.py`) depends on the plan: traced once for a list of tensors
-while nothing is decoded or loaded, and used only after it was proved against weights that the engine itself has
-loaded.
+state is `held`. The way an update takes (`staged_weights.py`) depends on the copy plan: traced once for a list of
+tensors while nothing is decoded or loaded, and used only after it was proved against weights that the engine itself
+has loaded.
+
+The place where staged weights wait, for the policy `auto`: device memory if what is staged, the buffers it arrives
+through and a reserve of 1 GiB fit into what is free there; else pinned host memory, if it takes at most two thirds
+of what the host has available; else nowhere, and the update goes in one phase. On CPU there is only the host.
+Memory once taken is kept for the next update: what fitted once fits always, and pinning gigabytes takes seconds.
+`release` gives it back.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,19 +32,18 @@ from agentloop.engine import HeldIn, PushSource, TensorInfo, TensorNames
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
-from agentloop_servers.weight_transfer.copy_plan import Copy, Plan, PlanRefused, Region, prove, trace
+from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, prove, trace
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of
-from agentloop_servers.weight_transfer.memory import Form, StagingMemory
 from agentloop_servers.weight_transfer.receiver import Incoming, Receiver
 from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.staged_weights import (
-    Checkpoint,
-    Files,
-    Hold,
-    Model,
     OpenCheckpoint,
-    Shadow,
-    Stream,
+    ServedModel,
+    ShadowParameters,
+    StagedCheckpoint,
+    StagedFiles,
+    StagedWeights,
+    StreamedWeights,
     Swap,
     receive,
 )
@@ -64,7 +70,7 @@ class _Stage:
     transport: str = ""
     num_bytes: int = 0
     transfer_ms: float = 0.0
-    hold: Hold | None = None
+    hold: StagedWeights | None = None
     incoming: Incoming | None = None
     is_dropped: bool = False
     thread: threading.Thread | None = None
@@ -76,16 +82,16 @@ class _KnownPlan:
     agreed with what the engine loaded by itself."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    plan: Plan
+    plan: CopyPlan
     is_proved: bool = False
 
 
-class Depot:
+class WeightStager:
     """One a worker process. `can_trace` false: a model that computes with packed copies of its parameters."""
 
     def __init__(
         self,
-        model: Model,
+        model: ServedModel,
         module: torch.nn.Module,
         device: torch.device,
         rank: int,
@@ -102,11 +108,13 @@ class Depot:
         self._timeout_s = timeout_s
         self._memory = StagingMemory(device, staging)
         self._receiver = Receiver(device, rank)
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.StreamedWeights | None = None
         self._known: _KnownPlan | None = None
         self._refused: Mapping[str, tuple[int, ...]] = {}
         self._stage: _Stage | None = None
-        self._served: Checkpoint | None = None  # what the last push brought, where parameters cannot be read back
+        self._served: StagedCheckpoint | None = (
+            None  # what the last push brought, where parameters cannot be read back
+        )
         self._sender: WeightSender | None = None
         self._sending: threading.Thread | None = None
 
@@ -151,7 +159,7 @@ class Depot:
             self.drop(self._stage.number)
         stage = self._stage = _Stage(number)
         if isinstance(source, PushSource) and source.names is TensorNames.RUNTIME:
-            plan: Plan | None = self._plan_of_parameters()
+            plan: CopyPlan | None = self._plan_of_parameters()
         else:
             known = self._plan_for(tuple(tensors))
             plan = known.plan if known is not None and known.is_proved else None
@@ -182,7 +190,9 @@ class Depot:
             return
         self._stage = None
         stage.is_dropped = True
-        if stage.incoming is not None and (stage.state is not StageState.HELD or isinstance(stage.hold, Stream)):
+        if stage.incoming is not None and (
+            stage.state is not StageState.HELD or isinstance(stage.hold, StreamedWeights)
+        ):
             stage.incoming.abort()  # else all has arrived, and the link serves the next update
         if stage.thread is not None:
             stage.thread.join(JOIN_TIMEOUT_S)
@@ -201,7 +211,7 @@ class Depot:
         self._receiver = Receiver(self._device, self.rank)
 
     def _run(
-        self, stage: _Stage, source: PushSource | str, tensors: tuple[TensorInfo, ...], plan: Plan | None
+        self, stage: _Stage, source: PushSource | str, tensors: tuple[TensorInfo, ...], plan: CopyPlan | None
     ) -> None:
         try:
             with self._side_stream():
@@ -215,7 +225,7 @@ class Depot:
             stage.error = f"{type(error).__name__}: {error}"
         stage.state = StageState.FAILED if stage.error else StageState.HELD
 
-    def _receive_push(self, stage: _Stage, source: PushSource, plan: Plan | None) -> None:
+    def _receive_push(self, stage: _Stage, source: PushSource, plan: CopyPlan | None) -> None:
         form = _form(source.tensors) if plan is None else self._parameter_form()
         held_in = self._memory.choose(form, self._buffer_bytes(source.tensors))
         incoming = self._receiver.open(
@@ -230,7 +240,7 @@ class Depot:
             incoming.abort()
             raise CheckpointUnreadable("it was dropped", param="push")
         if incoming.is_one_phase:
-            stage.hold = Stream(incoming, plan)
+            stage.hold = StreamedWeights(incoming, plan)
             return
         try:
             hold = self._hold(plan, form, held_in)
@@ -243,10 +253,10 @@ class Depot:
         stage.hold = hold
 
     def _read_directory(
-        self, stage: _Stage, directory: str, tensors: tuple[TensorInfo, ...], plan: Plan | None
+        self, stage: _Stage, directory: str, tensors: tuple[TensorInfo, ...], plan: CopyPlan | None
     ) -> None:
         stage.transport = "directory"
-        files = Files(directory)
+        files = StagedFiles(directory)
         stage.num_bytes = files.info.num_bytes
         form = self._parameter_form()
         held_in = HeldIn.NOWHERE if plan is None else self._memory.choose(form, 0)
@@ -262,13 +272,13 @@ class Depot:
         self._settle(hold)
         stage.hold = hold
 
-    def _hold(self, plan: Plan | None, form: Form, held_in: HeldIn) -> Checkpoint | Shadow:
+    def _hold(self, plan: CopyPlan | None, form: Form, held_in: HeldIn) -> StagedCheckpoint | ShadowParameters:
         tensors = self._memory.take(form, held_in)
         if plan is None:
-            return Checkpoint(tensors, held_in)
-        return Shadow(plan, tensors, self._model.parameters, held_in)
+            return StagedCheckpoint(tensors, held_in)
+        return ShadowParameters(plan, tensors, self._model.parameters, held_in)
 
-    def _settle(self, hold: Checkpoint | Shadow) -> None:
+    def _settle(self, hold: StagedCheckpoint | ShadowParameters) -> None:
         """What the hold made of the tensors is complete, and may be read from any stream."""
         self._synchronize()
         hold.settle()
@@ -297,7 +307,7 @@ class Depot:
         if hold.loaded and self._known is not None and not self._known.is_proved:
             self._prove(self._known, hold.loaded.__getitem__)
             self._memory.release()  # what the next update needs has another form
-        elif isinstance(hold, Checkpoint):
+        elif isinstance(hold, StagedCheckpoint):
             self._served = hold
         hold.loaded = {}
         return swap
@@ -339,7 +349,7 @@ class Depot:
     def _parameter_form(self) -> Form:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._model.parameters.items()]
 
-    def _plan_of_parameters(self) -> Plan:
+    def _plan_of_parameters(self) -> CopyPlan:
         """For tensors that are this model's own parameters: each is copied whole."""
         if not self._can_trace:
             raise CheckpointUnreadable("this engine cannot take another one's parameters", param="push")
@@ -349,7 +359,7 @@ class Depot:
             whole = Region(0, tuple(tensor.shape), tuple(tensor.stride()))
             dense = Region(0, tuple(tensor.shape), tuple(torch.empty(tensor.shape, device="meta").stride()))
             copies.append(Copy(parameter=name, into=whole, tensor=name, out_of=dense))
-        return Plan(tuple(copies), (), {name: tuple(tensor.shape) for name, tensor in parameters.items()})
+        return CopyPlan(tuple(copies), (), {name: tuple(tensor.shape) for name, tensor in parameters.items()})
 
     def _buffer_bytes(self, tensors: Sequence[TensorInfo]) -> int:
         """What arrives through: two buckets."""
@@ -363,13 +373,13 @@ class Depot:
             stack.enter_context(torch.no_grad())
             if self._device.type == "cuda":
                 if self._stream is None:  # one for all updates: what torch caches belongs to a stream
-                    self._stream = torch.cuda.Stream(self._device)
+                    self._stream = torch.cuda.StreamedWeights(self._device)
                 stack.enter_context(torch.cuda.device(self._device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             yield
 
 
-def _is_same(one: Plan, other: Plan) -> bool:
+def _is_same(one: CopyPlan, other: CopyPlan) -> bool:
     return set(one.copies) == set(other.copies) and set(one.fills) == set(other.fills)
 
 
@@ -384,3 +394,76 @@ def _form(tensors: Sequence[TensorInfo]) -> Form:
 
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+RESERVE_BYTES = 2**30
+HOST_SHARE = 2 / 3
+
+Form = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+class StagingMemory:
+    """One set of named tensors at a time."""
+
+    def __init__(self, device: torch.device, policy: str) -> None:
+        """`policy`: "auto", "device", "host" or "none"."""
+        self._device = device
+        self._policy = policy
+        self._held_in = HeldIn.NOWHERE
+        self._form: Form = ()
+        self._tensors: Mapping[str, torch.Tensor] = {}
+
+    def choose(self, form: Form, buffer_bytes: int) -> HeldIn:
+        """Where tensors of this form can wait; `buffer_bytes` of device memory are needed beside them."""
+        if self._policy == "none":
+            return HeldIn.NOWHERE
+        if self._tensors and form == self._form:
+            return self._held_in
+        num_bytes = _num_bytes(form)
+        free = _free_device_bytes(self._device) + self._held_bytes(HeldIn.DEVICE)
+        is_roomy = num_bytes + buffer_bytes + RESERVE_BYTES <= free
+        if self._device.type != "cpu" and (self._policy == "device" or (self._policy == "auto" and is_roomy)):
+            return HeldIn.DEVICE
+        available = _available_host_bytes() + self._held_bytes(HeldIn.HOST)
+        if self._policy == "host" or num_bytes <= HOST_SHARE * available:
+            return HeldIn.HOST
+        return HeldIn.NOWHERE
+
+    def take(self, form: Form, held_in: HeldIn) -> Mapping[str, torch.Tensor]:
+        """Tensors of this form, uninitialised or with what an earlier update left in them."""
+        if not self._tensors or form != self._form or held_in is not self._held_in:
+            self.release()
+            self._tensors = {name: self._empty(dtype, shape, held_in) for name, dtype, shape in form}
+            self._form, self._held_in = form, held_in
+        return self._tensors
+
+    def release(self) -> None:
+        """Give the memory back; whoever still has its tensors must be done with them."""
+        had_device_memory = self._held_bytes(HeldIn.DEVICE) > 0
+        self._tensors, self._form = {}, ()
+        if had_device_memory:
+            torch.cuda.empty_cache()
+
+    def _held_bytes(self, held_in: HeldIn) -> int:
+        return _num_bytes(self._form) if self._tensors and self._held_in is held_in else 0
+
+    def _empty(self, dtype: torch.dtype, shape: tuple[int, ...], held_in: HeldIn) -> torch.Tensor:
+        if held_in is HeldIn.DEVICE:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype, pin_memory=self._device.type != "cpu")
+
+
+def _num_bytes(form: Form) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in form)
+
+
+def _free_device_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def _available_host_bytes() -> int:
+    """Linux's estimate of what can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -30,11 +30,17 @@ from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, Invalid
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.sender import SendReport, WeightSender
 from agentloop_servers.weight_transfer.state_dict import CAST_DTYPES, NamedTensor, collect, digest, parse_dtype
-from agentloop_servers.weight_transfer.trainer_group import Outcome, Part, Ranks, is_distributed, shortened
+from agentloop_servers.weight_transfer.trainer_group import (
+    RankPart,
+    TrainerGroup,
+    UpdateOutcome,
+    is_distributed,
+    shortened,
+)
 
 T = TypeVar("T")
 
-ANSWER_GRACE_S = 30.0  # a sender that failed closes its links: the service then soon says what that meant
+ANSWER_GRACE_S = 30.0  # a sender that failed closes its connections: the service then soon says what that meant
 _STOP_TIMEOUT_S = 60.0  # a cancelled sender still loads the rest of its pass, for the other ranks
 _LET_GO_TIMEOUT_S = 5.0  # of a thread that has returned; the event loop waits
 _MARGIN_S = ANSWER_GRACE_S + _STOP_TIMEOUT_S + 30.0  # the other ranks wait longer than rank 0 can take
@@ -49,7 +55,7 @@ class Sender(Protocol):
     def offer(self, items: Sequence[Outgoing]) -> PushSource:
         """Listen, and say where."""
 
-    def run(self, timeout_s: float, before_pass: Callable[[], None] | None = None) -> SendReport:
+    def run(self, timeout_s: float, before_attempt: Callable[[], None] | None = None) -> SendReport:
         """One transfer. Blocking."""
 
     def cancel(self, reason: str) -> None:
@@ -59,7 +65,7 @@ class Sender(Protocol):
         """Give memory back until the next update."""
 
     def close(self) -> None:
-        """Let go of the links."""
+        """Let go of the connections."""
 
 
 MakeSender = Callable[[str, str], Sender]
@@ -71,7 +77,7 @@ def make_sender(listen_host: str, transport: str) -> Sender:
 
 
 class Pusher:
-    """Sends this process's tensors to every replica. Keeps its sender, with its links, while updates succeed."""
+    """A sender of this process's tensors to every replica; it keeps its connections while updates succeed."""
 
     def __init__(
         self,
@@ -88,7 +94,7 @@ class Pusher:
         self._answer_grace_s = answer_grace_s
         self._sender: Sender | None = None
         self._transport = ""
-        self._ranks: Ranks | None = None
+        self._ranks: TrainerGroup | None = None
         self._is_pushing = False
 
     async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
@@ -117,7 +123,7 @@ class Pusher:
             self._is_pushing = False
 
     async def close(self) -> None:
-        """Let go of the links and of the ranks' group. Idempotent."""
+        """Let go of the connections and of the ranks' group. Idempotent."""
         await self._drop_sender()
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
@@ -132,7 +138,9 @@ class Pusher:
             tensors = collect(weights)
         except InvalidRequest as error:
             refusal = error  # the others must hear of it, or they would wait
-        part = Part(options.version, digest(tensors), len(tensors), shortened(refusal.message) if refusal else None)
+        part = RankPart(
+            options.version, digest(tensors), len(tensors), shortened(refusal.message) if refusal else None
+        )
         try:
             await _in_thread(ranks.agree, part, options.timeout_s)
         except InvalidRequest:
@@ -144,22 +152,22 @@ class Pusher:
             return await _in_thread(ranks.follow, load_all, options.timeout_s + _MARGIN_S)
         give_up_at = time.monotonic() + options.timeout_s
         try:
-            report = await self._send(tensors, options, lambda: ranks.begin_pass(give_up_at - time.monotonic()))
+            report = await self._send(tensors, options, lambda: ranks.begin_attempt(give_up_at - time.monotonic()))
         except BaseException as error:  # a cancellation too: the others wait for a word
-            await self._tell(ranks, Outcome.failed(error))
+            await self._tell(ranks, UpdateOutcome.failed(error))
             raise
-        await self._tell(ranks, Outcome(report))
+        await self._tell(ranks, UpdateOutcome(report))
         return report
 
-    def _gathered_ranks(self, timeout_s: float) -> Ranks:
+    def _gathered_ranks(self, timeout_s: float) -> TrainerGroup:
         """The ranks' group; making it is collective, and all ranks find alike whether it must be made."""
         if self._ranks is None or not self._ranks.can_wait(timeout_s):
             if self._ranks is not None:
                 self._ranks.close()
-            self._ranks = Ranks(max(timeout_s, _GROUP_TIMEOUT_S))
+            self._ranks = TrainerGroup(max(timeout_s, _GROUP_TIMEOUT_S))
         return self._ranks
 
-    async def _tell(self, ranks: Ranks, outcome: Outcome) -> None:
+    async def _tell(self, ranks: TrainerGroup, outcome: UpdateOutcome) -> None:
         """Best effort: what came of the update does not depend on whether the others heard of it."""
         try:
             await _in_thread(ranks.end, outcome, _STOP_TIMEOUT_S)
@@ -169,7 +177,7 @@ class Pusher:
     # --- one process ---
 
     async def _send(
-        self, tensors: Sequence[NamedTensor], options: PushOptions, before_pass: Callable[[], None] | None
+        self, tensors: Sequence[NamedTensor], options: PushOptions, before_attempt: Callable[[], None] | None
     ) -> UpdateReport:
         try:
             async with asyncio.timeout(options.timeout_s):
@@ -177,13 +185,13 @@ class Pusher:
                 items = [Outgoing(one.info(dtype), one.load) for one in tensors]
                 sender = await self._open_sender(options.transport)
                 source = await _in_thread(sender.offer, items)
-                report = await self._exchange(sender, source, options, before_pass)
+                report = await self._exchange(sender, source, options, before_attempt)
                 await _in_thread(sender.release)  # the training step may need it
         except TimeoutError as error:
             await self._drop_sender()
             raise DeadlineExceeded(f"no end of the update within {options.timeout_s:g} s") from error
         except BaseException:
-            await self._drop_sender()  # its links are of unknown state
+            await self._drop_sender()  # its connections are of unknown state
             raise
         return report
 
@@ -192,10 +200,10 @@ class Pusher:
         sender: Sender,
         source: PushSource,
         options: PushOptions,
-        before_pass: Callable[[], None] | None,
+        before_attempt: Callable[[], None] | None,
     ) -> UpdateReport:
         """Send and ask at once. Both are over when this is."""
-        run = _on_this_device(lambda: sender.run(options.timeout_s, before_pass))
+        run = _on_this_device(lambda: sender.run(options.timeout_s, before_attempt))
         sending = asyncio.ensure_future(_in_thread(run))
         asking = asyncio.ensure_future(self._target.announce(source, options))
         try:

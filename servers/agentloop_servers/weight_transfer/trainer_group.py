@@ -2,8 +2,8 @@
 
 Rank 0 sends; the others only load, so that its gathers of sharded tensors complete. Words travel as MessagePack in
 CPU tensors over a gloo group of its own: it has deadlines whatever the job's backend is, and takes no GPU. One
-update is: `agree` on every rank; then rank 0 says `begin_pass` any number of times and `end` once, while the others
-`follow`. All methods block: call them from a thread, one at a time.
+update is: `agree` on every rank; then rank 0 says `begin_attempt` any number of times and `end` once, while the
+others `follow`. All methods block: call them from a thread, one at a time.
 
 Once a word was not passed on, nobody knows what the others have heard: the group is then broken for good.
 """
@@ -29,7 +29,7 @@ _MAX_ERROR_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank brings to an update. `error` says why it cannot take part."""
 
     version: int
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class UpdateOutcome:
     """How an update ended: a report, or an error in its wire form."""
 
     report: UpdateReport | None = None
@@ -47,7 +47,7 @@ class Outcome:
     status: int = 0
 
     @classmethod
-    def failed(cls, error: BaseException) -> Outcome:
+    def failed(cls, error: BaseException) -> UpdateOutcome:
         """An error as the other ranks will raise it."""
         if not isinstance(error, AgentLoopError):
             error = WeightUpdateFailed(f"rank 0: {type(error).__name__} {error}".rstrip())
@@ -65,7 +65,7 @@ def is_distributed() -> bool:
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
-class Ranks:
+class TrainerGroup:
     """All ranks of the default process group. Making it is collective, as `agree` is."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -83,7 +83,7 @@ class Ranks:
         """Whether the group serves an update with this deadline, and the job is still the one it was made in."""
         return dist.group.WORLD is self._world and timeout_s <= self._timeout_s
 
-    def agree(self, part: Part, timeout_s: float) -> None:
+    def agree(self, part: RankPart, timeout_s: float) -> None:
         """Check that all ranks bring the same. Raises InvalidRequest on every rank if one does not."""
         data = codec.encode(part)
         own = torch.zeros(_PART_BYTES, dtype=torch.uint8)
@@ -103,11 +103,11 @@ class Ranks:
                     param="weights",
                 )
 
-    def begin_pass(self, timeout_s: float) -> None:
+    def begin_attempt(self, timeout_s: float) -> None:
         """Rank 0: the others load everything once."""
         self._say(torch.tensor([_AGAIN]), timeout_s)
 
-    def end(self, outcome: Outcome, timeout_s: float) -> None:
+    def end(self, outcome: UpdateOutcome, timeout_s: float) -> None:
         """Rank 0: the update is over."""
         data = torch.frombuffer(bytearray(codec.encode(outcome)), dtype=torch.uint8)
         self._say(torch.tensor([len(data)]), timeout_s)
@@ -120,7 +120,7 @@ class Ranks:
             load_all()
         data = torch.empty(num_bytes, dtype=torch.uint8)
         self._say(data, give_up_at - time.monotonic())
-        return codec.decode(data.numpy().tobytes(), Outcome).result()
+        return codec.decode(data.numpy().tobytes(), UpdateOutcome).result()
 
     def close(self) -> None:
         """Free the group, unless the job has ended already."""
@@ -149,15 +149,15 @@ class Ranks:
             raise WeightUpdateFailed(f"lost another rank of the training job: {error}") from error
 
 
-def _part(data: torch.Tensor) -> Part:
+def _part(data: torch.Tensor) -> RankPart:
     content = data.numpy().tobytes()
-    return codec.decode(content[: content[-2] * 256 + content[-1]], Part)
+    return codec.decode(content[: content[-2] * 256 + content[-1]], RankPart)
 
 
-def _describe(part: Part) -> str:
+def _describe(part: RankPart) -> str:
     return f"{part.num_tensors} tensors for version {part.version}"
 
 
 def shortened(message: str) -> str:
-    """An error that fits into a `Part`."""
+    """An error that fits into a `RankPart`."""
     return message[:_MAX_ERROR_CHARS]

@@ -1,43 +1,56 @@
 """The half of a weight update that runs inside vLLM's worker processes.
 
 vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`); the engine calls its methods through
-`collective_rpc`, between two steps. Only plain values cross the process border. The work itself is in `depot.py`.
+`collective_rpc`, between two steps. Only plain values cross the process border. The work itself is in `staging.py`.
 
 Two things stock reloading does not do, both silent:
 
 - On the CPU build a linear layer computes with a packed copy of its weight. The output head of a model with tied
   embeddings shares its parameter, so the reload never packs it again and it goes on with the old weights.
 - A reload that raises half-way leaves layers without storage, and buffers that the next reload would count twice.
+
+For LoRA, vLLM copies an adapter into a slot of stacked tensors, one pair for every slice of every layer: A padded
+to the largest rank, B times the scaling, each tensor-parallel rank its shard. `verify_adapter` compares all of them
+with the files, and that layers the adapter does not have add nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+from safetensors import safe_open
 
 from agentloop.engine import PushSource, TensorInfo, TensorNames
-from agentloop_servers.weight_transfer.lora import AdapterCheck
-from agentloop_servers.weight_transfer.spot_checks import Read, compare_layers
+from agentloop_servers.weight_transfer.lora import (
+    WEIGHTS_FILE,
+    Adapter,
+    is_expert,
+    read_adapter,
+    tensor_names,
+)
 from agentloop_servers.weight_transfer.staged_weights import Tensors
-from agentloop_servers.weight_transfer.staging import Depot
+from agentloop_servers.weight_transfer.staging import WeightStager
+from agentloop_servers.weight_transfer.verify import Read, compare_layers
 
 
-class WeightWorker(AdapterCheck):
+class WeightWorker:
     """vLLM worker extension. Its names must not collide with the worker's."""
 
     vllm_config: Any
+    model_runner: Any
     device: torch.device
-    _depot: Depot
+    _stager: WeightStager
 
     def weights_prepare(
         self, directory: str | None, tensors: Sequence[Sequence[Any]], staging: str, timeout_s: float
     ) -> None:
         """Once, after the start and before any request. `directory` None: the weights are dummy."""
         parallel = self.vllm_config.parallel_config
-        self._depot = Depot(
+        self._stager = WeightStager(
             self.weights_model(),
             self.model_runner.get_model(),
             self.device,
@@ -47,7 +60,7 @@ class WeightWorker(AdapterCheck):
             timeout_s=timeout_s,
         )
         if directory is not None:
-            self._depot.prepare(directory, _infos(tensors))
+            self._stager.prepare(directory, _infos(tensors))
 
     def weights_model(self) -> RunningModel:
         """The model that updates go into."""
@@ -57,7 +70,7 @@ class WeightWorker(AdapterCheck):
         """Begin to receive."""
         tensors = _infos(source["tensors"])
         if "directory" in source:
-            self._depot.stage(number, source["directory"], tensors)
+            self._stager.stage(number, source["directory"], tensors)
             return
         push = PushSource(
             addresses=tuple(source["addresses"]),
@@ -66,32 +79,36 @@ class WeightWorker(AdapterCheck):
             names=TensorNames(source["names"]),
             num_receivers=source["num_receivers"],
         )
-        self._depot.stage(number, push, tensors)
+        self._stager.stage(number, push, tensors)
 
     def weights_poll(self, number: int) -> dict[str, Any]:
         """How far it is."""
-        return self._depot.poll(number)
+        return self._stager.poll(number)
 
     def weights_drop(self, number: int) -> None:
         """Give it up."""
-        self._depot.drop(number)
+        self._stager.drop(number)
 
     def weights_commit(self, number: int) -> dict[str, Any]:
         """Swap; generation is paused."""
         with torch.no_grad():
-            return asdict(self._depot.commit(number))
+            return asdict(self._stager.commit(number))
 
     def weights_offer(self, token: str) -> dict[str, Any] | None:
         """Give the served weights to another engine's worker."""
-        return self._depot.offer(token)
+        return self._stager.offer(token)
 
     def weights_release(self) -> None:
         """Give back all memory that is not the model's."""
-        self._depot.release()
+        self._stager.release()
+
+    def weights_verify_adapter(self, directory: str) -> int:
+        """As `verify_adapter`, of this worker."""
+        return verify_adapter(self.model_runner, directory)
 
 
 class RunningModel:
-    """A worker's model as commits see it; see `holds.Model`."""
+    """A worker's model as commits see it; see `holds.ServedModel`."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -132,3 +149,98 @@ class RunningModel:
 
 def _infos(tensors: Sequence[Sequence[Any]]) -> tuple[TensorInfo, ...]:
     return tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
+
+
+ADAPTER_ID = 1
+
+_Slices: TypeAlias = list[torch.Tensor | None]
+
+
+def verify_adapter(model_runner: Any, directory: str) -> int:
+    """Compare what the worker computes with under `ADAPTER_ID` with the folder. Returns the tensors compared.
+
+    Experts of a mixture are not compared and not counted: vLLM keeps them in a layout of its own. Raises
+    RuntimeError on the first difference, if the adapter is not active, or if nothing could be compared.
+    """
+    manager = model_runner.lora_manager._adapter_manager
+    if ADAPTER_ID not in manager.lora_index_to_id:
+        raise RuntimeError("the worker has no adapter")
+    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    adapter = read_adapter(directory)
+    same: list[torch.Tensor] = []  # one flag a comparison: all are read at once, with one wait for the device
+    names: list[str] = []
+    found: set[str] = set()
+    with safe_open(Path(directory) / WEIGHTS_FILE, framework="pt") as file, torch.inference_mode():
+        for name, parts, layer in _layers(manager, adapter):
+            known = [part for part in parts if part in adapter.layers]
+            if not known:
+                same += [~stacked[slot].any() for stacked in layer.lora_b_stacked]
+                names += [name] * (len(same) - len(names))
+                continue
+            found.update(known)
+            for held, expected in _pairs(layer, slot, _wanted(layer, parts, adapter, file)):
+                same.append(_is_equal(held, expected))
+                names.append(name)
+    for name, is_same in zip(names, torch.stack(same).tolist() if same else (), strict=True):
+        if not is_same:
+            raise RuntimeError(f"layer {name} does not hold the adapter's tensors")
+    missing = [name for name in adapter.layers if name not in found and not is_expert(name)]
+    if missing:
+        raise RuntimeError(f"no layer of the worker takes the adapter's {missing[0]}")
+    if not found:
+        raise RuntimeError("no tensor of the adapter could be compared")
+    return 2 * len(found)
+
+
+def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], Any]]:
+    """The worker's layers that can be compared: name, the checkpoint's names of its slices, the layer.
+
+    The output head is one too, but without slices; it is compared only if the adapter has it.
+    """
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    rename = mapper.get_rename_mapper()._map_name if mapper is not None else str
+    checkpoint_names = {rename(f"{name}.weight").removesuffix(".weight"): name for name in adapter.layers}
+    for name, layer in manager.modules.items():
+        prefix, dot, leaf = name.rpartition(".")
+        own = [f"{prefix}{dot}{part}" for part in manager.packed_modules_mapping.get(leaf, [leaf])]
+        parts = [checkpoint_names.get(part, part) for part in own]
+        if hasattr(layer, "n_slices") or parts[0] in adapter.layers:
+            yield name, parts, layer
+
+
+def _wanted(layer: Any, parts: Sequence[str], adapter: Adapter, file: Any) -> tuple[_Slices, _Slices]:
+    """A and B of every slice as this worker should hold them, without the padding; None: nothing of the adapter."""
+    dtype = layer.lora_b_stacked[0].dtype
+    halves_a: _Slices = []
+    halves_b: _Slices = []
+    for part in parts:
+        if part not in adapter.layers:
+            halves_a.append(None)
+            halves_b.append(None)
+            continue
+        name_a, name_b = tensor_names(part)
+        halves_a.append(file.get_tensor(name_a).to(dtype))
+        halves_b.append(file.get_tensor(name_b).to(dtype) * adapter.layers[part].scaling)
+    if not hasattr(layer, "n_slices") or layer.tp_size == 1:  # every rank has a head's tensors whole
+        return halves_a, halves_b
+    if len(parts) == 1:
+        return [layer.slice_lora_a(halves_a[0])], [layer.slice_lora_b(halves_b[0])]
+    return layer.slice_lora_a(halves_a), layer.slice_lora_b(halves_b)
+
+
+def _pairs(
+    layer: Any, slot: int, wanted: tuple[_Slices, _Slices]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    for stacked, expected in zip((layer.lora_a_stacked, layer.lora_b_stacked), wanted, strict=True):
+        # A head's tensors are not in a list.
+        slices = [stacked] if isinstance(stacked, torch.Tensor) else stacked
+        for one, tensor in zip(slices, expected, strict=True):
+            yield one[slot, 0], tensor
+
+
+def _is_equal(held: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
+    """Whether `held` is `expected` and zeros around it."""
+    padded = torch.zeros_like(held)
+    if expected is not None:
+        padded[: expected.shape[0], : expected.shape[1]] = expected.to(held.device)
+    return (held == padded).all()

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from agentloop.engine import TensorInfo
-from agentloop_servers.weight_transfer.copy_plan import Plan, PlanRefused, apply, apply_fills, prove, trace
+from agentloop_servers.weight_transfer.copy_plan import CopyPlan, PlanRefused, apply, apply_fills, prove, trace
 
 NUM_LAYERS = 2
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERT_FFN, EXPERTS = 64, 4, 2, 16, 96, 32, 4
@@ -187,7 +187,9 @@ def compare(name: str, config: VllmConfig) -> dict[str, Any]:
     return found
 
 
-def unnoticed(plan: Plan, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def unnoticed(
+    plan: CopyPlan, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Tensors whose late arrival (the parameters have another version's values) the proof did not see."""
     missed = []
     for name, tensor in tensors.items():
@@ -198,7 +200,7 @@ def unnoticed(plan: Plan, parameters: Mapping[str, torch.Tensor], tensors: Mappi
 
 
 def experts(
-    model: torch.nn.Module, config: VllmConfig, plan: Plan, tensors: Mapping[str, torch.Tensor]
+    model: torch.nn.Module, config: VllmConfig, plan: CopyPlan, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
     """What is said of experts in another layout: of the same shape (gate and up changed places), and packed."""
     name, layer = next((name, layer) for name, layer in model.named_modules() if hasattr(layer, "w13_weight"))

@@ -15,7 +15,7 @@ import torch
 from agentloop.engine import PushSource, TensorInfo
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import view
-from agentloop_servers.weight_transfer.receiver import PassRestarted, Receiver
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Receiver
 from agentloop_servers.weight_transfer.sender import WeightSender
 
 TIMEOUT_S = 60.0
@@ -44,7 +44,7 @@ def receive(source: PushSource, stall_at: int) -> None:
                 for place in incoming.layout.in_bucket(bucket):
                     found[place.name] = view(data, place).clone()
             incoming.finish()
-        except PassRestarted:
+        except AttemptRestarted:
             continue
         say("done")
         return

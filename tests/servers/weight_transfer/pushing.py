@@ -18,7 +18,7 @@ import torch
 from agentloop.engine import PushSource, TensorInfo
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import view
-from agentloop_servers.weight_transfer.receiver import Incoming, PassRestarted, Receiver
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Incoming, Receiver
 from agentloop_servers.weight_transfer.sender import SendReport, WeightSender
 
 WAIT_S = 60.0
@@ -58,7 +58,7 @@ def collect(
                 for place in incoming.layout.in_bucket(bucket):
                     found[place.name] = view(data, place).clone()
             incoming.finish()
-        except PassRestarted:
+        except AttemptRestarted:
             if num_restarts is not None:
                 num_restarts.append(1)
             continue
@@ -141,7 +141,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def link_threads() -> int:
+def connection_threads() -> int:
     return sum(thread.name.startswith("weights-") for thread in threading.enumerate())
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from agentloop.engine import TensorInfo
 from agentloop_servers.weight_transfer.copy_plan import (
     Copy,
+    CopyPlan,
     Fill,
-    Plan,
     PlanRefused,
     Region,
     apply,
@@ -54,7 +54,7 @@ def infos(tensors: dict[str, torch.Tensor]) -> list[TensorInfo]:
     ]
 
 
-def loaded(load: Loader, tensors: dict[str, torch.Tensor] = TENSORS) -> tuple[Model, Plan]:
+def loaded(load: Loader, tensors: dict[str, torch.Tensor] = TENSORS) -> tuple[Model, CopyPlan]:
     """A model that was loaded by its plan, after a check that the plan does what the loader does."""
     model, reference = Model(load), Model(load)
     plan = trace(model, infos(tensors))
@@ -350,7 +350,7 @@ def test_the_proof_refuses_another_shape() -> None:
 
 def test_a_plan_can_be_written_by_hand() -> None:
     whole = Region(0, (2, 3), (3, 1))
-    plan = Plan((Copy("p", whole, "t", whole),), (Fill("q", Region(1, (2,), (1,)), 4.0),))
+    plan = CopyPlan((Copy("p", whole, "t", whole),), (Fill("q", Region(1, (2,), (1,)), 4.0),))
     assert plan.by_tensor == {"t": plan.copies}
     q = torch.zeros(4)
     apply_fills(plan, {"q": q})

@@ -1,139 +1,131 @@
-"""`verify_adapter` on layers like vLLM's, for what one CPU engine cannot show: shards, renamed layers, experts."""
+"""What is read of a LoRA folder without torch, and what is refused before vLLM sees it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentloop_servers.weight_transfer.adapter_files import tensor_names
-from agentloop_servers.weight_transfer.lora import verify_adapter
-from tests.support.adapters import write_adapter
+from agentloop.errors import CheckpointUnreadable
+from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
+from agentloop_servers.weight_transfer.lora import (
+    check_adapter,
+    read_adapter,
+    tensor_names,
+    write_zero_adapter,
+)
+from tests.support.adapters import ALL_LINEAR, POLICY, write_adapter
 
-MAX_RANK, RANK, SCALING = 8, 4, 2.0
-ATTENTION = "model.layers.0.self_attn"
-
-
-class Layer:
-    """A linear layer with slots, as one of `tp_size` tensor-parallel ranks holds it: `split` is "rows" for a layer
-    whose inputs are divided, "columns" for one whose outputs are."""
-
-    def __init__(self, shapes, split="columns", tp_size=1, tp_rank=0):
-        self.n_slices, self.tp_size = len(shapes), tp_size
-        self._split, self._rank = split, tp_rank
-        rows = tp_size if split == "columns" else 1
-        columns = tp_size if split == "rows" else 1
-        self.lora_a_stacked = [torch.zeros(1, 1, MAX_RANK, shape[1] // columns) for shape in shapes]
-        self.lora_b_stacked = [torch.zeros(1, 1, shape[0] // rows, MAX_RANK) for shape in shapes]
-
-    def slice_lora_a(self, a):
-        return self._sliced(a, 1) if self._split == "rows" else a
-
-    def slice_lora_b(self, b):
-        return self._sliced(b, 0) if self._split == "columns" else b
-
-    def load(self, halves):
-        """As vLLM loads an adapter: for every slice its A and its scaled B, or None."""
-        for index, half in enumerate(halves):
-            if half is not None:
-                a, b = half
-                if self.tp_size > 1:
-                    a, b = self.slice_lora_a(a), self.slice_lora_b(b)
-                self.lora_a_stacked[index][0, 0, : a.shape[0]] = a
-                self.lora_b_stacked[index][0, 0, :, : b.shape[1]] = b
-
-    def _sliced(self, tensor, dim):
-        if isinstance(tensor, list):
-            return [None if one is None else self._sliced(one, dim) for one in tensor]
-        return tensor.chunk(self.tp_size, dim)[self._rank]
-
-
-def worker(modules, packed=None, mapper=None):
-    model = SimpleNamespace(hf_to_vllm_mapper=mapper) if mapper is not None else SimpleNamespace()
-    packed = packed if packed is not None else {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    manager = SimpleNamespace(lora_index_to_id=[1], modules=modules, packed_modules_mapping=packed, model=model)
-    return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+LAYER = "model.layers.0.self_attn.k_proj"
+SERVED = inspect_checkpoint(str(POLICY)).tensors
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An adapter of the first layer's q, v and o projections; k has none."""
-    folder = write_adapter(tmp_path / "adapter", targets=("q_proj", "v_proj", "o_proj"))
+    return write_adapter(tmp_path / "adapter")
+
+
+def configure(folder: Path, **fields: object) -> str:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return str(folder)
+
+
+def change(folder: Path, add: dict[str, torch.Tensor], *, drop: str = "") -> str:
     path = folder / "adapter_model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(path).items() if ".layers.0." in name}, path)
-    return folder
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != drop}
+    save_file({**tensors, **add}, path)
+    return str(folder)
 
 
-def halves(folder: Path, name: str):
-    tensors = load_file(folder / "adapter_model.safetensors")
-    a, b = tensor_names(name)
-    return tensors[a], tensors[b] * SCALING
+def test_an_adapter_is_what_its_files_say(folder):
+    adapter = check_adapter(str(folder), 8, SERVED)
+    assert len(adapter.layers) == len(ALL_LINEAR) * 4
+    layer = adapter.layers[LAYER]
+    assert (layer.rank, layer.scaling, layer.shape) == (4, 2.0, SERVED[f"{LAYER}.weight"].shape)
+    tensors = load_file(folder / "adapter_model.safetensors").values()
+    assert adapter.num_bytes == sum(tensor.nbytes for tensor in tensors)
 
 
-def attention(folder: Path, tp_size=1, tp_rank=0):
-    q, v, o = (halves(folder, f"{ATTENTION}.{part}") for part in ("q_proj", "v_proj", "o_proj"))
-    shapes = [(b.shape[0], a.shape[1]) for a, b in (q, v, v)]
-    qkv = Layer(shapes, "columns", tp_size, tp_rank)
-    qkv.load([q, None, v])
-    out = Layer([(o[1].shape[0], o[0].shape[1])], "rows", tp_size, tp_rank)
-    out.load([o])
-    return {f"{ATTENTION}.qkv_proj": qkv, f"{ATTENTION}.o_proj": out}
+def test_the_scaling_is_that_of_peft(folder):
+    assert read_adapter(configure(folder, use_rslora=True)).layers[LAYER].scaling == 8 / 4**0.5
+    patterns = {"alpha_pattern": {"self_attn.k_proj": 2, "proj": 1}, "use_rslora": False}
+    layers = read_adapter(configure(folder, **patterns)).layers
+    assert layers[LAYER].scaling == 0.5
+    assert layers["model.layers.0.self_attn.q_proj"].scaling == 2.0  # "proj" begins at no dot
 
 
-@pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1)])
-def test_every_rank_holds_its_shard(folder, tp_size, tp_rank):
-    modules = attention(folder, tp_size, tp_rank)
-    assert verify_adapter(worker(modules), str(folder)) == 6
-    for name, layer in modules.items():
-        for stacked in (layer.lora_a_stacked[-1], layer.lora_b_stacked[-1]):
-            before = stacked.clone()
-            stacked[0, 0, -1, -1] += 1  # in the padding, even
-            with pytest.raises(RuntimeError, match=f"layer {name} does not hold"):
-                verify_adapter(worker(modules), str(folder))
-            stacked.copy_(before)
-    assert verify_adapter(worker(modules), str(folder)) == 6
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 0}, "rank 0"),
+        ({"r": "four"}, "adapter_config.json"),
+        ({"r": 3}, "not of rank 3"),
+        ({"rank_pattern": {"k_proj": 2}}, "not of rank 2"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+    ],
+)
+def test_a_configuration_that_vllm_cannot_follow_is_refused(folder, fields, message):
+    with pytest.raises(CheckpointUnreadable, match=message) as caught:
+        check_adapter(configure(folder, **fields), 8)
+    assert caught.value.param == "adapter"
+    assert "\n" not in str(caught.value)
 
 
-def test_another_rank_s_shard_is_found(folder):
-    modules, others = attention(folder, 2, 0), attention(folder, 2, 1)
-    modules[f"{ATTENTION}.o_proj"].lora_a_stacked = others[f"{ATTENTION}.o_proj"].lora_a_stacked
-    with pytest.raises(RuntimeError, match=r"o_proj does not hold"):
-        verify_adapter(worker(modules), str(folder))
+def test_a_rank_above_the_engine_s_is_refused(folder):
+    with pytest.raises(CheckpointUnreadable, match=r"has rank 4, the engine takes 2"):
+        check_adapter(str(folder), 2)
 
 
-def test_a_layer_that_the_worker_lacks_is_found(folder):
-    modules = attention(folder)
-    del modules[f"{ATTENTION}.o_proj"]
-    with pytest.raises(RuntimeError, match="o_proj"):
-        verify_adapter(worker(modules), str(folder))
+def test_tensors_that_do_not_belong_are_refused(folder, tmp_path):
+    name_a, name_b = tensor_names(LAYER)
+    wide = {name_a: torch.zeros(4, 7), name_b: torch.zeros(64, 4)}
+    cases = [
+        ({"base_model.model.lm_head.weight": torch.zeros(2, 2)}, "", "lm_head.weight is not a lora_A or lora_B"),
+        ({}, name_b, f"layer {LAYER} has no lora_B"),
+        (wide, "", f"layer {LAYER} is for a weight"),
+        (dict(zip(tensor_names("model.layers.9.self_attn.k_proj"), wide.values(), strict=True)), "", "no layer"),
+    ]
+    for number, (add, drop, message) in enumerate(cases):
+        other = write_adapter(tmp_path / str(number))
+        with pytest.raises(CheckpointUnreadable, match=message):
+            check_adapter(change(other, add, drop=drop), 8, SERVED)
 
 
-def test_a_worker_without_an_adapter_is_found(folder):
-    empty = worker(attention(folder))
-    empty.lora_manager._adapter_manager.lora_index_to_id = [None]
-    with pytest.raises(RuntimeError, match="no adapter"):
-        verify_adapter(empty, str(folder))
+def test_a_folder_that_is_no_adapter_is_refused(folder, tmp_path):
+    with pytest.raises(CheckpointUnreadable, match=r"no adapter_config\.json"):
+        check_adapter(str(POLICY), 8)
+    weights = folder / "adapter_model.safetensors"
+    weights.rename(folder / "model.safetensors")
+    with pytest.raises(CheckpointUnreadable, match="one file"):
+        check_adapter(str(folder), 8)
+    (folder / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(CheckpointUnreadable):
+        check_adapter(str(folder), 8)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointUnreadable, match="no safetensors file"):
+        check_adapter(str(folder), 8)
 
 
-def test_layers_that_vllm_calls_otherwise_are_compared(folder):
-    rename = SimpleNamespace(_map_name=lambda name: f"language_model.{name}")
-    mapper = SimpleNamespace(get_rename_mapper=lambda: rename)
-    modules = {f"language_model.{name}": layer for name, layer in attention(folder).items()}
-    assert verify_adapter(worker(modules, mapper=mapper), str(folder)) == 6
-    modules[f"language_model.{ATTENTION}.o_proj"].lora_b_stacked[0].zero_()
-    with pytest.raises(RuntimeError, match="does not hold"):
-        verify_adapter(worker(modules, mapper=mapper), str(folder))
+def test_the_zero_adapter_fits_the_model_and_is_zero(tmp_path):
+    write_zero_adapter(str(POLICY), str(tmp_path))
+    adapter = check_adapter(str(tmp_path), 1, SERVED)
+    assert len(adapter.layers) == 1
+    assert all(not tensor.any() for tensor in load_file(tmp_path / "adapter_model.safetensors").values())
 
 
-def test_experts_are_not_counted(folder):
-    path = folder / "adapter_model.safetensors"
-    experts = dict(
-        zip(tensor_names("model.layers.0.mlp.experts.0.up_proj"), (torch.ones(4, 8), torch.ones(8, 4)), strict=True)
-    )
-    save_file({**load_file(path), **experts}, path)
-    modules = attention(folder)
-    modules["model.layers.0.mlp.experts"] = SimpleNamespace(lora_b_stacked=[torch.ones(1, 4, 8, 8)])
-    assert verify_adapter(worker(modules), str(folder)) == 6
+def test_a_model_without_weights_says_the_shape_in_its_config(tmp_path):
+    model, folder = tmp_path / "model", tmp_path / "zero"
+    model.mkdir()
+    folder.mkdir()
+    with pytest.raises(CheckpointUnreadable, match="does not tell the shape"):
+        write_zero_adapter(str(model), str(folder))
+    (model / "config.json").write_bytes((POLICY / "config.json").read_bytes())
+    write_zero_adapter(str(model), str(folder))
+    check_adapter(str(folder), 1, SERVED)

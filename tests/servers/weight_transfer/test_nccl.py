@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentloop_servers.weight_transfer.transports.base import LaneBroken
+from agentloop_servers.weight_transfer.transports.base import TransportBroken
 from agentloop_servers.weight_transfer.transports.nccl import check_settings, settings
 
 
@@ -31,5 +31,5 @@ def test_settings_that_would_hang_a_broadcast_are_named(
     theirs: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
-    with pytest.raises(LaneBroken, match=reason):
+    with pytest.raises(TransportBroken, match=reason):
         check_settings(theirs)

@@ -13,17 +13,17 @@ import torch
 
 from agentloop.errors import CheckpointUnreadable, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
-from agentloop_servers.weight_transfer.receiver import RECEIVE_LANES, PassRestarted, Receiver
-from agentloop_servers.weight_transfer.route import Transport
-from agentloop_servers.weight_transfer.sender import SEND_LANES
-from agentloop_servers.weight_transfer.transports.base import LaneBroken
-from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveLane, ShmSendLane
+from agentloop_servers.weight_transfer.receiver import RECEIVE_TRANSPORTS, AttemptRestarted, Receiver
+from agentloop_servers.weight_transfer.sender import SEND_TRANSPORTS
+from agentloop_servers.weight_transfer.transports.base import TransportBroken
+from agentloop_servers.weight_transfer.transports.handshake import TransportKind
+from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport, ShmSendTransport
 from tests.servers.weight_transfer.pushing import (
     WAIT_S,
     Stage,
     collect,
+    connection_threads,
     leaving_no_files,
-    link_threads,
     outgoing,
     same,
     to_workers,
@@ -42,7 +42,7 @@ def stage() -> Iterator[Stage]:
         stage.close()
 
 
-class ZeroLane(ShmReceiveLane):
+class ZeroLane(ShmReceiveTransport):
     """Succeeds, and delivers zeros: what a transport that disabled itself looks like."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -50,7 +50,7 @@ class ZeroLane(ShmReceiveLane):
             yield bucket, torch.zeros_like(data)
 
 
-class BrokenLane(ShmSendLane):
+class BrokenLane(ShmSendTransport):
     """Breaks at bucket 2 of the first `num_broken` passes though nobody is lost."""
 
     num_broken = 1
@@ -62,7 +62,7 @@ class BrokenLane(ShmSendLane):
     def send(self, bucket: int, buffer: int) -> None:
         if bucket == 2 and self.num_left > 0:
             self.num_left -= 1
-            raise LaneBroken("the wire is cut")
+            raise TransportBroken("the wire is cut")
         super().send(bucket, buffer)
 
 
@@ -78,7 +78,7 @@ def test_several_workers_get_what_was_sent(stage):
     report = stage.run(sender).result(WAIT_S)
     assert all(same(one.result(WAIT_S), sent) for one in arriving)
     assert report.num_bytes == sum(tensor.nbytes for tensor in sent.values())
-    assert (report.transports, report.num_passes, report.num_receivers) == (("shm",), 1, 3)
+    assert (report.transports, report.num_attempts, report.num_receivers) == (("shm",), 1, 3)
     assert report.failures == ()
     assert report.transfer_ms > 0
 
@@ -114,14 +114,14 @@ def test_later_updates_use_the_same_links(stage):
         arriving = [stage.receive(receiver, source) for receiver in receivers]
         assert stage.run(sender).result(WAIT_S).num_receivers == 2
         assert all(same(one.result(WAIT_S), sent) for one in arriving)
-        num_threads.append(link_threads())
+        num_threads.append(connection_threads())
     assert len(set(num_threads)) == 1
     sender.release()  # and they survive that the buffers are made anew
     source = to_workers(sender.offer(outgoing(sent)), 2)
     arriving = [stage.receive(receiver, source) for receiver in receivers]
     assert stage.run(sender).result(WAIT_S).num_receivers == 2
     assert all(same(one.result(WAIT_S), sent) for one in arriving)
-    assert link_threads() == num_threads[-1]
+    assert connection_threads() == num_threads[-1]
 
 
 def test_another_worker_may_join_and_one_may_be_gone_at_the_next_update(stage):
@@ -138,7 +138,7 @@ def test_another_worker_may_join_and_one_may_be_gone_at_the_next_update(stage):
 def test_zeros_instead_of_the_data_are_refused(stage):
     sent, sender = weights(), stage.sender()
     source = to_workers(sender.offer(outgoing(sent)), 2)
-    blind = stage.receive(stage.receiver(0, lanes={**RECEIVE_LANES, Transport.SHM: ZeroLane}), source)
+    blind = stage.receive(stage.receiver(0, lanes={**RECEIVE_TRANSPORTS, TransportKind.SHM: ZeroLane}), source)
     sound = stage.receive(stage.receiver(1), source)
     report = stage.run(sender).result(WAIT_S)
     with pytest.raises(CheckpointUnreadable, match="5 of 5 buckets did not arrive"):
@@ -151,7 +151,7 @@ def test_zeros_instead_of_the_data_are_refused(stage):
 def test_an_update_that_reaches_nobody_fails(stage):
     sender = stage.sender()
     source = to_workers(sender.offer(outgoing(weights())), 1)
-    arriving = stage.receive(stage.receiver(0, lanes={**RECEIVE_LANES, Transport.SHM: ZeroLane}), source)
+    arriving = stage.receive(stage.receiver(0, lanes={**RECEIVE_TRANSPORTS, TransportKind.SHM: ZeroLane}), source)
     with pytest.raises(WeightUpdateFailed, match=r"no worker is left.*did not arrive"):
         stage.run(sender).result(WAIT_S)
     with pytest.raises(CheckpointUnreadable):
@@ -165,7 +165,7 @@ def test_one_phase_bytes_flow_only_once_all_have_committed(stage):
         stage.submit(stage.receiver(rank).open, source, can_hold=rank == 0, timeout_s=WAIT_S) for rank in range(2)
     ]
     started = threading.Event()
-    running = stage.run(sender, before_pass=started.set)
+    running = stage.run(sender, before_attempt=started.set)
     first, second = (one.result(WAIT_S) for one in opening)
     assert first.is_one_phase
     assert second.is_one_phase
@@ -190,13 +190,13 @@ def test_one_phase_a_worker_that_gives_up_does_not_hold_the_others(stage):
     second.fail("its pause failed")
     report = running.result(WAIT_S)
     assert same(arriving.result(WAIT_S), sent)
-    assert (report.num_receivers, report.num_passes) == (1, 1)
+    assert (report.num_receivers, report.num_attempts) == (1, 1)
     assert "its pause failed" in report.failures[0]
 
 
 def test_a_broken_pass_is_sent_again_and_every_load_is_called_once_a_pass(stage):
     sent, loads, num_begun, num_restarts = weights(), [], [], []
-    sender = stage.sender(lanes={**SEND_LANES, Transport.SHM: BrokenLane})
+    sender = stage.sender(lanes={**SEND_TRANSPORTS, TransportKind.SHM: BrokenLane})
 
     def load(name: str) -> torch.Tensor:
         loads.append(name)
@@ -205,15 +205,15 @@ def test_a_broken_pass_is_sent_again_and_every_load_is_called_once_a_pass(stage)
     items = [Outgoing(item.info, lambda name=item.info.name: load(name)) for item in outgoing(sent)]
     source = to_workers(sender.offer(items), 2)
     arriving = [stage.receive(stage.receiver(rank), source, num_restarts=num_restarts) for rank in range(2)]
-    report = stage.run(sender, before_pass=lambda: num_begun.append(1)).result(WAIT_S)
+    report = stage.run(sender, before_attempt=lambda: num_begun.append(1)).result(WAIT_S)
     assert all(same(one.result(WAIT_S), sent) for one in arriving)
-    assert (report.num_passes, report.num_receivers) == (2, 2)
+    assert (report.num_attempts, report.num_receivers) == (2, 2)
     assert len(num_begun) == len(num_restarts) == 2
     assert loads == [*sent, *sent]
 
 
 def test_a_lane_that_never_holds_ends_the_update(stage):
-    sender = stage.sender(lanes={**SEND_LANES, Transport.SHM: AlwaysBrokenLane})
+    sender = stage.sender(lanes={**SEND_TRANSPORTS, TransportKind.SHM: AlwaysBrokenLane})
     source = to_workers(sender.offer(outgoing(weights())), 1)
     arriving = stage.receive(stage.receiver(), source)
     with pytest.raises(WeightUpdateFailed, match=r"3 passes broke off.*the wire is cut"):
@@ -269,7 +269,7 @@ def test_a_worker_that_fails_in_the_middle_is_left_out(stage):
     report = stage.run(sender).result(WAIT_S)
     failing.result(WAIT_S)
     assert same(whole.result(WAIT_S), sent)
-    assert (report.num_receivers, report.num_passes) == (1, 2)
+    assert (report.num_receivers, report.num_attempts) == (1, 2)
     assert "no memory" in report.failures[0]
 
 
@@ -343,7 +343,7 @@ def test_deadlines_end_both_sides(stage):
     sender = stage.sender()
     source = to_workers(sender.offer(outgoing(weights())), 2)
     arriving = stage.receive(stage.receiver(), source)
-    until(lambda: link_threads() > 1)
+    until(lambda: connection_threads() > 1)
     time.sleep(0.2)
     with pytest.raises(WeightUpdateFailed, match="1 of 2 workers connected"):
         sender.run(0.3)
@@ -383,7 +383,7 @@ def test_impossible_requests_are_refused(stage):
 
 
 def test_closing_ends_everything(stage):
-    before = link_threads()
+    before = connection_threads()
     sent, sender, receiver = weights(), stage.sender(), stage.receiver()
     source = to_workers(sender.offer(outgoing(sent)), 1)
     arriving = stage.receive(receiver, source)
@@ -392,14 +392,14 @@ def test_closing_ends_everything(stage):
     sender.close()
     sender.close()
     receiver.close()
-    until(lambda: link_threads() <= before)
+    until(lambda: connection_threads() <= before)
     with pytest.raises(CheckpointUnreadable, match="no connection"):
         receiver.open(source, can_hold=True, timeout_s=1.0)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_leaves_at_whatever_moment_the_others_get_everything(stage, seed):
-    """Two of four workers leave at random moments, in random ways; kept links are used by the second update."""
+    """Two of four workers leave at random moments, in random ways; the second update uses kept connections."""
     moments = random.Random(seed)
     sender, receivers = stage.sender(), [stage.receiver(rank) for rank in range(4)]
     for _ in range(2):
@@ -409,7 +409,7 @@ def test_whoever_leaves_at_whatever_moment_the_others_get_everything(stage, seed
         def leaves(receiver: Receiver, bucket: int, delay_s: float, is_abort: bool, source=source) -> None:
             incoming = receiver.open(source, can_hold=True, timeout_s=WAIT_S)
             timer = threading.Timer(delay_s, incoming.abort)
-            with contextlib.suppress(CheckpointUnreadable, PassRestarted):
+            with contextlib.suppress(CheckpointUnreadable, AttemptRestarted):
                 if is_abort:
                     timer.start()
                 for number, _ in incoming.buckets():

@@ -52,7 +52,7 @@ def test_the_survivors_of_a_killed_receiver_get_a_fresh_pass(stage):
     assert time.monotonic() - killed_at < NOTICE_S
     assert all(same(one.result(WAIT_S), sent) for one in arriving)
     assert line(sound) == "done"
-    assert (report.num_passes, report.num_receivers) == (2, 3)
+    assert (report.num_attempts, report.num_receivers) == (2, 3)
     assert "was lost" in report.failures[0]
 
 
@@ -107,7 +107,7 @@ def test_strangers_during_a_push_change_nothing(stage):
         ]
         report = stage.run(sender).result(WAIT_S)
     assert all(same(one.result(WAIT_S), sent) for one in arriving)
-    assert (report.num_passes, report.num_receivers) == (1, 2)
+    assert (report.num_attempts, report.num_receivers) == (1, 2)
 
 
 def test_whole_processes_on_both_sides(stage):

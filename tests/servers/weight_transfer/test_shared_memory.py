@@ -12,12 +12,12 @@ import torch
 from agentloop.engine import TensorInfo
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import lay_out
-from agentloop_servers.weight_transfer.transports.acks import Mapped, Setup, post, take
-from agentloop_servers.weight_transfer.transports.base import LaneBroken
+from agentloop_servers.weight_transfer.transports.base import TransportBroken
+from agentloop_servers.weight_transfer.transports.handshake import BuffersMapped, MapBuffers, post, take
 from agentloop_servers.weight_transfer.transports.shared_memory import (
     FOLDER,
     PREFIX,
-    ShmReceiveLane,
+    ShmReceiveTransport,
     create_buffer,
     create_pair,
     unlink,
@@ -34,7 +34,7 @@ class LoopWire:
         self.bodies: list[bytes] = []
 
     @property
-    def link_id(self) -> int:
+    def connection_id(self) -> int:
         return 1
 
     def post(self, body: bytes) -> None:
@@ -67,17 +67,17 @@ def test_no_room_is_an_error_and_leaves_no_file():
 
 
 def test_a_mapping_shows_what_the_sender_wrote():
-    buffer, wire, lane = create_buffer(LAYOUT.largest_bucket), LoopWire(), ShmReceiveLane(CPU)
-    post(wire, Setup([buffer.export], LAYOUT.largest_bucket))
+    buffer, wire, lane = create_buffer(LAYOUT.largest_bucket), LoopWire(), ShmReceiveTransport(CPU)
+    post(wire, MapBuffers([buffer.export], LAYOUT.largest_bucket))
     lane.begin(wire, LAYOUT)
     unlink([buffer])
-    assert take(wire, Mapped).error is None
-    post(wire, Setup([buffer.export], LAYOUT.largest_bucket))  # without its name, but still mapped
+    assert take(wire, BuffersMapped).error is None
+    post(wire, MapBuffers([buffer.export], LAYOUT.largest_bucket))  # without its name, but still mapped
     lane.begin(wire, LAYOUT)
-    assert take(wire, Mapped).error is None
+    assert take(wire, BuffersMapped).error is None
     lane.close()
-    post(wire, Setup([buffer.export], LAYOUT.largest_bucket))
-    with pytest.raises(LaneBroken):
+    post(wire, MapBuffers([buffer.export], LAYOUT.largest_bucket))
+    with pytest.raises(TransportBroken):
         lane.begin(wire, LAYOUT)
 
 
@@ -96,10 +96,10 @@ def test_a_mapping_shows_what_the_sender_wrote():
 )
 def test_only_a_senders_own_files_are_mapped(path):
     wire = LoopWire()
-    post(wire, Setup([path.encode()], 2**20))
-    with pytest.raises(LaneBroken, match="not a buffer's"):
-        ShmReceiveLane(CPU).begin(wire, LAYOUT)
-    assert "not a buffer's" in (take(wire, Mapped).error or "")
+    post(wire, MapBuffers([path.encode()], 2**20))
+    with pytest.raises(TransportBroken, match="not a buffer's"):
+        ShmReceiveTransport(CPU).begin(wire, LAYOUT)
+    assert "not a buffer's" in (take(wire, BuffersMapped).error or "")
 
 
 def test_links_and_short_files_are_not_mapped(tmp_path):
@@ -110,9 +110,9 @@ def test_links_and_short_files_are_not_mapped(tmp_path):
     try:
         for path in (os.fsdecode(real.export), str(link)):
             wire = LoopWire()
-            post(wire, Setup([path.encode()], 2**20))
-            with pytest.raises(LaneBroken):
-                ShmReceiveLane(CPU).begin(wire, LAYOUT)
+            post(wire, MapBuffers([path.encode()], 2**20))
+            with pytest.raises(TransportBroken):
+                ShmReceiveTransport(CPU).begin(wire, LAYOUT)
     finally:
         link.unlink()
         unlink([real])
@@ -120,6 +120,6 @@ def test_links_and_short_files_are_not_mapped(tmp_path):
 
 def test_buffers_smaller_than_a_bucket_are_refused():
     wire = LoopWire()
-    post(wire, Setup([b"/dev/shm/agentloop-x"], 100))
-    with pytest.raises(LaneBroken, match="smaller"):
-        ShmReceiveLane(CPU).begin(wire, LAYOUT)
+    post(wire, MapBuffers([b"/dev/shm/agentloop-x"], 100))
+    with pytest.raises(TransportBroken, match="smaller"):
+        ShmReceiveTransport(CPU).begin(wire, LAYOUT)

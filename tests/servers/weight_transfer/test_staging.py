@@ -1,4 +1,4 @@
-"""A worker's depot over a small torch model: which way an update takes, and that the commit proves what it did."""
+"""A worker's stager over a small torch model: which way an update takes, and that the commit proves what it did."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from agentloop.engine import PushSource, TensorInfo, TensorNames
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import lay_out
-from agentloop_servers.weight_transfer.receiver import PassRestarted
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted
 from agentloop_servers.weight_transfer.sender import WeightSender
-from agentloop_servers.weight_transfer.spot_checks import Read
 from agentloop_servers.weight_transfer.staged_weights import Swap, Tensors, receive
-from agentloop_servers.weight_transfer.staging import Depot
+from agentloop_servers.weight_transfer.staging import WeightStager
+from agentloop_servers.weight_transfer.verify import Read
 
 ROWS, COLUMNS = 12, 8
 NAMES = ("left.weight", "right.weight", "norm.weight")
@@ -44,7 +44,7 @@ class TwoInOne(torch.nn.Module):
 
 
 class PlainModel:
-    """See `holds.Model`. `num_reloads` counts the loads through the model's own loader."""
+    """See `holds.ServedModel`. `num_reloads` counts the loads through the model's own loader."""
 
     def __init__(self, module: TwoInOne) -> None:
         self.module = module
@@ -97,14 +97,14 @@ def infos() -> list[TensorInfo]:
 
 
 class Site:
-    """A depot, its model, and a trainer that listens."""
+    """A stager, its model, and a trainer that listens."""
 
     def __init__(
         self, kind: type[PlainModel] = PlainModel, *, staging: str = "auto", can_trace: bool = True
     ) -> None:
         self.module = TwoInOne()
         self.model = kind(self.module)
-        self.depot = Depot(
+        self.stager = WeightStager(
             self.model, self.module, torch.device("cpu"), 0, staging=staging, can_trace=can_trace, timeout_s=20.0
         )
         self.sender = WeightSender(bucket_bytes=1024)
@@ -115,7 +115,7 @@ class Site:
         """As the engine's own start does."""
         save_file(weights(seed), directory / "model.safetensors")
         self.module.load_weights(iter(weights(seed).items()))
-        self.depot.prepare(str(directory), infos())
+        self.stager.prepare(str(directory), infos())
 
     def offer(self, seed: int, *, is_reversed: bool = False) -> PushSource:
         items = [
@@ -130,18 +130,18 @@ class Site:
 
     def stage(self, source: PushSource | str) -> dict[str, object]:
         self.num_stages += 1
-        self.depot.stage(self.num_stages, source, infos())
+        self.stager.stage(self.num_stages, source, infos())
         return self.wait()
 
     def wait(self) -> dict[str, object]:
         deadline_at = time.monotonic() + 20.0
-        while (state := self.depot.poll(self.num_stages))["state"] == "receiving":
+        while (state := self.stager.poll(self.num_stages))["state"] == "receiving":
             assert time.monotonic() < deadline_at
             time.sleep(0.005)
         return state
 
     def commit(self) -> Swap:
-        swap = self.depot.commit(self.num_stages)
+        swap = self.stager.commit(self.num_stages)
         if self.trainer is not None:
             self.trainer.join(20.0)
             assert not self.trainer.is_alive()
@@ -154,7 +154,7 @@ class Site:
         assert torch.equal(self.module.norm.data, expected["norm.weight"])
 
     def close(self) -> None:
-        self.depot.release()
+        self.stager.release()
         self.sender.close()
 
 
@@ -179,7 +179,7 @@ def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Site, t
 def test_a_plan_serves_tensors_in_any_order(site: Site, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     source = site.offer(seed=2, is_reversed=True)
-    site.depot.stage(1, source, source.tensors)
+    site.stager.stage(1, source, source.tensors)
     site.num_stages = 1
     assert site.wait()["state"] == "held"
     site.commit()
@@ -255,22 +255,22 @@ def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Site, t
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
     site.num_stages += 1
-    site.depot.stage(site.num_stages, replace(offer, num_receivers=1), infos())
+    site.stager.stage(site.num_stages, replace(offer, num_receivers=1), infos())
     site.sender.close()
     state = site.wait()
     assert state["state"] == "failed"
     assert state["error"]
     with pytest.raises(RuntimeError, match="nothing is held"):
-        site.depot.commit(site.num_stages)
+        site.stager.commit(site.num_stages)
     site.assert_holds(1)
 
 
 def test_a_dropped_stage_lets_go_of_the_trainer(site: Site, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
-    site.depot.stage(1, replace(offer, num_receivers=2), infos())  # the other one never comes
-    site.depot.drop(1)
-    assert site.depot.poll(1)["state"] == "failed"
+    site.stager.stage(1, replace(offer, num_receivers=2), infos())  # the other one never comes
+    site.stager.drop(1)
+    assert site.stager.poll(1)["state"] == "failed"
     site.num_stages = 1
     assert site.stage(site.offer(seed=3))["state"] == "held"
     site.commit()
@@ -286,7 +286,7 @@ def test_what_was_pushed_can_be_given_on(can_trace: bool, tmp_path: Path) -> Non
         other.load(tmp_path, seed=1)
         site.stage(site.offer(seed=2))
         site.commit()
-        given = site.depot.offer("a token")
+        given = site.stager.offer("a token")
         assert given is not None
         tensors = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in given["tensors"])
         source = PushSource((given["address"],), "a token", tensors, TensorNames(given["names"]), num_receivers=1)
@@ -305,20 +305,20 @@ def test_a_pass_that_restarts_while_it_is_compared_is_received_again() -> None:
 
     class Restarting:
         layout = lay_out([info])
-        num_passes = 0
+        num_attempts = 0
 
         def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-            self.num_passes += 1
+            self.num_attempts += 1
             yield 0, data
 
         def finish(self) -> None:
-            if self.num_passes == 1:
-                raise PassRestarted("another worker was lost")
+            if self.num_attempts == 1:
+                raise AttemptRestarted("another worker was lost")
 
     incoming, found = Restarting(), []
     receive(incoming, lambda name, tensor: found.append((name, tensor.tolist())))  # type: ignore[arg-type]
     assert found == [("a", [1.0, 2.0])] * 2
-    assert incoming.num_passes == 2
+    assert incoming.num_attempts == 2
 
 
 def view_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ async def main(rank: int, url: str) -> dict[str, str]:
     passes: list[FakeSender] = []
 
     def make_sender(host: str, transport: str) -> FakeSender:
-        passes.append(FakeSender(host, transport, num_passes=3))
+        passes.append(FakeSender(host, transport, num_attempts=3))
         return passes[-1]
 
     async with RolloutClient(url, retry_timeout_s=5.0) as client:

@@ -2,12 +2,13 @@
 
 A *pass* sends every bucket once, in order. The sender owns two pack buffers and fills them in turn; a lane takes
 the packed bytes to its peers. One lane object serves all peers of one transport on the sender and lives as long as
-the `WeightSender`; on the receiver there is one a link, which lives as long as the link. So a lane may keep what is
-dear to make (an NCCL communicator, mapped memory) from one pass to the next, if the links are the same.
+the `WeightSender`; on the receiver there is one a connection, which lives as long as the connection. So a lane may
+keep what is dear to make (an NCCL communicator, mapped memory) from one pass to the next, if the connections are
+the same.
 
 Who calls, from which thread: everything but `abort` comes from one thread (the one in `WeightSender.run`, or the
 one that iterates `Incoming.buckets`). `abort` comes from any thread, at any moment, more than once. A lane never
-waits without calling `Wire.check` (or `Wire.take`, which does) at least every 50 ms: that is how it learns that a
+waits without calling `Peer.check` (or `Peer.take`, which does) at least every 50 ms: that is how it learns that a
 peer died, that the pass was given up, or that time is over.
 """
 
@@ -22,7 +23,7 @@ import torch
 from agentloop_servers.weight_transfer.layout import Layout
 
 
-class LaneBroken(Exception):
+class TransportBroken(Exception):
     """The pass cannot go on: a peer is gone, it was given up, or time is over. `str()` is one clear line."""
 
 
@@ -37,53 +38,53 @@ class Buffer:
     export: bytes
 
 
-class Wire(Protocol):
-    """The link to one peer, as a lane sees it during one pass. Messages are small and the lane's own.
+class Peer(Protocol):
+    """The connection to one peer, as a lane sees it during one pass. Messages are small and the lane's own.
 
     Messages of an earlier pass never show up in a later one.
     """
 
     @property
-    def link_id(self) -> int:
-        """Names the connection within this process: the same value in a later pass is the same live link."""
+    def connection_id(self) -> int:
+        """Names the connection within this process: the same value in a later pass is the same live connection."""
 
     def post(self, body: bytes) -> None:
-        """Send a message. Raises LaneBroken."""
+        """Send a message. Raises TransportBroken."""
 
     def take(self) -> bytes:
-        """The peer's next message. Raises LaneBroken as `check` does."""
+        """The peer's next message. Raises TransportBroken as `check` does."""
 
     def check(self) -> None:
-        """Raise LaneBroken if the pass is over for *any* peer, by whatever reason, or its deadline has passed.
+        """Raise TransportBroken if the pass is over for *any* peer, by whatever reason, or its deadline has passed.
 
-        Costs microseconds; it looks at flags that the links' own threads set.
+        Costs microseconds; it looks at flags that the connections' own threads set.
         """
 
 
-class SendLane(Protocol):
+class SendTransport(Protocol):
     """The sender's half. Constructed as `XSendLane(device)`, `device` being where the pack buffers are."""
 
-    def begin(self, peers: Sequence[Wire], layout: Layout, buffers: Sequence[Buffer]) -> None:
+    def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         """Get ready for a pass: exchange what the transport needs (the peers are in their `begin` now).
 
         `buffers` stay valid until `finish` returned or `abort` was called; keep no reference to them after that.
-        Raises LaneBroken; the caller then calls `abort`.
+        Raises TransportBroken; the caller then calls `abort`.
         """
 
     def send(self, bucket: int, buffer: int) -> None:
         """Start sending `buffers[buffer].data[:layout.bucket_sizes[bucket]]` to all peers, as bucket `bucket`.
 
-        The bytes were packed by work on the current stream. May return before they left. Raises LaneBroken.
+        The bytes were packed by work on the current stream. May return before they left. Raises TransportBroken.
         """
 
     def wait_free(self, buffer: int) -> None:
-        """Return once `buffer` may be written again by work on the current stream. Raises LaneBroken."""
+        """Return once `buffer` may be written again by work on the current stream. Raises TransportBroken."""
 
     def finish(self) -> None:
-        """Return once all that was sent has left. Raises LaneBroken."""
+        """Return once all that was sent has left. Raises TransportBroken."""
 
     def abort(self) -> None:
-        """Give the pass up now, from any thread; what waits in another method raises LaneBroken soon.
+        """Give the pass up now, from any thread; what waits in another method raises TransportBroken soon.
 
         Idempotent, never raises, and a later `begin` starts afresh.
         """
@@ -92,24 +93,24 @@ class SendLane(Protocol):
         """Free everything. Idempotent; no pass is running."""
 
 
-class ReceiveLane(Protocol):
+class ReceiveTransport(Protocol):
     """The receiver's half. Constructed as `XReceiveLane(device)`, `device` being where buckets must arrive."""
 
-    def begin(self, wire: Wire, layout: Layout) -> None:
-        """Get ready for a pass: the counterpart of `SendLane.begin`. Raises LaneBroken."""
+    def begin(self, wire: Peer, layout: Layout) -> None:
+        """Get ready for a pass: the counterpart of `SendTransport.begin`. Raises TransportBroken."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Every bucket in order, as `(index, uint8 tensor of layout.bucket_sizes[index] bytes)` on the device.
 
         The tensor is filled for work on the current stream, and valid until the next iteration: work on it that was
-        put on the current stream by then is ordered before its memory is used again. Raises LaneBroken.
+        put on the current stream by then is ordered before its memory is used again. Raises TransportBroken.
         """
 
     def finish(self) -> None:
-        """The pass is over and every bucket was consumed: let go of the sender's memory. Raises LaneBroken."""
+        """The pass is over and every bucket was consumed: let go of the sender's memory. Raises TransportBroken."""
 
     def abort(self) -> None:
-        """As `SendLane.abort`."""
+        """As `SendTransport.abort`."""
 
     def close(self) -> None:
         """Free everything. Idempotent; no pass is running."""

@@ -17,16 +17,16 @@ import torch
 
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.acks import (
+from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.handshake import (
     AckedPeers,
     BucketConsumed,
-    Mapped,
-    Setup,
+    BuffersMapped,
+    MapBuffers,
     post,
     ready_buckets,
     take,
 )
-from agentloop_servers.weight_transfer.transports.base import Buffer, LaneBroken, Wire
 
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -86,9 +86,9 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, handle: bytes, num_bytes: int, device: torch.device) -> DeviceMemory:
-        """Map another process's allocation. Raises DriverError, LaneBroken."""
+        """Map another process's allocation. Raises DriverError, TransportBroken."""
         if len(handle) != HANDLE_BYTES:
-            raise LaneBroken("an IPC handle has another length")
+            raise TransportBroken("an IPC handle has another length")
         pointer = ctypes.c_uint64()
         with _context(device):
             _call(
@@ -115,19 +115,19 @@ class DeviceMemory:
                 _call(self._release, ctypes.c_uint64(pointer))
 
 
-class IpcSendLane:
-    """See `lanes.SendLane`."""
+class IpcSendTransport:
+    """See `lanes.SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peers: AckedPeers | None = None
 
-    def begin(self, peers: Sequence[Wire], layout: Layout, buffers: Sequence[Buffer]) -> None:
+    def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self._peers = AckedPeers(peers, buffers)
 
     def send(self, bucket: int, buffer: int) -> None:
         if self._peers is None:
-            raise LaneBroken("the pass was given up")
+            raise TransportBroken("the pass was given up")
         torch.cuda.current_stream(self._device).synchronize()  # the workers' streams know nothing of ours
         self._peers.ready(bucket, buffer)
 
@@ -147,33 +147,33 @@ class IpcSendLane:
         self._peers = None
 
 
-class IpcReceiveLane:
-    """See `lanes.ReceiveLane`. The sender's memory is mapped from `begin` to the end of `buckets`."""
+class IpcReceiveTransport:
+    """See `lanes.ReceiveTransport`. The sender's memory is mapped from `begin` to the end of `buckets`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mapped: list[DeviceMemory] = []
-        self._wire: Wire | None = None
+        self._wire: Peer | None = None
         self._layout: Layout | None = None
 
-    def begin(self, wire: Wire, layout: Layout) -> None:
+    def begin(self, wire: Peer, layout: Layout) -> None:
         self.close()
-        setup = take(wire, Setup)
+        setup = take(wire, MapBuffers)
         try:
             if setup.num_bytes < layout.largest_bucket:
-                raise LaneBroken("the buffers are smaller than a bucket")
+                raise TransportBroken("the buffers are smaller than a bucket")
             for handle in setup.exports:
                 self._mapped.append(DeviceMemory.open(handle, setup.num_bytes, self._device))
-        except (DriverError, LaneBroken) as error:
+        except (DriverError, TransportBroken) as error:
             self.close()
-            post(wire, Mapped(error=str(error)))
-            raise LaneBroken(f"the sender's memory cannot be mapped: {error}") from error
+            post(wire, BuffersMapped(error=str(error)))
+            raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
         self._wire, self._layout = wire, layout
-        post(wire, Mapped())
+        post(wire, BuffersMapped())
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         if self._wire is None or self._layout is None:
-            raise LaneBroken("the pass was given up")
+            raise TransportBroken("the pass was given up")
         wire, layout = self._wire, self._layout
         try:
             for ready in ready_buckets(wire, layout, len(self._mapped)):

@@ -1,9 +1,9 @@
 """The lane between different GPUs: NCCL broadcasts from the sender, rank 0, to all peers at once.
 
 Every bucket is one broadcast of its bytes, and stream order does all the rest: no message a bucket. A communicator
-is made in `begin` and kept for later passes between the same links; whatever breaks a pass ends it, on both sides.
-Bytes that "arrived" out of a broken communicator are no data: `buckets` and `finish` look at it before they return,
-and the checksums of the whole update are compared after that.
+is made in `begin` and kept for later passes between the same connections; whatever breaks a pass ends it, on both
+sides. Bytes that "arrived" out of a broken communicator are no data: `buckets` and `finish` look at it before they
+return, and the checksums of the whole update are compared after that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.base import Buffer, LaneBroken, Wire
+from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.nccl_ctypes import Communicator, NcclFailed, unique_id
 
 # NCCL takes these from each process and never reconciles them: where they differ a broadcast fails or hangs. vLLM
@@ -31,7 +31,7 @@ SHARED_SETTINGS = (
     "NCCL_COLLNET_ENABLE",
 )
 JOIN_TIMEOUT_S = 60.0
-TRANSFER_TIMEOUT_S = 600.0  # of one pass; `Wire.check` usually knows better
+TRANSFER_TIMEOUT_S = 600.0  # of one pass; `Peer.check` usually knows better
 
 
 class _Join(msgspec.Struct):
@@ -54,7 +54,7 @@ class _Group:
         self._stream: torch.cuda.Stream | None = None
         self._communicator: Communicator | None = None
         self._is_aborted = False
-        self._wires: Sequence[Wire] = ()
+        self._wires: Sequence[Peer] = ()
         self._deadline_at = 0.0
 
     @property
@@ -67,7 +67,7 @@ class _Group:
             self._stream = torch.cuda.Stream(self._device)
         return self._stream
 
-    def begin(self, wires: Sequence[Wire]) -> None:
+    def begin(self, wires: Sequence[Peer]) -> None:
         """A pass begins. What an earlier one left broken is cleared away."""
         if not self.is_joined:
             self.leave()
@@ -99,7 +99,7 @@ class _Group:
 
     def check(self) -> None:
         if self._is_aborted:
-            raise LaneBroken("the transfer was given up")
+            raise TransportBroken("the transfer was given up")
         for wire in self._wires:
             wire.check()
 
@@ -116,12 +116,12 @@ class _Group:
 
     def communicator(self) -> Communicator:
         if self._communicator is None:
-            raise LaneBroken("there is no NCCL group")
+            raise TransportBroken("there is no NCCL group")
         return self._communicator
 
 
 class _Ending:
-    """Whatever leaves this block by an exception ends the group; NCCL's own failures become LaneBroken."""
+    """Whatever leaves this block by an exception ends the group; NCCL's own failures become TransportBroken."""
 
     def __init__(self, group: _Group) -> None:
         self._group = group
@@ -134,11 +134,11 @@ class _Ending:
             return
         self._group.leave()
         if isinstance(error, NcclFailed):
-            raise LaneBroken(str(error)) from error
+            raise TransportBroken(str(error)) from error
 
 
-class NcclSendLane:
-    """See `SendLane`."""
+class NcclSendTransport:
+    """See `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -148,11 +148,11 @@ class NcclSendLane:
         self._buffers: Sequence[Buffer] = ()
         self._sent: list[torch.cuda.Event] = []
 
-    def begin(self, peers: Sequence[Wire], layout: Layout, buffers: Sequence[Buffer]) -> None:
+    def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self._group.begin(peers)
         self._layout, self._buffers = layout, buffers
         self._sent = [torch.cuda.Event() for _ in buffers]
-        members = tuple(peer.link_id for peer in peers)
+        members = tuple(peer.connection_id for peer in peers)
         world_size = len(peers) + 1
         is_kept = self._group.is_joined and members == self._members
         group_id = None if is_kept else unique_id()
@@ -185,8 +185,8 @@ class NcclSendLane:
         self._buffers = ()
 
 
-class NcclReceiveLane:
-    """See `ReceiveLane`. Buckets arrive in two buffers in turn, the next one while the last is consumed."""
+class NcclReceiveTransport:
+    """See `ReceiveTransport`. Buckets arrive in two buffers in turn, the next one while the last is consumed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -194,7 +194,7 @@ class NcclReceiveLane:
         self._layout: Layout | None = None
         self._buffers: list[torch.Tensor] = []
 
-    def begin(self, wire: Wire, layout: Layout) -> None:
+    def begin(self, wire: Peer, layout: Layout) -> None:
         self._group.begin([wire])
         self._layout = layout
         place = msgspec.msgpack.decode(wire.take(), type=_Join)
@@ -247,12 +247,12 @@ def settings() -> dict[str, str]:
 
 
 def check_settings(theirs: Mapping[str, str]) -> None:
-    """Raise LaneBroken, naming the first variable that differs, unless the sender's are this process's."""
+    """Raise TransportBroken, naming the first variable that differs, unless the sender's are this process's."""
     ours = settings()
     for name in SHARED_SETTINGS:
         if ours.get(name) != theirs.get(name):
             here, there = ours.get(name, "unset"), theirs.get(name, "unset")
-            raise LaneBroken(
+            raise TransportBroken(
                 f"{name} is {here} in the engine's worker and {there} in the sender: start the sender with the "
                 "worker's NCCL variables (batch-invariant vLLM sets them)"
             )

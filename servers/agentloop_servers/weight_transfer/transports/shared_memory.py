@@ -17,16 +17,16 @@ import torch
 
 from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout
-from agentloop_servers.weight_transfer.transports.acks import (
+from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
+from agentloop_servers.weight_transfer.transports.handshake import (
     AckedPeers,
     BucketConsumed,
-    Mapped,
-    Setup,
+    BuffersMapped,
+    MapBuffers,
     post,
     ready_buckets,
     take,
 )
-from agentloop_servers.weight_transfer.transports.base import Buffer, LaneBroken, Wire
 
 FOLDER = "/dev/shm"
 PREFIX = "agentloop-"
@@ -53,23 +53,23 @@ def unlink(buffers: Sequence[Buffer]) -> None:
             os.unlink(buffer.export)
 
 
-class ShmSendLane:
-    """See `lanes.SendLane`."""
+class ShmSendTransport:
+    """See `lanes.SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: tuple[Buffer, ...] = ()
-        self._own: tuple[Buffer, ...] = ()  # with pack buffers on a GPU: host memory, for `_own_links` alone
-        self._own_links: frozenset[int] = frozenset()
+        self._own: tuple[Buffer, ...] = ()  # with pack buffers on a GPU: host memory, for `_own_connections` alone
+        self._own_connections: frozenset[int] = frozenset()
         self._peers: AckedPeers | None = None
         self._layout: Layout | None = None
 
-    def begin(self, peers: Sequence[Wire], layout: Layout, buffers: Sequence[Buffer]) -> None:
+    def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
         self._layout = layout
         self._buffers = tuple(buffers)
         shared = self._buffers
         if self._device.type != "cpu":
-            shared = self._own_buffers(buffers[0].data.numel(), frozenset(peer.link_id for peer in peers))
+            shared = self._own_buffers(buffers[0].data.numel(), frozenset(peer.connection_id for peer in peers))
         try:
             self._peers = AckedPeers(peers, shared)
         finally:
@@ -77,7 +77,7 @@ class ShmSendLane:
 
     def send(self, bucket: int, buffer: int) -> None:
         if self._peers is None or self._layout is None:
-            raise LaneBroken("the pass was given up")
+            raise TransportBroken("the pass was given up")
         if self._own:
             size = self._layout.bucket_sizes[bucket]
             self._own[buffer].data[:size].copy_(self._buffers[buffer].data[:size])
@@ -96,45 +96,45 @@ class ShmSendLane:
         """What waits does so on a wire, which the owner of the pass has broken."""
 
     def close(self) -> None:
-        self._peers, self._buffers, self._own, self._own_links = None, (), (), frozenset()
+        self._peers, self._buffers, self._own, self._own_connections = None, (), (), frozenset()
 
-    def _own_buffers(self, num_bytes: int, links: frozenset[int]) -> tuple[Buffer, ...]:
-        """The same files for the same links, which have them open; a worker that comes new needs files by name."""
-        if links != self._own_links or not self._own or self._own[0].data.numel() != num_bytes:
-            self._own, self._own_links = (), frozenset()
+    def _own_buffers(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
+        """Return the same files for the same connections, which have them open; a new worker needs files by name."""
+        if connections != self._own_connections or not self._own or self._own[0].data.numel() != num_bytes:
+            self._own, self._own_connections = (), frozenset()
             self._own = create_pair(num_bytes)
-            self._own_links = links
+            self._own_connections = connections
         return self._own
 
 
-class ShmReceiveLane:
-    """See `lanes.ReceiveLane`. Mappings are kept for the next pass, the bounce buffer of a GPU is not."""
+class ShmReceiveTransport:
+    """See `lanes.ReceiveTransport`. Mappings are kept for the next pass, the bounce buffer of a GPU is not."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mapped: dict[bytes, torch.Tensor] = {}
         self._exports: list[bytes] = []
-        self._wire: Wire | None = None
+        self._wire: Peer | None = None
         self._layout: Layout | None = None
 
-    def begin(self, wire: Wire, layout: Layout) -> None:
-        setup = take(wire, Setup)
+    def begin(self, wire: Peer, layout: Layout) -> None:
+        setup = take(wire, MapBuffers)
         try:
             if setup.num_bytes < layout.largest_bucket or not setup.exports:
-                raise LaneBroken("the buffers are smaller than a bucket")
+                raise TransportBroken("the buffers are smaller than a bucket")
             kept, self._mapped = self._mapped, {}
             for path in setup.exports:
                 mapped = kept.get(path)
                 self._mapped[path] = _open_buffer(path, setup.num_bytes) if mapped is None else mapped
-        except (OSError, LaneBroken) as error:
-            post(wire, Mapped(error=str(error)))
-            raise LaneBroken(f"the sender's memory cannot be mapped: {error}") from error
+        except (OSError, TransportBroken) as error:
+            post(wire, BuffersMapped(error=str(error)))
+            raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
         self._wire, self._layout, self._exports = wire, layout, setup.exports
-        post(wire, Mapped())
+        post(wire, BuffersMapped())
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
         if self._wire is None or self._layout is None:
-            raise LaneBroken("the pass was given up")
+            raise TransportBroken("the pass was given up")
         wire, layout = self._wire, self._layout
         bounce = None
         if self._device.type != "cpu":
@@ -172,14 +172,14 @@ def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
 
 
 def _open_buffer(export: bytes, num_bytes: int) -> torch.Tensor:
-    """Map a sender's file. Raises LaneBroken for a path that no sender makes, and OSError."""
+    """Map a sender's file. Raises TransportBroken for a path that no sender makes, and OSError."""
     folder, _, name = os.fsdecode(export).rpartition("/")
     if folder != FOLDER or not name.startswith(PREFIX) or "\0" in name:
-        raise LaneBroken("the path is not a buffer's")
+        raise TransportBroken("the path is not a buffer's")
     descriptor = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size < num_bytes:  # reading beyond a file's end kills the process
-            raise LaneBroken("the file is shorter than the buffer")
+            raise TransportBroken("the file is shorter than the buffer")
         return _map(descriptor, num_bytes)
     finally:
         os.close(descriptor)

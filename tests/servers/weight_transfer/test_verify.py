@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentloop_servers.weight_transfer.checksum import checksum, to_host
+from agentloop_servers.weight_transfer.verify import checksum, to_host
 
 SHAPES = [(), (1,), (7,), (8, 16), (5, 3), (3, 1, 5), (64, 33), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64]

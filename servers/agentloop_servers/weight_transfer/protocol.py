@@ -1,9 +1,14 @@
-"""The connection between a sender of weights and one engine worker: small messages, and the sign of life.
+"""The protocol between a sender of weights and one engine worker: small messages over a TCP connection.
 
 The sender listens, workers connect; the first message is a `Hello` with the offer's token, and whoever does not
 say it within `HELLO_TIMEOUT_S` is dropped. Frames are a length (four bytes, big-endian) and a msgpack body of one
-of the `Message` structs; no bulk data and no pickle. Every link has one thread that reads, so that the end of the
-peer is known at once, whatever else this process waits for. The reader alone closes the socket.
+of the `Message` structs; no bulk data and no pickle. Every connection has one thread that reads, so that the end of
+the peer is known at once, whatever else this process waits for. The reader alone closes the socket.
+
+Order of an update, worker to sender: Hello, Ready, Go, then for each attempt TransportBytes and Arrived, at the end
+Done or (any time) Fail; sender to worker: Accept or Refuse, then for each attempt StartAttempt, TransportBytes,
+EndAttempt or AbandonAttempt; Abandon ends all. A connection survives an update only by a `Done`, so no message of
+an old update meets a new one.
 """
 
 from __future__ import annotations
@@ -21,34 +26,139 @@ from typing import TypeVar
 
 import msgspec
 
-from agentloop_servers.weight_transfer.messages import BaseMessage, Hello, LaneBytes, Message, Refuse
-from agentloop_servers.weight_transfer.transports.base import LaneBroken
+from agentloop_servers.weight_transfer.transports.base import TransportBroken
 
 HELLO_TIMEOUT_S = 5.0
 FRAME_TIMEOUT_S = 15.0  # from the first byte of a frame to its last, either way
-LINGER_S = 1.0  # how long a closed link waits for the peer to have read the last message
+LINGER_S = 1.0  # how long a closed connection waits for the peer to have read the last message
 POLL_S = 0.05  # how late a flag that nobody announces may be seen
 MAX_HELLO_BYTES = 2**16
 MAX_FRAME_BYTES = 2**26  # the checksums of seven million tensors
 MAX_WAITING = 1024  # messages; a lane has two buckets in flight, so this bound is never met by a sane peer
 MAX_STRANGERS = 256  # connections that have not proved the token yet; more are turned away
 HEADER = struct.Struct(">I")
+
+
+class BaseMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    """What all messages have in common."""
+
+
+class BadNews(BaseMessage, frozen=True):
+    """The sender's word that something ends; tagged in its subclasses."""
+
+    reason: str
+
+
+class Hello(BaseMessage, frozen=True, tag="hello"):
+    """A worker introduces itself. `host` and `device` are equal exactly for processes on one host or one device."""
+
+    token: str
+    rank: int
+    host: str
+    device: str  # "cpu", or the CUDA device's uuid
+    can_hold: bool  # whether its memory has room beside the served weights
+    num_receivers: int
+
+
+class Accept(BaseMessage, frozen=True, tag="accept"):
+    """The worker is in. In one phase it says Go at its commit, else together with Ready."""
+
+    transport: str
+    is_one_phase: bool
+    bucket_bytes: int
+
+
+class Refuse(BadNews, frozen=True, tag="refuse"):
+    """The worker is not in."""
+
+
+class Ready(BaseMessage, frozen=True, tag="ready"):
+    """The worker's memory for the update is there."""
+
+
+class Go(BaseMessage, frozen=True, tag="go"):
+    """Bytes may flow."""
+
+
+class StartAttempt(BaseMessage, frozen=True, tag="start_attempt"):
+    """Bucket 0 comes next; whatever came before is void."""
+
+    attempt_id: int
+
+
+class AbandonAttempt(BadNews, frozen=True, tag="abandon_attempt"):
+    """The pass is void; another one follows, or Abandon."""
+
+    attempt_id: int
+
+
+class Abandon(BadNews, frozen=True, tag="abandon"):
+    """The update is off for this worker."""
+
+
+class TransportBytes(BaseMessage, frozen=True, tag="transport"):
+    """A lane's own message."""
+
+    attempt_id: int
+    body: bytes
+
+
+class Arrived(BaseMessage, frozen=True, tag="arrived"):
+    """Every bucket of the pass has been consumed; its lane is done with it."""
+
+    attempt_id: int
+
+
+class EndAttempt(BaseMessage, frozen=True, tag="end_attempt"):
+    """Everybody has every bucket; `checksums` has one entry a bucket."""
+
+    attempt_id: int
+    checksums: list[int]
+
+
+class Done(BaseMessage, frozen=True, tag="done"):
+    """The worker has everything and has compared it."""
+
+
+class Fail(BaseMessage, frozen=True, tag="fail"):
+    """The worker is out of this update."""
+
+    reason: str
+
+
+Message = (
+    Hello
+    | Accept
+    | Refuse
+    | Ready
+    | Go
+    | StartAttempt
+    | AbandonAttempt
+    | Abandon
+    | TransportBytes
+    | Arrived
+    | EndAttempt
+    | Done
+    | Fail
+)
+
+
 M = TypeVar("M", bound=BaseMessage)
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
-_link_ids = itertools.count(1)
+_connection_ids = itertools.count(1)
 
 
-class LinkLost(Exception):
+class ConnectionLost(Exception):
     """The peer is gone or has broken the protocol."""
 
 
-class LinkTimeout(Exception):
+class ConnectionTimeout(Exception):
     """The message that was waited for has not come in time."""
 
 
-class Link:
-    """One connection. Thread-safe; all links of one owner share its condition, notified at every change.
+class Connection:
+    """One connection. Thread-safe; all connections of one owner share its condition, notified at every change.
 
     Nothing is sent while the condition is held, so a `check` must not send.
     With `authorize` the first message must be a Hello that it accepts, and so must every later Hello.
@@ -62,7 +172,7 @@ class Link:
         authorize: Callable[[Hello], bool] | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
-        self.link_id = next(_link_ids)
+        self.connection_id = next(_connection_ids)
         self.peer = _peer_of(sock)
         self._sock = sock
         self._condition = condition
@@ -76,7 +186,9 @@ class Link:
         self._hello_by = time.monotonic() + hello_timeout_s
         sock.settimeout(FRAME_TIMEOUT_S)
         _watch_for_dead_hosts(sock)
-        self._reader = threading.Thread(target=self._read, name=f"weights-link-{self.link_id}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, name=f"weights-connection-{self.connection_id}", daemon=True
+        )
         self._reader.start()
 
     @property
@@ -95,16 +207,16 @@ class Link:
         return self._death or ""
 
     def send(self, message: BaseMessage) -> None:
-        """Send one message. Raises LinkLost."""
+        """Send one message. Raises ConnectionLost."""
         body = _encoder.encode(message)
         with self._send_lock:
             if self._death is not None or not self._is_open:
-                raise LinkLost(self._death or "closed")
+                raise ConnectionLost(self._death or "closed")
             try:
                 self._sock.sendall(HEADER.pack(len(body)) + body)
             except OSError as error:
                 self._die(f"the connection broke ({error})")
-                raise LinkLost(self.death) from error
+                raise ConnectionLost(self.death) from error
 
     def pop(self, kind: type[M]) -> M | None:
         """The oldest waiting message of this kind, at once, or None."""
@@ -123,7 +235,7 @@ class Link:
     def take(
         self, kind: type[M], *, deadline_at: float | None = None, check: Callable[[], None] | None = None
     ) -> M:
-        """Wait for a message of this kind. Raises LinkLost, LinkTimeout, and whatever `check` raises.
+        """Wait for a message of this kind. Raises ConnectionLost, ConnectionTimeout, and whatever `check` raises.
 
         Without a deadline `check` must keep one.
         """
@@ -135,9 +247,9 @@ class Link:
                 if message is not None:
                     return message
                 if self._death is not None:
-                    raise LinkLost(self._death)
+                    raise ConnectionLost(self._death)
                 if deadline_at is not None and time.monotonic() >= deadline_at:
-                    raise LinkTimeout(f"no {kind.__name__} in time")
+                    raise ConnectionTimeout(f"no {kind.__name__} in time")
                 self._condition.wait(POLL_S)
 
     def forget(self) -> None:
@@ -166,7 +278,7 @@ class Link:
                 self._receive(_decoder.decode(self._read_frame()))
         except msgspec.MsgspecError:
             self._die("the peer does not speak the protocol")
-        except (LinkLost, OSError) as error:
+        except (ConnectionLost, OSError) as error:
             self._die(str(error))
         finally:
             with self._send_lock:
@@ -177,13 +289,13 @@ class Link:
         if isinstance(message, Hello) and self._authorize is not None:
             if not self._authorize(message):
                 self.send(Refuse(reason="the token is wrong or of an earlier offer"))
-                raise LinkLost("wrong token")
+                raise ConnectionLost("wrong token")
             self._is_known = True
         if not self._is_known:
-            raise LinkLost("the first message was no hello")
+            raise ConnectionLost("the first message was no hello")
         with self._condition:
             if len(self._inbox) >= MAX_WAITING:
-                raise LinkLost("the peer sends more than it may")
+                raise ConnectionLost("the peer sends more than it may")
             if self._closed_at is None:
                 self._inbox.append(message)
             self._condition.notify_all()
@@ -192,7 +304,7 @@ class Link:
         header = self._read_exactly(HEADER.size, b"")
         (size,) = HEADER.unpack(header)
         if not 0 < size <= (MAX_FRAME_BYTES if self._is_known else MAX_HELLO_BYTES):
-            raise LinkLost("the peer does not speak the protocol")
+            raise ConnectionLost("the peer does not speak the protocol")
         return self._read_exactly(size, header)
 
     def _read_exactly(self, size: int, header: bytes) -> bytes:
@@ -207,7 +319,7 @@ class Link:
                 continue
             chunk = self._sock.recv(min(size - len(parts), 2**20))
             if not chunk:
-                raise LinkLost("the connection was closed")
+                raise ConnectionLost("the connection was closed")
             if deadline_at is None:
                 deadline_at = time.monotonic() + FRAME_TIMEOUT_S
             parts += chunk
@@ -216,47 +328,47 @@ class Link:
     def _check_time(self, deadline_at: float | None) -> None:
         now = time.monotonic()
         if self._death is not None and self._closed_at is None:
-            raise LinkLost(self._death)
+            raise ConnectionLost(self._death)
         if deadline_at is not None and now > deadline_at:
-            raise LinkLost("a message broke off")
+            raise ConnectionLost("a message broke off")
         if not self._is_known and now > self._hello_by:
-            raise LinkLost("no hello in time")
+            raise ConnectionLost("no hello in time")
         if self._closed_at is not None and now > self._closed_at + LINGER_S:
-            raise LinkLost("closed")
+            raise ConnectionLost("closed")
 
 
-class PassWire:
-    """A `lanes.Wire`: the lane messages of one pass over a link. `check` is the pass's own."""
+class AttemptPeer:
+    """A `lanes.Peer`: the lane messages of one pass over a connection. `check` is the pass's own."""
 
-    def __init__(self, link: Link, pass_id: int, check: Callable[[], None]) -> None:
-        self._link = link
-        self._pass_id = pass_id
+    def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None]) -> None:
+        self._connection = connection
+        self._attempt_id = attempt_id
         self.check = check
 
     @property
-    def link_id(self) -> int:
-        return self._link.link_id
+    def connection_id(self) -> int:
+        return self._connection.connection_id
 
     def post(self, body: bytes) -> None:
         try:
-            self._link.send(LaneBytes(pass_id=self._pass_id, body=body))
-        except LinkLost as error:
-            raise LaneBroken(str(error)) from error
+            self._connection.send(TransportBytes(attempt_id=self._attempt_id, body=body))
+        except ConnectionLost as error:
+            raise TransportBroken(str(error)) from error
 
     def take(self) -> bytes:
         try:
             while True:
-                message = self._link.take(LaneBytes, check=self.check)
-                if message.pass_id == self._pass_id:
+                message = self._connection.take(TransportBytes, check=self.check)
+                if message.attempt_id == self._attempt_id:
                     return message.body
-        except LinkLost as error:
-            raise LaneBroken(str(error)) from error
+        except ConnectionLost as error:
+            raise TransportBroken(str(error)) from error
 
 
 class Listener:
-    """Accepts workers on `host`, on a port that the system chooses; `on_link` is called from its own thread.
+    """Accepts workers on `host`, on a port that the system chooses; `on_connection` is called from its own thread.
 
-    A link is handed out before it has proved the token: look at `Link.is_known`.
+    A connection is handed out before it has proved the token: look at `Connection.is_known`.
     """
 
     def __init__(
@@ -264,16 +376,16 @@ class Listener:
         host: str,
         condition: threading.Condition,
         authorize: Callable[[Hello], bool],
-        on_link: Callable[[Link], None],
+        on_connection: Callable[[Connection], None],
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sock = socket.create_server((host, 0), family=family, backlog=MAX_STRANGERS)
         self._condition = condition
         self._authorize = authorize
-        self._on_link = on_link
+        self._on_connection = on_connection
         self._hello_timeout_s = hello_timeout_s
-        self._strangers: list[Link] = []
+        self._strangers: list[Connection] = []
         shown = f"[{host}]" if family == socket.AF_INET6 else host
         self.address = f"{shown}:{self._sock.getsockname()[1]}"
         self._is_closed = False
@@ -281,7 +393,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; links stay. Idempotent."""
+        """Stop listening; connections stay. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`
@@ -296,23 +408,27 @@ class Listener:
                 if not self._is_closed:
                     time.sleep(POLL_S)  # out of file descriptors, or the peer left first
                 continue
-            self._strangers = [link for link in self._strangers if not (link.is_known or link.is_dead)]
+            self._strangers = [
+                connection for connection in self._strangers if not (connection.is_known or connection.is_dead)
+            ]
             if len(self._strangers) >= MAX_STRANGERS:
                 sock.close()
                 continue
-            link = Link(sock, self._condition, authorize=self._authorize, hello_timeout_s=self._hello_timeout_s)
-            self._strangers.append(link)
-            self._on_link(link)
+            connection = Connection(
+                sock, self._condition, authorize=self._authorize, hello_timeout_s=self._hello_timeout_s
+            )
+            self._strangers.append(connection)
+            self._on_connection(connection)
 
 
-def connect(address: str, condition: threading.Condition, timeout_s: float) -> Link:
-    """Open a link to "host:port". Raises LinkLost."""
+def connect(address: str, condition: threading.Condition, timeout_s: float) -> Connection:
+    """Open a connection to "host:port". Raises ConnectionLost."""
     host, _, port = address.rpartition(":")
     try:
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(timeout_s, POLL_S))
     except (OSError, ValueError, OverflowError) as error:
-        raise LinkLost(f"no connection to {address} ({error})") from error
-    return Link(sock, condition)
+        raise ConnectionLost(f"no connection to {address} ({error})") from error
+    return Connection(sock, condition)
 
 
 def _peer_of(sock: socket.socket) -> str:

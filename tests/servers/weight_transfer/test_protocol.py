@@ -1,4 +1,4 @@
-"""The link: who is let in, what ends it, and how soon the end of a peer is seen."""
+"""The connection: who is let in, what ends it, and how soon the end of a peer is seen."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from agentloop_servers.weight_transfer.connection import (
+from agentloop_servers.weight_transfer.protocol import (
     MAX_HELLO_BYTES,
     MAX_WAITING,
-    Link,
-    LinkLost,
-    LinkTimeout,
+    AttemptPeer,
+    Connection,
+    ConnectionLost,
+    ConnectionTimeout,
+    Done,
+    EndAttempt,
+    Hello,
     Listener,
-    PassWire,
+    Ready,
+    Refuse,
+    TransportBytes,
     connect,
 )
-from agentloop_servers.weight_transfer.messages import Done, EndPass, Hello, LaneBytes, Ready, Refuse
-from agentloop_servers.weight_transfer.transports.base import LaneBroken
+from agentloop_servers.weight_transfer.transports.base import TransportBroken
 
 WAIT_S = 20.0
 TOKEN = "right"
@@ -34,28 +39,28 @@ def hello(token: str = TOKEN) -> Hello:
 
 
 class Side:
-    """A listener whose links are kept, and the workers' ends."""
+    """A listener whose connections are kept, and the workers' ends."""
 
     def __init__(self, hello_timeout_s: float = 0.3) -> None:
         self.condition = threading.Condition()
-        self.links: list[Link] = []
-        self.ends: list[Link] = []
+        self.connections: list[Connection] = []
+        self.ends: list[Connection] = []
         self.listener = Listener(
-            "127.0.0.1", self.condition, lambda said: said.token == TOKEN, self.links.append, hello_timeout_s
+            "127.0.0.1", self.condition, lambda said: said.token == TOKEN, self.connections.append, hello_timeout_s
         )
 
-    def connect(self) -> Link:
+    def connect(self) -> Connection:
         self.ends.append(connect(self.listener.address, threading.Condition(), WAIT_S))
         return self.ends[-1]
 
-    def pair(self) -> tuple[Link, Link]:
+    def pair(self) -> tuple[Connection, Connection]:
         """A worker's end and the listener's, after the hello."""
         end = self.connect()
         end.send(hello())
-        until(lambda: any(link.peek(Hello) for link in self.links))
-        link = next(link for link in self.links if link.peek(Hello))
-        link.pop(Hello)
-        return end, link
+        until(lambda: any(connection.peek(Hello) for connection in self.connections))
+        connection = next(connection for connection in self.connections if connection.peek(Hello))
+        connection.pop(Hello)
+        return end, connection
 
     @contextlib.contextmanager
     def stranger(self) -> Iterator[socket.socket]:
@@ -65,8 +70,8 @@ class Side:
 
     def close(self) -> None:
         self.listener.close()
-        for link in self.links + self.ends:
-            link.close()
+        for connection in self.connections + self.ends:
+            connection.close()
 
 
 @pytest.fixture
@@ -88,32 +93,32 @@ def deadline() -> float:
 
 
 def test_messages_arrive_whole_and_in_order_both_ways(side):
-    end, link = side.pair()
-    link.send(EndPass(pass_id=1, checksums=list(range(300_000))))
+    end, connection = side.pair()
+    connection.send(EndAttempt(attempt_id=1, checksums=list(range(300_000))))
     for number in range(5):
-        end.send(LaneBytes(pass_id=number, body=b"x"))
-    assert end.take(EndPass, deadline_at=deadline()).checksums[-1] == 299_999
-    assert [link.take(LaneBytes, deadline_at=deadline()).pass_id for _ in range(5)] == list(range(5))
+        end.send(TransportBytes(attempt_id=number, body=b"x"))
+    assert end.take(EndAttempt, deadline_at=deadline()).checksums[-1] == 299_999
+    assert [connection.take(TransportBytes, deadline_at=deadline()).attempt_id for _ in range(5)] == list(range(5))
 
 
 def test_a_message_of_another_kind_waits(side):
-    end, link = side.pair()
-    end.send(LaneBytes(pass_id=1, body=b"x"))
+    end, connection = side.pair()
+    end.send(TransportBytes(attempt_id=1, body=b"x"))
     end.send(Done())
-    assert link.take(Done, deadline_at=deadline()) == Done()
-    assert link.pop(LaneBytes) is not None
-    assert link.pop(LaneBytes) is None
+    assert connection.take(Done, deadline_at=deadline()) == Done()
+    assert connection.pop(TransportBytes) is not None
+    assert connection.pop(TransportBytes) is None
 
 
 def test_a_wait_ends_with_its_deadline_or_its_check(side):
     end, _ = side.pair()
-    with pytest.raises(LinkTimeout):
+    with pytest.raises(ConnectionTimeout):
         end.take(Done, deadline_at=time.monotonic() + 0.05)
 
     def check() -> None:
-        raise LaneBroken("enough")
+        raise TransportBroken("enough")
 
-    with pytest.raises(LaneBroken, match="enough"):
+    with pytest.raises(TransportBroken, match="enough"):
         end.take(Done, check=check)
 
 
@@ -121,15 +126,15 @@ def test_the_wrong_token_is_refused_and_dropped(side):
     end = side.connect()
     end.send(hello("wrong"))
     assert "token" in end.take(Refuse, deadline_at=deadline()).reason
-    until(lambda: end.is_dead and side.links[0].is_dead)
-    assert side.links[0].peek(Hello) is None
+    until(lambda: end.is_dead and side.connections[0].is_dead)
+    assert side.connections[0].peek(Hello) is None
 
 
 def test_a_later_hello_must_have_the_right_token_too(side):
-    end, link = side.pair()
+    end, connection = side.pair()
     end.send(hello("of an earlier offer"))
-    until(lambda: link.is_dead)
-    assert link.peek(Hello) is None
+    until(lambda: connection.is_dead)
+    assert connection.peek(Hello) is None
 
 
 @pytest.mark.parametrize(
@@ -148,75 +153,75 @@ def test_a_later_hello_must_have_the_right_token_too(side):
     ids=["nothing", "a byte", "http", "too long", "no msgpack", "broken off", "empty", "no hello", "noise"],
 )
 def test_a_stranger_is_dropped_and_disturbs_nobody(side, said):
-    end, link = side.pair()
+    end, connection = side.pair()
     with side.stranger() as sock:
         sock.sendall(said)
         sock.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
     end.send(Done())
-    assert link.take(Done, deadline_at=deadline()) == Done()
-    until(lambda: side.links[1].is_dead)
-    assert not link.is_dead
+    assert connection.take(Done, deadline_at=deadline()) == Done()
+    until(lambda: side.connections[1].is_dead)
+    assert not connection.is_dead
 
 
 def test_strangers_who_leave_again_leave_nothing_behind(side):
     for _ in range(20):
         with side.stranger():
             pass
-    end, link = side.pair()
-    until(lambda: sum(not known.is_dead for known in side.links) == 1)
+    end, connection = side.pair()
+    until(lambda: sum(not known.is_dead for known in side.connections) == 1)
     assert not end.is_dead
-    assert not link.is_dead
+    assert not connection.is_dead
 
 
 def test_the_end_of_a_peer_is_seen_while_waiting(side):
-    end, link = side.pair()
-    timer = threading.Timer(0.1, link.close)
+    end, connection = side.pair()
+    timer = threading.Timer(0.1, connection.close)
     timer.start()
     began_at = time.monotonic()
-    with pytest.raises(LinkLost):
+    with pytest.raises(ConnectionLost):
         end.take(Done, deadline_at=deadline())
     assert time.monotonic() - began_at < WAIT_S / 2
     timer.join()
-    with pytest.raises(LinkLost):
+    with pytest.raises(ConnectionLost):
         end.send(Done())
 
 
 def test_what_was_said_before_the_end_is_still_heard(side):
-    end, link = side.pair()
+    end, connection = side.pair()
     for _ in range(10):
-        end.send(LaneBytes(pass_id=0, body=b"x"))
-    link.send(Refuse(reason="because"))
-    link.close()
+        end.send(TransportBytes(attempt_id=0, body=b"x"))
+    connection.send(Refuse(reason="because"))
+    connection.close()
     assert end.take(Refuse, deadline_at=deadline()).reason == "because"
 
 
 def test_a_peer_that_floods_is_cut_off(side):
-    end, link = side.pair()
-    with contextlib.suppress(LinkLost):
+    end, connection = side.pair()
+    with contextlib.suppress(ConnectionLost):
         for _ in range(MAX_WAITING + 10):
             end.send(Ready())
-    until(lambda: link.is_dead)
-    assert "more than it may" in link.death
+    until(lambda: connection.is_dead)
+    assert "more than it may" in connection.death
 
 
 def test_a_wire_skips_the_messages_of_earlier_passes(side):
-    end, link = side.pair()
-    end.send(LaneBytes(pass_id=1, body=b"old"))
-    end.send(LaneBytes(pass_id=2, body=b"new"))
-    wire = PassWire(link, 2, lambda: None)
+    end, connection = side.pair()
+    end.send(TransportBytes(attempt_id=1, body=b"old"))
+    end.send(TransportBytes(attempt_id=2, body=b"new"))
+    wire = AttemptPeer(connection, 2, lambda: None)
     assert wire.take() == b"new"
     end.close()
-    with pytest.raises(LaneBroken):
+    with pytest.raises(TransportBroken):
         wire.take()
-    with pytest.raises(LaneBroken):
-        PassWire(end, 2, lambda: None).post(b"x")
+    with pytest.raises(TransportBroken):
+        AttemptPeer(end, 2, lambda: None).post(b"x")
 
 
 def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
     for wrong in (address, "127.0.0.1", "no port:x"):
-        with pytest.raises(LinkLost, match="no connection"):
+        with pytest.raises(ConnectionLost, match="no connection"):
             connect(wrong, threading.Condition(), 1.0)

@@ -1,0 +1,196 @@
+"""Proofs that what arrived is what was sent, and that the model computes with it.
+
+Checksums are sums over a tensor's bytes that sender and receiver compute on their own devices and then compare.
+They find what has gone wrong silently in weight transfers: zeros, stale or shifted memory, tensors or rows that
+changed places. They are no defence against somebody who forges weights. `RowChecksums` has one sum a row, for all
+of a model's tensors at once: one kernel a tensor, whose views are made beforehand, so that only launches are left
+to do while generation stands still.
+
+Spot checks come after a load through vLLM's own loader: some columns of every layer, as it computes with them. A
+load can end without an error and have changed nothing, or only some layers (a tied output head on the CPU build
+goes on with its packed copy). So every layer is compared with the checkpoint through the path that it computes
+with: its parameter, and a packed copy by what it makes of unit vectors. A fixed place a layer, not the same in all:
+a few columns cover the model and are cheap to read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from agentloop_servers.weight_transfer.layout import ROW_BYTES
+
+PROBE_COLUMNS = 16
+RELATIVE_TOLERANCE = 2.0**-7  # one unit in the last place of bfloat16
+# By size in bytes. The widest that divides a row: fewer elements, and int64 sums need no converted copy.
+WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over rows r of (r+1) times the sum of the row's words, wrapping; a 0-dim int64 tensor, no sync.
+
+    A row is one index of the first dimension. The value depends on the bytes and the number of rows only, and is
+    the same on every device.
+    """
+    rows = words(tensor)
+    weights = torch.arange(1, len(rows) + 1, dtype=torch.int64, device=tensor.device)
+    return (rows.sum(dim=1, dtype=torch.int64) * weights).sum()
+
+
+def bucket_checksum(data: torch.Tensor) -> torch.Tensor:
+    """`checksum` of a whole bucket (uint8), gaps between its tensors included."""
+    return checksum(data.view(-1, ROW_BYTES))
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as integers, [rows, words of a row]: a view, or of a copy where its memory is not dense."""
+    num_rows = tensor.shape[0] if tensor.ndim > 0 else 1
+    if tensor.numel() == 0:
+        return torch.zeros((num_rows, 1), dtype=torch.uint8, device=tensor.device)
+    flat = tensor.detach().contiguous().reshape(-1)
+    row_bytes = flat.numel() // num_rows * flat.element_size()
+    size, word = next((size, word) for size, word in WORDS if row_bytes % size == 0)
+    if flat.storage_offset() * flat.element_size() % size:  # words must start at a multiple of their size
+        flat = flat.clone()
+    return flat.view(torch.uint8).view(word).view(num_rows, -1)
+
+
+def to_host(sums: list[torch.Tensor]) -> list[int]:
+    """0-dim int64 tensors of one device as ints, with one sync."""
+    return torch.stack(sums).tolist() if sums else []
+
+
+class RowChecksums:
+    """The sums of every row of these tensors, as they are at each `compute`; a row is an index of the first
+    dimension. The tensors must stay where they are."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError for a tensor that is not contiguous."""
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise ValueError(f"tensor {name} is not contiguous")
+        self._names = list(tensors)
+        self._rows = [words(tensor) for tensor in tensors.values()]
+        self._lengths = [len(rows) for rows in self._rows]
+        device = self._rows[0].device
+        self._sums = torch.empty(sum(self._lengths), dtype=torch.int64, device=device)
+        self._parts = self._sums.split(self._lengths)
+
+    def compute(self) -> None:
+        """Sum, in place of what was computed last. No sync."""
+        for rows, part in zip(self._rows, self._parts, strict=True):
+            torch.sum(rows, dim=1, dtype=torch.int64, out=part)
+
+    def first_difference(self, other: RowChecksums) -> str | None:
+        """The name of the first tensor whose sums differ from another's of the same shapes, both as computed last;
+        None if all are equal. Syncs."""
+        theirs = other._sums.to(self._sums.device)
+        if torch.equal(self._sums, theirs):
+            return None
+        first, end = int((self._sums != theirs).int().argmax()), 0
+        for name, length in zip(self._names, self._lengths, strict=True):
+            end += length
+            if first < end:
+                return name
+        raise AssertionError("the lengths are those of the sums")
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint, in memory or in a file: sliced, it gives a tensor."""
+
+    def __getitem__(self, key: Any) -> torch.Tensor: ...
+
+
+Read = Callable[[str], Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Columns `[first, first + values.shape[1])` of a stored weight `width` wide; a norm's whole vector."""
+
+    values: torch.Tensor
+    first: int
+    width: int
+
+
+def compare_layers(model: torch.nn.Module, names: Set[str], read: Read) -> tuple[int, int]:
+    """Compare every layer of `model` with the checkpoint's tensors `names`. Raises RuntimeError on a difference.
+
+    Returns how many layers were compared, and how many could not be: those whose shape is not the checkpoint's
+    (tensor-parallel shards, fused experts) or that it has under another name.
+    """
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    name_by_weight: dict[int, str] = {}
+    num_compared = num_skipped = 0
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            continue
+        parts = _checkpoint_names(name, packed)
+        if parts[0] not in names:  # a tied head is stored once, under its twin's name
+            parts = [name_by_weight.get(id(weight), parts[0])]
+        name_by_weight.setdefault(id(weight), parts[0])
+        num_stored = sum(part in names for part in parts)
+        if num_stored == 0:
+            num_skipped += 1
+            continue
+        if num_stored < len(parts):
+            raise RuntimeError(f"layer {name} has only {num_stored} of {len(parts)} parts in the checkpoint")
+        strip = _stored_strip(name, [read(part) for part in parts])
+        is_compared = False
+        for actual in _effective_strips(layer, weight, strip):
+            _check_equal(name, actual, strip.values)
+            is_compared = True
+        num_compared += is_compared
+        num_skipped += not is_compared
+    if num_compared == 0:
+        raise RuntimeError("no layer could be compared with the checkpoint")
+    return num_compared, num_skipped
+
+
+def _checkpoint_names(module_name: str, packed: dict[str, list[str]]) -> list[str]:
+    prefix, _, leaf = module_name.rpartition(".")
+    dot = "." if prefix else ""
+    return [f"{prefix}{dot}{part}.weight" for part in packed.get(leaf, [leaf])]
+
+
+def _stored_strip(name: str, pieces: list[Stored]) -> _Columns:
+    shape = _shape(pieces[0])
+    if len(shape) == 1:
+        return _Columns(torch.cat([piece[:] for piece in pieces]), 0, 1)
+    first = zlib.crc32(name.encode()) % max(1, shape[1] - PROBE_COLUMNS + 1)
+    values = torch.cat([piece[:, first : first + PROBE_COLUMNS] for piece in pieces])
+    return _Columns(values, first, shape[1])
+
+
+def _shape(piece: Any) -> list[int]:
+    return list(piece.shape) if isinstance(piece, torch.Tensor) else list(piece.get_shape())
+
+
+def _effective_strips(layer: Any, weight: torch.Tensor, strip: _Columns) -> Iterator[torch.Tensor]:
+    """The same columns as the layer computes with them: its parameter, and its packed copy if it has one."""
+    if strip.values.ndim == 1:
+        if weight.shape == strip.values.shape:
+            yield weight
+        return
+    num_rows, num_columns = strip.values.shape
+    # Rows beyond the stored ones are the vocabulary's padding.
+    if weight.numel() > 0 and weight.shape[0] >= num_rows and weight.shape[1] == strip.width:
+        yield weight[:num_rows, strip.first : strip.first + num_columns]
+    width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
+    if hasattr(layer, "cpu_linear") and width == strip.width:
+        unit = torch.zeros(num_columns, width, dtype=weight.dtype)
+        unit[torch.arange(num_columns), strip.first + torch.arange(num_columns)] = 1
+        columns = layer.cpu_linear(unit, weight, None).T
+        if columns.shape[0] >= num_rows:
+            yield columns[:num_rows]
+
+
+def _check_equal(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    want = expected.to(device=actual.device, dtype=actual.dtype).float()
+    if actual.shape != want.shape or not torch.allclose(actual.float(), want, rtol=RELATIVE_TOLERANCE):
+        raise RuntimeError(f"layer {name} does not hold the checkpoint's weights after the load")

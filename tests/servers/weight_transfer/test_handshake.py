@@ -1,0 +1,63 @@
+"""Which transport reaches which worker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentloop_servers.weight_transfer.protocol import Hello
+from agentloop_servers.weight_transfer.transports.handshake import (
+    CPU,
+    TransportKind,
+    Unreachable,
+    choose,
+    device_name,
+    host_name,
+)
+
+
+def hello(device: str, host: str = "here") -> Hello:
+    return Hello(token="t", rank=3, host=host, device=device, can_hold=True, num_receivers=1)
+
+
+@pytest.mark.parametrize(
+    ("sender", "worker", "host", "chosen"),
+    [
+        ("gpu-0", "gpu-0", "here", TransportKind.IPC),
+        ("gpu-0", "gpu-1", "here", TransportKind.NCCL),
+        ("gpu-0", "gpu-1", "there", TransportKind.NCCL),
+        ("gpu-0", CPU, "here", TransportKind.SHM),
+        (CPU, "gpu-0", "here", TransportKind.SHM),
+        (CPU, CPU, "here", TransportKind.SHM),
+    ],
+)
+def test_auto_takes_the_shortest_way(sender, worker, host, chosen):
+    assert choose(TransportKind.AUTO, sender, "here", hello(worker, host)) is chosen
+    assert choose(chosen, sender, "here", hello(worker, host)) is chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "sender", "worker", "host", "reason"),
+    [
+        (TransportKind.AUTO, CPU, CPU, "there", "another host"),
+        (TransportKind.AUTO, CPU, "gpu-1", "there", "another host"),
+        (TransportKind.AUTO, "gpu-0", CPU, "there", "another host"),
+        (TransportKind.AUTO, "gpu-0", "gpu-0", "there", "another container"),
+        (TransportKind.NCCL, CPU, "gpu-1", "here", "would need the transport shm, not nccl"),
+        (TransportKind.NCCL, "gpu-0", "gpu-0", "here", "would need the transport ipc, not nccl"),
+        (TransportKind.IPC, "gpu-0", "gpu-1", "here", "would need the transport nccl, not ipc"),
+        (TransportKind.SHM, "gpu-0", "gpu-1", "there", "another host"),
+    ],
+)
+def test_what_cannot_be_reached_is_named(asked, sender, worker, host, reason):
+    with pytest.raises(Unreachable, match=f"worker 3 .*{reason}.*write a directory instead"):
+        choose(asked, sender, "here", hello(worker, host))
+
+
+def test_host_memory_may_be_asked_for_between_gpus():
+    assert choose(TransportKind.SHM, "gpu-0", "here", hello("gpu-1")) is TransportKind.SHM
+
+
+def test_names_are_the_same_each_time():
+    assert host_name() == host_name()
+    assert device_name(torch.device("cpu")) == CPU
