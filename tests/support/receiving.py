@@ -54,14 +54,14 @@ class ReceivingFleet:
 
 @dataclass
 class FakeSender:
-    """Loads what it was offered, in `num_attempts` passes. `is_hanging`: only a cancel ends it."""
+    """Loads what it was offered, in `num_attempts` attempts. `is_hanging`: only a cancel ends it."""
 
     host: str
     transport: str
     error: Exception | None = None
     is_hanging: bool = False
     num_attempts: int = 1
-    passes: list[list[torch.Tensor]] = field(default_factory=list)
+    attempts: list[list[torch.Tensor]] = field(default_factory=list)
     offers: list[Sequence[Outgoing]] = field(default_factory=list)
     num_running: int = 0
     num_released: int = 0
@@ -79,7 +79,7 @@ class FakeSender:
             for _ in range(self.num_attempts):
                 if before_attempt is not None:
                     before_attempt()
-                self.passes.append([item.load() for item in self.offers[-1]])
+                self.attempts.append([item.load() for item in self.offers[-1]])
             if self.is_hanging:
                 assert self._cancelled.wait(TIMEOUT_S)
                 time.sleep(0.1)  # who does not wait for the end of the thread is found out

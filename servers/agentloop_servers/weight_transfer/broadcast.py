@@ -1,4 +1,4 @@
-"""The sender's side of one pass: every tensor is loaded, cast into a pack buffer, summed, and handed to the lanes.
+"""One broadcast attempt of a sender: every tensor is loaded, cast into a pack buffer, summed, and sent.
 
 Two buffers are filled in turn, so that one is packed while the other travels.
 """
@@ -27,7 +27,7 @@ NUM_BUFFERS = 2
 class Outgoing:
     """One tensor to send. `load` returns the whole tensor, on any device and in any dtype; the sender casts.
 
-    Every pass calls the loads of all items exactly once, in order, even a pass that has failed meanwhile: where a
+    Every attempt calls the loads of all items exactly once, in order, even one that has failed meanwhile: where a
     load is a collective of the trainer's ranks, the others wait in it.
     """
 
@@ -45,10 +45,10 @@ class SentBuckets:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The workers that one lane serves in a pass."""
+    """The workers that one transport serves in an attempt."""
 
-    lane: SendTransport
-    wires: tuple[Peer, ...]
+    transport: SendTransport
+    peers: tuple[Peer, ...]
 
 
 class PackBuffers:
@@ -61,9 +61,9 @@ class PackBuffers:
         self._made_for: tuple[int, frozenset[int]] | None = None
 
     def get(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Two buffers for a pass to these connections. Raises WeightUpdateFailed if there is no room.
+        """Return two buffers for an attempt. Raises WeightUpdateFailed if there is no room.
 
-        Host buffers have lost their names once the connections have them open; other connections need new ones.
+        Host buffers have lost their names once `connections` have them open; other connections need new ones.
         """
         is_host = self._device.type == "cpu"
         made_for = (num_bytes, connections if is_host else frozenset())
@@ -77,7 +77,7 @@ class PackBuffers:
         return self._buffers
 
     def free(self) -> None:
-        """Give the memory back; no lane uses it. Idempotent."""
+        """Give the memory back; no transport uses it. Idempotent."""
         if self._device.type == "cpu":
             unlink(self._buffers)
         memories, self._memories = self._memories, ()
@@ -102,29 +102,30 @@ def send_buckets(
 ) -> SentBuckets:
     """Pack and send everything.
 
-    Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a load that is not what was offered, or
-    what a load raises. `give_up` is called as soon as that is known, and only then are the remaining loads called.
+    Raises TransportBroken from `check` or a transport, WeightUpdateFailed for a load that is not what was offered,
+    or what a load raises. `give_up` is called as soon as that is known, and only then are the remaining loads
+    called.
     """
     loads = iter(items)
-    lanes = [route.lane for route in routes]
+    transports = [route.transport for route in routes]
     sums: list[torch.Tensor] = []
     try:
         for route in routes:
-            route.lane.begin(route.wires, layout, buffers)
+            route.transport.begin(route.peers, layout, buffers)
         started_at = time.monotonic()
         for bucket in range(len(layout.bucket_sizes)):
             buffer = bucket % NUM_BUFFERS
             if bucket >= NUM_BUFFERS:
-                for lane in lanes:
-                    lane.wait_free(buffer)
+                for transport in transports:
+                    transport.wait_free(buffer)
             for place in layout.in_bucket(bucket):
                 check()
                 _pack(next(loads), place, buffers[buffer].data)
             sums.append(bucket_checksum(buffers[buffer].data[: layout.bucket_sizes[bucket]]))
-            for lane in lanes:
-                lane.send(bucket, buffer)
-        for lane in lanes:
-            lane.finish()
+            for transport in transports:
+                transport.send(bucket, buffer)
+        for transport in transports:
+            transport.finish()
         return SentBuckets(to_host(sums), (time.monotonic() - started_at) * 1000)
     except Exception as error:
         give_up(error)

@@ -31,16 +31,16 @@ from agentloop_servers.weight_transfer.transports.base import TransportBroken
 HELLO_TIMEOUT_S = 5.0
 FRAME_TIMEOUT_S = 15.0  # from the first byte of a frame to its last, either way
 LINGER_S = 1.0  # how long a closed connection waits for the peer to have read the last message
-POLL_S = 0.05  # how late a flag that nobody announces may be seen
+CONNECTION_POLL_S = 0.05  # how late a flag that nobody announces may be seen
 MAX_HELLO_BYTES = 2**16
 MAX_FRAME_BYTES = 2**26  # the checksums of seven million tensors
-MAX_WAITING = 1024  # messages; a lane has two buckets in flight, so this bound is never met by a sane peer
+MAX_WAITING = 1024  # messages; a transport has two buckets in flight, so this bound is never met by a sane peer
 MAX_STRANGERS = 256  # connections that have not proved the token yet; more are turned away
 HEADER = struct.Struct(">I")
 
 
 class BaseMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    """What all messages have in common."""
+    """The base of all messages."""
 
 
 class BadNews(BaseMessage, frozen=True):
@@ -87,7 +87,7 @@ class StartAttempt(BaseMessage, frozen=True, tag="start_attempt"):
 
 
 class AbandonAttempt(BadNews, frozen=True, tag="abandon_attempt"):
-    """The pass is void; another one follows, or Abandon."""
+    """The attempt is void; another one follows, or Abandon."""
 
     attempt_id: int
 
@@ -97,20 +97,20 @@ class Abandon(BadNews, frozen=True, tag="abandon"):
 
 
 class TransportBytes(BaseMessage, frozen=True, tag="transport"):
-    """A lane's own message."""
+    """A transport's own message."""
 
     attempt_id: int
     body: bytes
 
 
 class Arrived(BaseMessage, frozen=True, tag="arrived"):
-    """Every bucket of the pass has been consumed; its lane is done with it."""
+    """Every bucket of the attempt has been consumed; the worker's transport is done with it."""
 
     attempt_id: int
 
 
 class EndAttempt(BaseMessage, frozen=True, tag="end_attempt"):
-    """Everybody has every bucket; `checksums` has one entry a bucket."""
+    """All workers have every bucket; `checksums` has one entry a bucket."""
 
     attempt_id: int
     checksums: list[int]
@@ -158,7 +158,9 @@ class ConnectionTimeout(Exception):
 
 
 class Connection:
-    """One connection. Thread-safe; all connections of one owner share its condition, notified at every change.
+    """One connection to the other side.
+
+    Thread-safe; all connections of one owner share its condition, notified at every change.
 
     Nothing is sent while the condition is held, so a `check` must not send.
     With `authorize` the first message must be a Hello that it accepts, and so must every later Hello.
@@ -173,7 +175,7 @@ class Connection:
         hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         self.connection_id = next(_connection_ids)
-        self.peer = _peer_of(sock)
+        self.peer_address = _address_of_peer(sock)
         self._sock = sock
         self._condition = condition
         self._authorize = authorize
@@ -193,17 +195,17 @@ class Connection:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the peer is gone (or this side has closed)."""
+        """True once the peer is gone, or this side has closed."""
         return self._death is not None
 
     @property
     def is_known(self) -> bool:
-        """Whether the peer has proved the token."""
+        """True once the peer has proved the token."""
         return self._is_known
 
     @property
     def death(self) -> str:
-        """Why it is dead, in a few words; empty while it lives."""
+        """The reason why it is dead, in a few words; empty while it lives."""
         return self._death or ""
 
     def send(self, message: BaseMessage) -> None:
@@ -219,7 +221,7 @@ class Connection:
                 raise ConnectionLost(self.death) from error
 
     def pop(self, kind: type[M]) -> M | None:
-        """The oldest waiting message of this kind, at once, or None."""
+        """Take the oldest waiting message of this kind, at once, or None."""
         with self._condition:
             for position, message in enumerate(self._inbox):
                 if isinstance(message, kind):
@@ -228,7 +230,7 @@ class Connection:
         return None
 
     def peek(self, kind: type[M]) -> M | None:
-        """As `pop`, but the message stays."""
+        """Return the message that `pop` would take, and leave it there."""
         with self._condition:
             return next((message for message in self._inbox if isinstance(message, kind)), None)
 
@@ -250,7 +252,7 @@ class Connection:
                     raise ConnectionLost(self._death)
                 if deadline_at is not None and time.monotonic() >= deadline_at:
                     raise ConnectionTimeout(f"no {kind.__name__} in time")
-                self._condition.wait(POLL_S)
+                self._condition.wait(CONNECTION_POLL_S)
 
     def forget(self) -> None:
         """Drop the messages that wait."""
@@ -308,14 +310,14 @@ class Connection:
         return self._read_exactly(size, header)
 
     def _read_exactly(self, size: int, header: bytes) -> bytes:
-        """Without a header before it, the first byte may take any time if the peer is known."""
+        """Read `size` bytes. Without a header before them, the first may take any time if the peer is known."""
         parts = bytearray()
         deadline_at = time.monotonic() + FRAME_TIMEOUT_S if header else None
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         while len(parts) < size:
             self._check_time(deadline_at)
-            if not poller.poll(POLL_S * 1000 * (1 if self._closed_at or not self._is_known else 10)):
+            if not poller.poll(CONNECTION_POLL_S * 1000 * (1 if self._closed_at or not self._is_known else 10)):
                 continue
             chunk = self._sock.recv(min(size - len(parts), 2**20))
             if not chunk:
@@ -338,7 +340,7 @@ class Connection:
 
 
 class AttemptPeer:
-    """A `lanes.Peer`: the lane messages of one pass over a connection. `check` is the pass's own."""
+    """A `Peer`: the transport's messages of one attempt over a connection. `check` is the attempt's own."""
 
     def __init__(self, connection: Connection, attempt_id: int, check: Callable[[], None]) -> None:
         self._connection = connection
@@ -366,9 +368,10 @@ class AttemptPeer:
 
 
 class Listener:
-    """Accepts workers on `host`, on a port that the system chooses; `on_connection` is called from its own thread.
+    """The socket that accepts workers on `host`, on a port that the system chooses.
 
-    A connection is handed out before it has proved the token: look at `Connection.is_known`.
+    `on_connection` is called from its own thread. A connection is handed out before it has proved the token: see
+    `Connection.is_known`.
     """
 
     def __init__(
@@ -406,7 +409,7 @@ class Listener:
                 sock, _ = self._sock.accept()
             except OSError:
                 if not self._is_closed:
-                    time.sleep(POLL_S)  # out of file descriptors, or the peer left first
+                    time.sleep(CONNECTION_POLL_S)  # out of file descriptors, or the peer left first
                 continue
             self._strangers = [
                 connection for connection in self._strangers if not (connection.is_known or connection.is_dead)
@@ -425,13 +428,13 @@ def connect(address: str, condition: threading.Condition, timeout_s: float) -> C
     """Open a connection to "host:port". Raises ConnectionLost."""
     host, _, port = address.rpartition(":")
     try:
-        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(timeout_s, POLL_S))
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(timeout_s, CONNECTION_POLL_S))
     except (OSError, ValueError, OverflowError) as error:
         raise ConnectionLost(f"no connection to {address} ({error})") from error
     return Connection(sock, condition)
 
 
-def _peer_of(sock: socket.socket) -> str:
+def _address_of_peer(sock: socket.socket) -> str:
     try:
         host, port = sock.getpeername()[:2]
     except OSError:  # it has gone already
@@ -440,7 +443,7 @@ def _peer_of(sock: socket.socket) -> str:
 
 
 def _watch_for_dead_hosts(sock: socket.socket) -> None:
-    """A process that ends closes its socket; for a host that vanished only probes tell, after about 15 s."""
+    """Let the kernel probe the peer's host: one that vanished is noticed in about 15 s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)

@@ -1,8 +1,8 @@
 """The side of a push that takes the weights: one engine worker process.
 
-`Receiver` keeps its connections to the senders it met last, so that a later update finds them and what their lanes
-keep. An `Incoming` is one update; the thread that iterates it owns it, only `abort` comes from elsewhere. Every way
-in which weights cannot be had raises CheckpointUnreadable.
+`Receiver` keeps its connections to the senders it met last, so that a later update finds them and what their
+transports keep. An `Incoming` is one update; the thread that iterates it owns it, only `abort` comes from
+elsewhere. Every way in which weights cannot be had raises CheckpointUnreadable.
 
     incoming = receiver.open(source, can_hold=True, timeout_s=60)
     while True:
@@ -53,7 +53,7 @@ from agentloop_servers.weight_transfer.transports.nccl import NcclReceiveTranspo
 from agentloop_servers.weight_transfer.transports.shared_memory import ShmReceiveTransport
 from agentloop_servers.weight_transfer.verify import bucket_checksum, to_host
 
-SETTLE_S = 5.0  # between a lane that broke and the sender's word that the pass is void
+ABANDON_SETTLE_S = 5.0  # between a transport that broke and the sender's word that the attempt is void
 MAX_CONNECTIONS = 2  # kept between updates: the trainer's, and the last other replica's
 RECEIVE_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = {
     TransportKind.NCCL: NcclReceiveTransport,
@@ -68,31 +68,31 @@ class AttemptRestarted(Exception):
 
 @dataclass(slots=True)
 class _KnownSender:
-    """A connection, and the lanes that were used over it."""
+    """A connection to a sender, and the transports that were used over it."""
 
     connection: Connection
-    lanes: dict[TransportKind, ReceiveTransport] = field(default_factory=dict)
+    transports: dict[TransportKind, ReceiveTransport] = field(default_factory=dict)
 
     def close(self) -> None:
         self.connection.close()
-        while self.lanes:
-            self.lanes.popitem()[1].close()
+        while self.transports:
+            self.transports.popitem()[1].close()
 
 
 class Receiver:
-    """What one engine worker receives weights with; one update at a time."""
+    """One engine worker's end of all its transfers; one update at a time."""
 
     def __init__(
         self,
         device: torch.device,
         rank: int,
         *,
-        lanes: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = RECEIVE_TRANSPORTS,
+        transports: Mapping[TransportKind, Callable[[torch.device], ReceiveTransport]] = RECEIVE_TRANSPORTS,
     ) -> None:
         """`rank` is this worker's index within its replica; buckets arrive on `device`."""
         self._device = device
         self._rank = rank
-        self._make_lane = lanes
+        self._make_transport = transports
         self._condition = threading.Condition()  # shared with the connections
         self._senders: dict[str, _KnownSender] = {}  # by address, the latest used last
 
@@ -138,12 +138,12 @@ class Receiver:
         except (ConnectionLost, ConnectionTimeout) as error:
             self._forget(address)
             raise CheckpointUnreadable(f"the sender at {address}: {error}", param="push") from error
-        lane = self._lane(sender, answer.transport)
+        transport = self._transport(sender, TransportKind(answer.transport))
         layout = lay_out(source.tensors, answer.bucket_bytes)
-        return Incoming(sender.connection, lane, layout, answer, self._condition, timeout_s)
+        return Incoming(sender.connection, transport, layout, answer, self._condition, timeout_s)
 
     def close(self) -> None:
-        """End all connections and free what their lanes keep; no update is open. Idempotent."""
+        """End all connections and free what their transports keep; no update is open. Idempotent."""
         for address in list(self._senders):
             self._forget(address)
 
@@ -167,11 +167,10 @@ class Receiver:
         self._senders[address] = sender
         return sender
 
-    def _lane(self, sender: _KnownSender, name: str) -> ReceiveTransport:
-        transport = TransportKind(name)
-        if transport not in sender.lanes:
-            sender.lanes[transport] = self._make_lane[transport](self._device)
-        return sender.lanes[transport]
+    def _transport(self, sender: _KnownSender, kind: TransportKind) -> ReceiveTransport:
+        if kind not in sender.transports:
+            sender.transports[kind] = self._make_transport[kind](self._device)
+        return sender.transports[kind]
 
     def _forget(self, address: str) -> None:
         sender = self._senders.pop(address, None)
@@ -185,7 +184,7 @@ class Incoming:
     def __init__(
         self,
         connection: Connection,
-        lane: ReceiveTransport,
+        transport: ReceiveTransport,
         layout: Layout,
         accept: Accept,
         condition: threading.Condition,
@@ -194,26 +193,26 @@ class Incoming:
         self.layout = layout
         self.is_one_phase = accept.is_one_phase
         self.transport = accept.transport
-        self.transfer_ms = 0.0  # of the latest pass, from its first byte until its last was consumed
+        self.transfer_ms = 0.0  # of the latest attempt, from its first byte until its last was consumed
         self._connection = connection
-        self._lane = lane
+        self._transport = transport
         self._condition = condition
         self._timeout_s = timeout_s
         self._deadline_at = time.monotonic() + timeout_s
         self._attempt_id = 0
         self._has_gone = False
         self._aborted = False
-        self._sums: list[torch.Tensor] = []  # one a bucket of this pass
+        self._sums: list[torch.Tensor] = []  # one a bucket of this attempt
         if self.is_one_phase:
             self._say(Ready())
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return self.layout.num_bytes
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Every bucket in order: its index and its bytes (uint8) on the device.
+        """Yield every bucket in order: its index and its bytes (uint8) on the device.
 
         The bytes are valid until the next iteration; work on them that is on the current stream by then is ordered
         before their memory is used again. The first call tells the sender to begin: in two phases the memory must
@@ -228,14 +227,14 @@ class Incoming:
         with self._breaking():
             start = self._connection.take(StartAttempt, check=self._check)
             self._attempt_id = start.attempt_id
-            self._lane.begin(AttemptPeer(self._connection, start.attempt_id, self._check), self.layout)
+            self._transport.begin(AttemptPeer(self._connection, start.attempt_id, self._check), self.layout)
             started_at = time.monotonic()
             self._sums = []
-            with contextlib.closing(self._lane.buckets()) as arriving:  # type: ignore[type-var]
+            with contextlib.closing(self._transport.buckets()) as arriving:  # type: ignore[type-var]
                 for bucket, data in arriving:
                     self._sums.append(bucket_checksum(data))
                     yield bucket, data
-            self._lane.finish()
+            self._transport.finish()
             self.transfer_ms = (time.monotonic() - started_at) * 1000
             self._connection.send(Arrived(start.attempt_id))
 
@@ -266,7 +265,7 @@ class Incoming:
         """Leave this update; the sender is told why and goes on with the others. Idempotent."""
         with contextlib.suppress(ConnectionLost):
             self._connection.send(Fail(reason))
-        self._lane.abort()
+        self._transport.abort()
         self._connection.close()
 
     def abort(self) -> None:
@@ -283,7 +282,7 @@ class Incoming:
             raise self._lost(str(error)) from error
 
     def _check(self) -> None:
-        """Raise TransportBroken if this pass cannot go on; a restart is told apart in `_breaking`."""
+        """Raise TransportBroken if this attempt cannot go on; a restart is told apart in `_breaking`."""
         self._check_wanted()
         news = self._connection.peek(BadNews)
         if news is not None:
@@ -299,11 +298,11 @@ class Incoming:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Turn a broken pass into AttemptRestarted or CheckpointUnreadable; in both cases the lane is given up."""
+        """Turn a broken attempt into AttemptRestarted or CheckpointUnreadable; either way the transport aborts."""
         try:
             yield
         except (TransportBroken, ConnectionLost) as error:
-            self._lane.abort()
+            self._transport.abort()
             abandoned = self._settle()
             if abandoned is not None and not self._aborted:
                 raise AttemptRestarted(abandoned.reason) from error
@@ -311,15 +310,18 @@ class Incoming:
             raise self._lost(str(error)) from error
 
     def _settle(self) -> AbandonAttempt | None:
-        """The sender's word that the pass is void. A lane may break before it comes: the sender learns it too."""
-        settled_at = min(time.monotonic() + SETTLE_S, self._deadline_at)
+        """Wait for the sender's word that the attempt is void: a transport may break before that comes.
+
+        None if it does not come, or if the whole update is off.
+        """
+        settled_at = min(time.monotonic() + ABANDON_SETTLE_S, self._deadline_at)
         try:
             news = self._connection.take(BadNews, deadline_at=settled_at, check=self._check_wanted)
         except (ConnectionLost, ConnectionTimeout, TransportBroken):
             return None
         if not isinstance(news, AbandonAttempt):
             return None
-        # The pass may be void before it was begun here.
+        # The attempt may be void before it was begun here.
         while (start := self._connection.peek(StartAttempt)) is not None and start.attempt_id <= news.attempt_id:
             self._connection.pop(StartAttempt)
         return news

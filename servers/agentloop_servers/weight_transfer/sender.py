@@ -27,7 +27,7 @@ from agentloop.errors import InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing, PackBuffers, Route, SentBuckets, send_buckets
 from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, Layout, lay_out
 from agentloop_servers.weight_transfer.protocol import (
-    POLL_S,
+    CONNECTION_POLL_S,
     Abandon,
     AbandonAttempt,
     Accept,
@@ -69,11 +69,11 @@ SEND_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], SendTransport]]
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What a transfer did. `failures` has a line for each worker that did not come through."""
+    """Figures of a transfer. `failures` has a line for each worker that did not come through."""
 
     num_bytes: int  # to each worker
     transports: tuple[str, ...]
-    transfer_ms: float  # of the pass that worked, from its first byte to its last
+    transfer_ms: float  # of the attempt that worked, from its first byte to its last
     num_attempts: int
     num_receivers: int  # that have compared what arrived with what was sent
     failures: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class WeightSender:
         transport: str = TransportKind.AUTO,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | None = None,
-        lanes: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = SEND_TRANSPORTS,
+        transports: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = SEND_TRANSPORTS,
     ) -> None:
         """`listen_host` is the address that workers reach this process at, so no wildcard.
 
@@ -105,11 +105,11 @@ class WeightSender:
         if listen_host in ("", "0.0.0.0", "::"):
             raise InvalidRequest("listen_host must be an address that workers can connect to", param="listen_host")
         self._listen_host = listen_host
-        self._transport = TransportKind(transport)
+        self._asked = TransportKind(transport)
         self._bucket_bytes = bucket_bytes
         self._device = device if device is not None else _default_device()
-        self._make_lane = lanes
-        self._lanes: dict[TransportKind, SendTransport] = {}
+        self._make_transport = transports
+        self._transports: dict[TransportKind, SendTransport] = {}
         self._buffers = PackBuffers(self._device)
         self._condition = threading.Condition()  # guards what follows, and is shared with the connections
         self._listener: Listener | None = None
@@ -117,11 +117,11 @@ class WeightSender:
         self._offer: _Offer | None = None
         self._cancelled: str | None = None
         self._run_lock = threading.Lock()
-        self._num_attempts = 0  # ever; numbers the passes
+        self._num_attempts = 0  # ever; numbers the attempts
 
     @property
     def num_connected(self) -> int:
-        """Links to workers, at this moment: those that have said hello, and those kept from the last update."""
+        """Connections to workers now: those that have said hello, and those kept from the last update."""
         with self._condition:
             return sum(connection.is_known and not connection.is_dead for connection in self._connections)
 
@@ -154,7 +154,7 @@ class WeightSender:
             try:
                 offer = self._open_offer()
                 group.gather(lambda: self._connections)
-                group.welcome(self._transport, device_name(self._device), self._bucket_bytes)
+                group.welcome(self._asked, device_name(self._device), self._bucket_bytes)
                 return self._send(offer, group, before_attempt)
             except Exception as error:
                 reason = str(error) if isinstance(error, WeightUpdateFailed) else f"the transfer failed: {error!r}"
@@ -169,10 +169,10 @@ class WeightSender:
         """End the offer, from any thread: a `run` in progress raises WeightUpdateFailed, or the next one does."""
         with self._condition:
             self._cancelled = self._cancelled or reason
-            lanes = list(self._lanes.values())
+            transports = list(self._transports.values())
             self._condition.notify_all()
-        for lane in lanes:
-            lane.abort()
+        for transport in transports:
+            transport.abort()
 
     def release(self) -> None:
         """Give the pack buffers' memory back between updates; the next one takes it again."""
@@ -180,7 +180,7 @@ class WeightSender:
             self._buffers.free()
 
     def close(self) -> None:
-        """End the offer, the connections and the lanes, and stop listening. Idempotent.
+        """End the offer, the connections and the transports, and stop listening. Idempotent.
 
         Raises WeightUpdateFailed if a `run` in another thread does not end, because a tensor's load hangs.
         """
@@ -196,14 +196,14 @@ class WeightSender:
                 connections, self._connections = self._connections, []
             for connection in connections:
                 connection.close()
-            while self._lanes:
-                self._lanes.popitem()[1].close()
+            while self._transports:
+                self._transports.popitem()[1].close()
             self._buffers.free()
         finally:
             self._run_lock.release()
 
     def _send(self, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None) -> SendReport:
-        """Pass after pass until one reaches everybody who is left."""
+        """Make attempts until one reaches every worker that is left."""
         broken = ""
         for num_attempts in range(1, MAX_ATTEMPTS + 1):
             group.check("the weights were on their way")
@@ -214,7 +214,7 @@ class WeightSender:
                 end, sent = self._attempt(offer, group, before_attempt)
             except TransportBroken as error:
                 broken = str(error)
-                group.drop_lost(SETTLE_S)
+                group.drop_lost(LOSS_SETTLE_S)
                 continue
             group.finish(end)
             group.require_some()
@@ -228,7 +228,7 @@ class WeightSender:
     def _attempt(
         self, offer: _Offer, group: ReceiverGroup, before_attempt: Callable[[], None] | None
     ) -> tuple[EndAttempt, SentBuckets]:
-        """One pass. Raises TransportBroken if another one may help."""
+        """Make one attempt. Raises TransportBroken if another one may help."""
         connections = frozenset(worker.connection.connection_id for worker in group.left)
         buffers = self._buffers.get(offer.layout.largest_bucket, connections)
         if before_attempt is not None:
@@ -236,11 +236,11 @@ class WeightSender:
         self._num_attempts += 1
         attempt_id = self._num_attempts
         group.tell_all(StartAttempt(attempt_id))
-        routes = [Route(self._lane(transport), wires) for transport, wires in group.wires(attempt_id).items()]
+        routes = [Route(self._transport(kind), peers) for kind, peers in group.peers(attempt_id).items()]
 
         def give_up(error: Exception) -> None:
             for route in routes:
-                route.lane.abort()
+                route.transport.abort()
             group.tell_all(AbandonAttempt(str(error), attempt_id))
 
         sent = send_buckets(offer.items, offer.layout, buffers, routes, group.check_attempt, give_up)
@@ -251,11 +251,11 @@ class WeightSender:
             raise
         return EndAttempt(attempt_id, sent.checksums), sent
 
-    def _lane(self, transport: TransportKind) -> SendTransport:
+    def _transport(self, kind: TransportKind) -> SendTransport:
         with self._condition:
-            if transport not in self._lanes:
-                self._lanes[transport] = self._make_lane[transport](self._device)
-            return self._lanes[transport]
+            if kind not in self._transports:
+                self._transports[kind] = self._make_transport[kind](self._device)
+            return self._transports[kind]
 
     def _open_offer(self) -> _Offer:
         with self._condition:
@@ -264,7 +264,7 @@ class WeightSender:
             return self._offer
 
     def _end_offer(self, reason: str) -> None:
-        """Nobody can take the offer any more; workers that came too late are told."""
+        """Withdraw the offer; workers that came too late are told."""
         with self._condition:
             self._offer = None
             self._connections = [connection for connection in self._connections if not connection.is_dead]
@@ -292,11 +292,11 @@ def _default_device() -> torch.device:
 
 
 GO_GRACE_S = 30.0  # one phase: how long workers that stand still wait for one that never commits
-SETTLE_S = 0.5  # between a lane that broke and the end of the connection that explains it
+LOSS_SETTLE_S = 0.5  # between a transport that broke and the end of the connection that explains it
 
 
 @dataclass(slots=True)
-class Worker:
+class ReceivingWorker:
     """One engine worker of a transfer."""
 
     connection: Connection
@@ -307,23 +307,23 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return f"worker {self.hello.rank} of {self.connection.peer}"
+        return f"worker {self.hello.rank} of {self.connection.peer_address}"
 
     @property
     def loss(self) -> str | None:
-        """Why it cannot go on, as its connection tells."""
+        """The reason why it cannot go on, as its connection tells; None while it can."""
         fail = self.connection.peek(Fail)
         if fail is not None:
             return f"{self.name}: {fail.reason}"
         return f"{self.name} was lost: {self.connection.death}" if self.connection.is_dead else None
 
     def tell(self, message: BaseMessage) -> None:
-        """Send, unless it is gone; that is noticed where something is awaited from it."""
+        """Send a message, unless the worker is gone; that is noticed where something is awaited from it."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(message)
 
     def leave(self, reason: str) -> None:
-        """It is out of this update; its connection closes, so that it comes back afresh."""
+        """Exclude it from this update; its connection closes, so that it comes back afresh."""
         self.failure = reason
         self.tell(Abandon(reason))
         self.connection.close()
@@ -338,11 +338,11 @@ class ReceiverGroup:
         self._condition = condition
         self._deadline_at = deadline_at
         self._cancelled = cancelled
-        self._workers: list[Worker] = []
+        self._workers: list[ReceivingWorker] = []
 
     @property
-    def left(self) -> list[Worker]:
-        """Those who are not out."""
+    def left(self) -> list[ReceivingWorker]:
+        """The workers that are not excluded."""
         return [worker for worker in self._workers if worker.failure is None]
 
     @property
@@ -358,7 +358,7 @@ class ReceiverGroup:
             raise WeightUpdateFailed(f"the transfer ran out of time: {state}")
 
     def check_attempt(self) -> None:
-        """Raise TransportBroken if the pass cannot reach all who are left."""
+        """Raise TransportBroken if the attempt cannot reach all workers that are left."""
         try:
             self.check("the weights were on their way")
         except WeightUpdateFailed as error:
@@ -376,15 +376,15 @@ class ReceiverGroup:
                     hello = connection.pop(Hello)
                     if hello is not None:
                         connection.forget()
-                        self._workers.append(Worker(connection, hello))
+                        self._workers.append(ReceivingWorker(connection, hello))
                 wanted = max((worker.hello.num_receivers for worker in self._workers), default=1)
                 if len(self._workers) >= wanted:
                     return
                 self.check(f"{len(self._workers)} of {wanted} workers connected")
-                self._condition.wait(POLL_S)
+                self._condition.wait(CONNECTION_POLL_S)
 
     def welcome(self, asked: TransportKind, sender_device: str, bucket_bytes: int) -> None:
-        """Choose each worker's lane, and wait until all who are left let the bytes flow."""
+        """Choose each worker's transport, and wait until all that are left let the bytes flow."""
         host = host_name()
         for worker in self._workers:
             try:
@@ -399,26 +399,27 @@ class ReceiverGroup:
         self._await_each(Go, grace_s=GO_GRACE_S if is_one_phase else None)
 
     def require_some(self) -> None:
-        """Raise WeightUpdateFailed if nobody is left."""
+        """Raise WeightUpdateFailed if no worker is left."""
         if not self.left:
             raise WeightUpdateFailed(f"no worker is left: {self.failures[0]}")
 
     def tell_all(self, message: BaseMessage) -> None:
+        """Send a message to all workers that are left."""
         for worker in self.left:
             worker.tell(message)
 
-    def wires(self, attempt_id: int) -> dict[TransportKind, tuple[AttemptPeer, ...]]:
-        """The wires of a pass to all who are left, by the lane that serves them."""
+    def peers(self, attempt_id: int) -> dict[TransportKind, tuple[AttemptPeer, ...]]:
+        """Group all workers that are left by the transport that serves them, for one attempt."""
         by_transport: dict[TransportKind, tuple[AttemptPeer, ...]] = {}
         for worker in self.left:
-            wire = AttemptPeer(worker.connection, attempt_id, self.check_attempt)
-            by_transport[worker.transport] = (*by_transport.get(worker.transport, ()), wire)
+            peer = AttemptPeer(worker.connection, attempt_id, self.check_attempt)
+            by_transport[worker.transport] = (*by_transport.get(worker.transport, ()), peer)
         return by_transport
 
     def await_arrivals(self, attempt_id: int) -> None:
-        """Wait until all who are left have consumed every bucket. Raises TransportBroken.
+        """Wait until all workers that are left have consumed every bucket. Raises TransportBroken.
 
-        A lane may run through its receivers one after the other, so one that dies here can starve another.
+        A transport may run through its receivers one after the other, so one that dies here can starve another.
         """
         for worker in self.left:
             try:
@@ -428,15 +429,15 @@ class ReceiverGroup:
                 raise TransportBroken(f"{worker.name} was lost: {error}") from error
 
     def drop_lost(self, settle_s: float = 0.0) -> None:
-        """Who is lost is out. After a pass broke, wait a moment for the loss that explains it."""
+        """Exclude workers that were lost. After an attempt broke, wait `settle_s` for the loss that explains it."""
         settled_at = time.monotonic() + settle_s
         with self._condition:
             while all(worker.loss is None for worker in self.left) and time.monotonic() < settled_at:
-                self._condition.wait(POLL_S)
+                self._condition.wait(CONNECTION_POLL_S)
         self._drop(self.left)
 
     def finish(self, end: EndAttempt) -> None:
-        """Everybody has everything: hear from each that it is what was sent."""
+        """Hear from each worker, now that all have everything, that it is what was sent."""
         self.tell_all(end)
         pending = self.left
         try:
@@ -445,19 +446,19 @@ class ReceiverGroup:
                     pending = [worker for worker in pending if not self._is_done(worker)]
                     if pending and all(worker.loss is None for worker in pending):
                         self.check(f"{pending[0].name} has not confirmed what arrived")
-                        self._condition.wait(POLL_S)
+                        self._condition.wait(CONNECTION_POLL_S)
                 pending = self._drop(pending)
         except WeightUpdateFailed as error:
             self.fail_rest(str(error))
 
     def fail_rest(self, reason: str) -> None:
-        """Whoever is not through is out."""
+        """Exclude every worker that has not come through."""
         for worker in self.left:
             if not worker.is_done:
                 worker.leave(reason)
 
     def _await_each(self, kind: type[Ready | Go], grace_s: float | None = None) -> None:
-        """Wait for one message of every worker; those who are lost, or later than the grace, are out."""
+        """Wait for one message of every worker; those that are lost, or later than the grace, are excluded."""
         pending = self.left
         num_awaited, late_at = len(pending), float("inf")
         while pending:
@@ -467,14 +468,14 @@ class ReceiverGroup:
                     late_at = min(late_at, time.monotonic() + grace_s)
                 if pending and all(worker.loss is None for worker in pending):
                     self.check(f"{pending[0].name} has not said {kind.__name__}")
-                    self._condition.wait(POLL_S)
+                    self._condition.wait(CONNECTION_POLL_S)
             if time.monotonic() > late_at:
                 for worker in pending:
                     worker.leave(f"{worker.name} did not start with the others")
             pending = self._drop(pending)
 
-    def _drop(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Those of `workers` who are not lost."""
+    def _drop(self, workers: Sequence[ReceivingWorker]) -> list[ReceivingWorker]:
+        """Exclude those of `workers` that are lost; return the others."""
         for worker in workers:
             loss = worker.loss
             if worker.failure is None and loss is not None:
@@ -482,6 +483,6 @@ class ReceiverGroup:
         return [worker for worker in workers if worker.failure is None]
 
     @staticmethod
-    def _is_done(worker: Worker) -> bool:
+    def _is_done(worker: ReceivingWorker) -> bool:
         worker.is_done = worker.is_done or worker.connection.pop(Done) is not None
         return worker.is_done

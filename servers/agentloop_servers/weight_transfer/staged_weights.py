@@ -1,8 +1,8 @@
-"""The ways in which one worker holds an update until its commit, and brings it into the model then. Four of them:
+"""Four ways in which a worker holds an update until its commit and then brings it in:
 
-    ShadowParameters  a copy of the model's parameters in their own layout, filled while decoding goes on; the commit
-                      copies it over the parameters. Needs a `CopyPlan`. The fastest, and each rank holds its shard
-                      only.
+    ShadowParameters  a copy of the model's parameters in their own layout, filled while decoding goes on; the
+                      commit copies it over the parameters. Needs a `CopyPlan`. The fastest, and each rank holds
+                      its shard only.
     StagedCheckpoint  the tensors as they came; the commit runs them through vLLM's own loader.
     StagedFiles       nothing but the folder's name; the commit reads it through vLLM's own loader.
     StreamedWeights   nothing: the commit receives (one phase), by the plan or through vLLM's own loader.

@@ -193,7 +193,7 @@ class WeightStager:
         if stage.incoming is not None and (
             stage.state is not StageState.HELD or isinstance(stage.hold, StreamedWeights)
         ):
-            stage.incoming.abort()  # else all has arrived, and the link serves the next update
+            stage.incoming.abort()  # else all has arrived, and the connection serves the next update
         if stage.thread is not None:
             stage.thread.join(JOIN_TIMEOUT_S)
             if stage.thread.is_alive():

@@ -41,7 +41,7 @@ from agentloop_servers.weight_transfer.trainer_group import (
 T = TypeVar("T")
 
 ANSWER_GRACE_S = 30.0  # a sender that failed closes its connections: the service then soon says what that meant
-_STOP_TIMEOUT_S = 60.0  # a cancelled sender still loads the rest of its pass, for the other ranks
+_STOP_TIMEOUT_S = 60.0  # a cancelled sender still loads the rest of its attempt, for the other ranks
 _LET_GO_TIMEOUT_S = 5.0  # of a thread that has returned; the event loop waits
 _MARGIN_S = ANSWER_GRACE_S + _STOP_TIMEOUT_S + 30.0  # the other ranks wait longer than rank 0 can take
 _GROUP_TIMEOUT_S = 900.0  # of the ranks' own group; longer if an update asks for more

@@ -23,7 +23,7 @@ from agentloop import codec
 from agentloop.api import UpdateReport
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, WeightUpdateFailed, from_wire
 
-_AGAIN = -1  # "a pass begins"; else the number of bytes of the outcome that follows
+_AGAIN = -1  # "an attempt begins"; else the number of bytes of the outcome that follows
 _PART_BYTES = 1024
 _MAX_ERROR_CHARS = 200
 

@@ -1,4 +1,4 @@
-"""What of the NCCL lane can be seen without a GPU; the rest is `tests/gpu/push_lanes.py`."""
+"""What of the NCCL transport can be seen without a GPU; the rest is `tests/gpu/push_transports.py`."""
 
 import pytest
 

@@ -206,15 +206,15 @@ def test_a_peer_that_floods_is_cut_off(side):
     assert "more than it may" in connection.death
 
 
-def test_a_wire_skips_the_messages_of_earlier_passes(side):
+def test_a_peer_skips_the_messages_of_earlier_attempts(side):
     end, connection = side.pair()
     end.send(TransportBytes(attempt_id=1, body=b"old"))
     end.send(TransportBytes(attempt_id=2, body=b"new"))
-    wire = AttemptPeer(connection, 2, lambda: None)
-    assert wire.take() == b"new"
+    peer = AttemptPeer(connection, 2, lambda: None)
+    assert peer.take() == b"new"
     end.close()
     with pytest.raises(TransportBroken):
-        wire.take()
+        peer.take()
     with pytest.raises(TransportBroken):
         AttemptPeer(end, 2, lambda: None).post(b"x")
 

@@ -42,7 +42,7 @@ def stage() -> Iterator[Stage]:
         stage.close()
 
 
-class ZeroLane(ShmReceiveTransport):
+class ZeroTransport(ShmReceiveTransport):
     """Succeeds, and delivers zeros: what a transport that disabled itself looks like."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -50,8 +50,8 @@ class ZeroLane(ShmReceiveTransport):
             yield bucket, torch.zeros_like(data)
 
 
-class BrokenLane(ShmSendTransport):
-    """Breaks at bucket 2 of the first `num_broken` passes though nobody is lost."""
+class BrokenTransport(ShmSendTransport):
+    """Breaks at bucket 2 of the first `num_broken` attempts though nobody is lost."""
 
     num_broken = 1
 
@@ -66,7 +66,7 @@ class BrokenLane(ShmSendTransport):
         super().send(bucket, buffer)
 
 
-class AlwaysBrokenLane(BrokenLane):
+class AlwaysBrokenTransport(BrokenTransport):
     num_broken = 100
 
 
@@ -138,7 +138,9 @@ def test_another_worker_may_join_and_one_may_be_gone_at_the_next_update(stage):
 def test_zeros_instead_of_the_data_are_refused(stage):
     sent, sender = weights(), stage.sender()
     source = to_workers(sender.offer(outgoing(sent)), 2)
-    blind = stage.receive(stage.receiver(0, lanes={**RECEIVE_TRANSPORTS, TransportKind.SHM: ZeroLane}), source)
+    blind = stage.receive(
+        stage.receiver(0, transports={**RECEIVE_TRANSPORTS, TransportKind.SHM: ZeroTransport}), source
+    )
     sound = stage.receive(stage.receiver(1), source)
     report = stage.run(sender).result(WAIT_S)
     with pytest.raises(CheckpointUnreadable, match="5 of 5 buckets did not arrive"):
@@ -151,7 +153,9 @@ def test_zeros_instead_of_the_data_are_refused(stage):
 def test_an_update_that_reaches_nobody_fails(stage):
     sender = stage.sender()
     source = to_workers(sender.offer(outgoing(weights())), 1)
-    arriving = stage.receive(stage.receiver(0, lanes={**RECEIVE_TRANSPORTS, TransportKind.SHM: ZeroLane}), source)
+    arriving = stage.receive(
+        stage.receiver(0, transports={**RECEIVE_TRANSPORTS, TransportKind.SHM: ZeroTransport}), source
+    )
     with pytest.raises(WeightUpdateFailed, match=r"no worker is left.*did not arrive"):
         stage.run(sender).result(WAIT_S)
     with pytest.raises(CheckpointUnreadable):
@@ -196,7 +200,7 @@ def test_one_phase_a_worker_that_gives_up_does_not_hold_the_others(stage):
 
 def test_a_broken_pass_is_sent_again_and_every_load_is_called_once_a_pass(stage):
     sent, loads, num_begun, num_restarts = weights(), [], [], []
-    sender = stage.sender(lanes={**SEND_TRANSPORTS, TransportKind.SHM: BrokenLane})
+    sender = stage.sender(transports={**SEND_TRANSPORTS, TransportKind.SHM: BrokenTransport})
 
     def load(name: str) -> torch.Tensor:
         loads.append(name)
@@ -213,7 +217,7 @@ def test_a_broken_pass_is_sent_again_and_every_load_is_called_once_a_pass(stage)
 
 
 def test_a_lane_that_never_holds_ends_the_update(stage):
-    sender = stage.sender(lanes={**SEND_TRANSPORTS, TransportKind.SHM: AlwaysBrokenLane})
+    sender = stage.sender(transports={**SEND_TRANSPORTS, TransportKind.SHM: AlwaysBrokenTransport})
     source = to_workers(sender.offer(outgoing(weights())), 1)
     arriving = stage.receive(stage.receiver(), source)
     with pytest.raises(WeightUpdateFailed, match=r"3 passes broke off.*the wire is cut"):

@@ -1,4 +1,4 @@
-"""The files of the `shm` lane: who may map what, and that names do not outlive their use."""
+"""The files of the `shm` transport: who may map what, and that names do not outlive their use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from agentloop_servers.weight_transfer.layout import lay_out
 from agentloop_servers.weight_transfer.transports.base import TransportBroken
 from agentloop_servers.weight_transfer.transports.handshake import BuffersMapped, MapBuffers, post, take
 from agentloop_servers.weight_transfer.transports.shared_memory import (
-    FOLDER,
-    PREFIX,
+    SHM_FOLDER,
+    SHM_PREFIX,
     ShmReceiveTransport,
     create_buffer,
     create_pair,
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 LAYOUT = lay_out([TensorInfo("a", "float32", (1000,))])
 
 
-class LoopWire:
+class LoopPeer:
     """What one side posts waits here for whoever takes it."""
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class LoopWire:
 def test_a_buffer_is_private_and_goes_with_its_name():
     buffer = create_buffer(5000)
     path = Path(os.fsdecode(buffer.export))
-    assert path.parent == Path(FOLDER)
-    assert path.name.startswith(PREFIX)
+    assert path.parent == Path(SHM_FOLDER)
+    assert path.name.startswith(SHM_PREFIX)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     buffer.data.fill_(3)
     unlink([buffer])
@@ -60,25 +60,27 @@ def test_a_buffer_is_private_and_goes_with_its_name():
 
 
 def test_no_room_is_an_error_and_leaves_no_file():
-    before = set(Path(FOLDER).glob(f"{PREFIX}*"))
+    before = set(Path(SHM_FOLDER).glob(f"{SHM_PREFIX}*"))
     with pytest.raises(WeightUpdateFailed, match="no room"):
         create_pair(2**50)
-    assert not {path for path in set(Path(FOLDER).glob(f"{PREFIX}*")) - before if path.stat().st_size == 2**50}
+    assert not {
+        path for path in set(Path(SHM_FOLDER).glob(f"{SHM_PREFIX}*")) - before if path.stat().st_size == 2**50
+    }
 
 
 def test_a_mapping_shows_what_the_sender_wrote():
-    buffer, wire, lane = create_buffer(LAYOUT.largest_bucket), LoopWire(), ShmReceiveTransport(CPU)
-    post(wire, MapBuffers([buffer.export], LAYOUT.largest_bucket))
-    lane.begin(wire, LAYOUT)
+    buffer, peer, transport = create_buffer(LAYOUT.largest_bucket), LoopPeer(), ShmReceiveTransport(CPU)
+    post(peer, MapBuffers([buffer.export], LAYOUT.largest_bucket))
+    transport.begin(peer, LAYOUT)
     unlink([buffer])
-    assert take(wire, BuffersMapped).error is None
-    post(wire, MapBuffers([buffer.export], LAYOUT.largest_bucket))  # without its name, but still mapped
-    lane.begin(wire, LAYOUT)
-    assert take(wire, BuffersMapped).error is None
-    lane.close()
-    post(wire, MapBuffers([buffer.export], LAYOUT.largest_bucket))
+    assert take(peer, BuffersMapped).error is None
+    post(peer, MapBuffers([buffer.export], LAYOUT.largest_bucket))  # without its name, but still mapped
+    transport.begin(peer, LAYOUT)
+    assert take(peer, BuffersMapped).error is None
+    transport.close()
+    post(peer, MapBuffers([buffer.export], LAYOUT.largest_bucket))
     with pytest.raises(TransportBroken):
-        lane.begin(wire, LAYOUT)
+        transport.begin(peer, LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -86,40 +88,40 @@ def test_a_mapping_shows_what_the_sender_wrote():
     [
         "/etc/passwd",
         "/dev/shm/other",
-        f"/tmp/{PREFIX}x",
-        f"/dev/shm/{PREFIX}/../../etc/passwd",
-        f"/dev/shm/../shm/{PREFIX}x",
-        f"{PREFIX}x",
-        f"/dev/shm/{PREFIX}\0x",
+        f"/tmp/{SHM_PREFIX}x",
+        f"/dev/shm/{SHM_PREFIX}/../../etc/passwd",
+        f"/dev/shm/../shm/{SHM_PREFIX}x",
+        f"{SHM_PREFIX}x",
+        f"/dev/shm/{SHM_PREFIX}\0x",
         "",
     ],
 )
 def test_only_a_senders_own_files_are_mapped(path):
-    wire = LoopWire()
-    post(wire, MapBuffers([path.encode()], 2**20))
+    peer = LoopPeer()
+    post(peer, MapBuffers([path.encode()], 2**20))
     with pytest.raises(TransportBroken, match="not a buffer's"):
-        ShmReceiveTransport(CPU).begin(wire, LAYOUT)
-    assert "not a buffer's" in (take(wire, BuffersMapped).error or "")
+        ShmReceiveTransport(CPU).begin(peer, LAYOUT)
+    assert "not a buffer's" in (take(peer, BuffersMapped).error or "")
 
 
 def test_links_and_short_files_are_not_mapped(tmp_path):
-    real, link = create_buffer(64), Path(FOLDER) / f"{PREFIX}test-link-{os.getpid()}"
+    real, link = create_buffer(64), Path(SHM_FOLDER) / f"{SHM_PREFIX}test-link-{os.getpid()}"
     target = tmp_path / "target"
     target.write_bytes(bytes(2**20))
     link.symlink_to(target)
     try:
         for path in (os.fsdecode(real.export), str(link)):
-            wire = LoopWire()
-            post(wire, MapBuffers([path.encode()], 2**20))
+            peer = LoopPeer()
+            post(peer, MapBuffers([path.encode()], 2**20))
             with pytest.raises(TransportBroken):
-                ShmReceiveTransport(CPU).begin(wire, LAYOUT)
+                ShmReceiveTransport(CPU).begin(peer, LAYOUT)
     finally:
         link.unlink()
         unlink([real])
 
 
 def test_buffers_smaller_than_a_bucket_are_refused():
-    wire = LoopWire()
-    post(wire, MapBuffers([b"/dev/shm/agentloop-x"], 100))
+    peer = LoopPeer()
+    post(peer, MapBuffers([b"/dev/shm/agentloop-x"], 100))
     with pytest.raises(TransportBroken, match="smaller"):
-        ShmReceiveTransport(CPU).begin(wire, LAYOUT)
+        ShmReceiveTransport(CPU).begin(peer, LAYOUT)

@@ -119,8 +119,8 @@ async def test_what_is_offered_is_what_is_announced(site: Site) -> None:
     )
     assert update.push.tensors == (TensorInfo("a", "float32", (2, 3)), TensorInfo("b", "int64", (2,)))
     [sender] = site.senders
-    assert (sender.host, sender.transport, len(sender.passes)) == ("127.0.0.1", "auto", 1)
-    assert sender.passes[0][0].equal(WEIGHTS["a"])
+    assert (sender.host, sender.transport, len(sender.attempts)) == ("127.0.0.1", "auto", 1)
+    assert sender.attempts[0][0].equal(WEIGHTS["a"])
 
 
 async def test_a_sender_is_kept_while_updates_succeed_over_the_same_transport(site: Site) -> None:

@@ -59,11 +59,11 @@ async def main(rank: int, url: str) -> dict[str, str]:
     seen: dict[str, str] = {}
     model = sharded(make_model(1))
     replicated = DistributedDataParallel(make_model(2))
-    passes: list[FakeSender] = []
+    senders: list[FakeSender] = []
 
     def make_sender(host: str, transport: str) -> FakeSender:
-        passes.append(FakeSender(host, transport, num_attempts=3))
-        return passes[-1]
+        senders.append(FakeSender(host, transport, num_attempts=3))
+        return senders[-1]
 
     async with RolloutClient(url, retry_timeout_s=5.0) as client:
 
@@ -84,10 +84,10 @@ async def main(rank: int, url: str) -> dict[str, str]:
         options = PushOptions(MANY_PASSES)
         seen["passes"] = await said(lambda: pusher.push(model.named_parameters(), options))
         await pusher.close()
-        seen["equal passes"] = str([len(sender.passes) for sender in passes])
-        for sender in passes:
-            for one in sender.passes[1:]:
-                assert all(a.equal(b) for a, b in zip(sender.passes[0], one, strict=True))
+        seen["equal passes"] = str([len(sender.attempts) for sender in senders])
+        for sender in senders:
+            for one in sender.attempts[1:]:
+                assert all(a.equal(b) for a, b in zip(sender.attempts[0], one, strict=True))
         seen["cancelled"] = await said(lambda: cancelled_update(client, model.named_parameters(), rank == 0))
         seen["after it"] = await said(update(model.named_parameters(), 9))
         if rank == 0:

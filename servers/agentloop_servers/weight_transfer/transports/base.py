@@ -1,15 +1,15 @@
-"""What moves buckets: one lane a transport, a sending half and a receiving half.
+"""The port to the transports that move buckets: a sending half and a receiving half each.
 
-A *pass* sends every bucket once, in order. The sender owns two pack buffers and fills them in turn; a lane takes
-the packed bytes to its peers. One lane object serves all peers of one transport on the sender and lives as long as
-the `WeightSender`; on the receiver there is one a connection, which lives as long as the connection. So a lane may
-keep what is dear to make (an NCCL communicator, mapped memory) from one pass to the next, if the connections are
-the same.
+A broadcast *attempt* sends every bucket once, in order. The sender owns two pack buffers and fills them in turn; a
+transport takes the packed bytes to its peers. On the sender one object serves all peers of one kind of transport
+and lives as long as the `WeightSender`; on the receiver there is one a connection, which lives as long as that. So
+a transport may keep what is dear to make (an NCCL communicator, mapped memory) from one attempt to the next, if the
+connections are the same.
 
-Who calls, from which thread: everything but `abort` comes from one thread (the one in `WeightSender.run`, or the
-one that iterates `Incoming.buckets`). `abort` comes from any thread, at any moment, more than once. A lane never
-waits without calling `Peer.check` (or `Peer.take`, which does) at least every 50 ms: that is how it learns that a
-peer died, that the pass was given up, or that time is over.
+Threads: everything but `abort` is called from one thread (the one in `WeightSender.run`, or the one that iterates
+`Incoming.buckets`). `abort` comes from any thread, at any moment, more than once. A transport never waits without
+calling `Peer.check` (or `Peer.take`, which does) at least every 50 ms: that is how it learns that a peer died, that
+the attempt was given up, or that time is over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentloop_servers.weight_transfer.layout import Layout
 
 
 class TransportBroken(Exception):
-    """The pass cannot go on: a peer is gone, it was given up, or time is over. `str()` is one clear line."""
+    """The attempt cannot go on: a peer is gone, it was given up, or time is over. `str()` is one clear line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +39,33 @@ class Buffer:
 
 
 class Peer(Protocol):
-    """The connection to one peer, as a lane sees it during one pass. Messages are small and the lane's own.
+    """The process at the other end of one connection, during one attempt.
 
-    Messages of an earlier pass never show up in a later one.
+    Messages are small and the transport's own; those of an earlier attempt never show up in a later one.
     """
 
     @property
     def connection_id(self) -> int:
-        """Names the connection within this process: the same value in a later pass is the same live connection."""
+        """The number of the connection within this process: the same in a later attempt means the same live one."""
 
     def post(self, body: bytes) -> None:
         """Send a message. Raises TransportBroken."""
 
     def take(self) -> bytes:
-        """The peer's next message. Raises TransportBroken as `check` does."""
+        """Wait for the peer's next message. Raises TransportBroken as `check` does."""
 
     def check(self) -> None:
-        """Raise TransportBroken if the pass is over for *any* peer, by whatever reason, or its deadline has passed.
+        """Raise TransportBroken if the attempt is over for *any* peer, by whatever reason, or its deadline passed.
 
         Costs microseconds; it looks at flags that the connections' own threads set.
         """
 
 
 class SendTransport(Protocol):
-    """The sender's half. Constructed as `XSendLane(device)`, `device` being where the pack buffers are."""
+    """The sender's half. Constructed as `XSendTransport(device)`, `device` being where the pack buffers are."""
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
-        """Get ready for a pass: exchange what the transport needs (the peers are in their `begin` now).
+        """Get ready for an attempt: exchange what the transport needs (the peers are in their `begin` now).
 
         `buffers` stay valid until `finish` returned or `abort` was called; keep no reference to them after that.
         Raises TransportBroken; the caller then calls `abort`.
@@ -84,33 +84,34 @@ class SendTransport(Protocol):
         """Return once all that was sent has left. Raises TransportBroken."""
 
     def abort(self) -> None:
-        """Give the pass up now, from any thread; what waits in another method raises TransportBroken soon.
+        """Give the attempt up now, from any thread; what waits in another method raises TransportBroken soon.
 
         Idempotent, never raises, and a later `begin` starts afresh.
         """
 
     def close(self) -> None:
-        """Free everything. Idempotent; no pass is running."""
+        """Free everything. Idempotent; no attempt is running."""
 
 
 class ReceiveTransport(Protocol):
-    """The receiver's half. Constructed as `XReceiveLane(device)`, `device` being where buckets must arrive."""
+    """The receiver's half. Constructed as `XReceiveTransport(device)`, `device` being where buckets must arrive."""
 
-    def begin(self, wire: Peer, layout: Layout) -> None:
-        """Get ready for a pass: the counterpart of `SendTransport.begin`. Raises TransportBroken."""
+    def begin(self, peer: Peer, layout: Layout) -> None:
+        """Get ready for an attempt: the counterpart of `SendTransport.begin`. Raises TransportBroken."""
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Every bucket in order, as `(index, uint8 tensor of layout.bucket_sizes[index] bytes)` on the device.
+        """Yield every bucket in order: its index, and its bytes on the device.
 
-        The tensor is filled for work on the current stream, and valid until the next iteration: work on it that was
-        put on the current stream by then is ordered before its memory is used again. Raises TransportBroken.
+        The tensor (uint8, `layout.bucket_sizes[index]` long) is filled for work on the current stream, and valid
+        until the next iteration: work on it that was put on the current stream by then is ordered before its memory
+        is used again. Raises TransportBroken.
         """
 
     def finish(self) -> None:
-        """The pass is over and every bucket was consumed: let go of the sender's memory. Raises TransportBroken."""
+        """Let go of the sender's memory: every bucket was consumed. Raises TransportBroken."""
 
     def abort(self) -> None:
-        """As `SendTransport.abort`."""
+        """Give the attempt up, as `SendTransport.abort` does."""
 
     def close(self) -> None:
-        """Free everything. Idempotent; no pass is running."""
+        """Free everything. Idempotent; no attempt is running."""

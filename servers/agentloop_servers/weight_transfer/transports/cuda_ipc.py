@@ -1,8 +1,8 @@
-"""The `ipc` lane: another process on the same GPU maps the sender's pack buffers by CUDA IPC handles.
+"""The `ipc` transport: another process on the same GPU maps the sender's pack buffers by CUDA IPC handles.
 
 The buffers are allocated through the CUDA driver, not by torch: an IPC handle covers a whole allocation, torch's
 expandable segments have none, and torch's own sharing counts references that a killed receiver never gives back.
-A worker unmaps at the end of every pass, before it reports, so the sender may free its buffers between updates.
+A worker unmaps at the end of every attempt, before it reports, so the sender may free its buffers between updates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout
 from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.handshake import (
-    AckedPeers,
+    AckedSendTransport,
     BucketConsumed,
     BuffersMapped,
     MapBuffers,
@@ -69,7 +69,7 @@ class DeviceMemory:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> DeviceMemory:
-        """Raises WeightUpdateFailed if there is no room, even after torch gave back what it caches."""
+        """Take memory. Raises WeightUpdateFailed if there is no room, even after torch gave back its cache."""
         pointer = ctypes.c_uint64()
         with _context(device):
             try:
@@ -100,7 +100,7 @@ class DeviceMemory:
             return cls(pointer.value, num_bytes, device, "cuIpcCloseMemHandle")
 
     def handle(self) -> bytes:
-        """What `open` takes in another process. Raises DriverError."""
+        """Return the bytes that `open` takes in another process. Raises DriverError."""
         handle = _Handle()
         with _context(self._device):
             _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._pointer))
@@ -115,50 +115,32 @@ class DeviceMemory:
                 _call(self._release, ctypes.c_uint64(pointer))
 
 
-class IpcSendTransport:
-    """See `lanes.SendTransport`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._peers: AckedPeers | None = None
+class IpcSendTransport(AckedSendTransport):
+    """The sending half; see `SendTransport`."""
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
-        self._peers = AckedPeers(peers, buffers)
+        self._map(peers, buffers)
 
     def send(self, bucket: int, buffer: int) -> None:
-        if self._peers is None:
-            raise TransportBroken("the pass was given up")
         torch.cuda.current_stream(self._device).synchronize()  # the workers' streams know nothing of ours
-        self._peers.ready(bucket, buffer)
-
-    def wait_free(self, buffer: int) -> None:
-        if self._peers is not None:
-            self._peers.wait_free(buffer)
-
-    def finish(self) -> None:
-        if self._peers is not None:
-            self._peers.wait_all()
-        self._peers = None
-
-    def abort(self) -> None:
-        """What waits does so on a wire, which the owner of the pass has broken."""
-
-    def close(self) -> None:
-        self._peers = None
+        self._announce(bucket, buffer)
 
 
 class IpcReceiveTransport:
-    """See `lanes.ReceiveTransport`. The sender's memory is mapped from `begin` to the end of `buckets`."""
+    """The receiving half; see `ReceiveTransport`.
+
+    The sender's memory is mapped from `begin` to the end of `buckets`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mapped: list[DeviceMemory] = []
-        self._wire: Peer | None = None
+        self._peer: Peer | None = None
         self._layout: Layout | None = None
 
-    def begin(self, wire: Peer, layout: Layout) -> None:
+    def begin(self, peer: Peer, layout: Layout) -> None:
         self.close()
-        setup = take(wire, MapBuffers)
+        setup = take(peer, MapBuffers)
         try:
             if setup.num_bytes < layout.largest_bucket:
                 raise TransportBroken("the buffers are smaller than a bucket")
@@ -166,20 +148,20 @@ class IpcReceiveTransport:
                 self._mapped.append(DeviceMemory.open(handle, setup.num_bytes, self._device))
         except (DriverError, TransportBroken) as error:
             self.close()
-            post(wire, BuffersMapped(error=str(error)))
+            post(peer, BuffersMapped(error=str(error)))
             raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
-        self._wire, self._layout = wire, layout
-        post(wire, BuffersMapped())
+        self._peer, self._layout = peer, layout
+        post(peer, BuffersMapped())
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        if self._wire is None or self._layout is None:
-            raise TransportBroken("the pass was given up")
-        wire, layout = self._wire, self._layout
+        if self._peer is None or self._layout is None:
+            raise TransportBroken("the attempt was given up")
+        peer, layout = self._peer, self._layout
         try:
-            for ready in ready_buckets(wire, layout, len(self._mapped)):
+            for ready in ready_buckets(peer, layout, len(self._mapped)):
                 yield ready.bucket, self._mapped[ready.buffer].tensor[: layout.bucket_sizes[ready.bucket]]
                 torch.cuda.current_stream(self._device).synchronize()
-                post(wire, BucketConsumed(ready.bucket))
+                post(peer, BucketConsumed(ready.bucket))
         finally:
             self.close()
 
@@ -187,10 +169,10 @@ class IpcReceiveTransport:
         self.close()
 
     def abort(self) -> None:
-        """What waits does so on the wire, which the owner of the pass has broken."""
+        """Do nothing: a wait here is one for the peer, and the owner of the attempt has broken that."""
 
     def close(self) -> None:
-        self._wire = self._layout = None
+        self._peer = self._layout = None
         while self._mapped:
             self._mapped.pop().free()
 
@@ -210,8 +192,10 @@ def _call(function: str, *arguments: Any) -> None:
 
 @functools.cache
 def _primary_context(index: int) -> ctypes.c_void_p:
-    """The context that torch uses on the device, kept for the life of the process: were it given back before torch
-    has taken it, everything mapped in it would be gone."""
+    """Return the context that torch uses on the device, kept for the life of the process.
+
+    Were it given back before torch has taken it, everything mapped in it would be gone.
+    """
     ordinal, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuInit", ctypes.c_uint(0))
     _call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(index))

@@ -24,7 +24,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class TransportKind(StrEnum):
-    """How a sender's bytes reach a worker; `AUTO` chooses for each."""
+    """Way of a sender's bytes to a worker; `AUTO` chooses for each."""
 
     AUTO = "auto"
     NCCL = "nccl"  # another CUDA device, on any host
@@ -37,19 +37,19 @@ class Unreachable(Exception):
 
 
 def host_name() -> str:
-    """Equal for processes that see one /dev/shm: one boot of one host, and one container on it."""
+    """Return what processes that see one /dev/shm have in common: one boot of one host, one container on it."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{socket.gethostname()}"
 
 
 def device_name(device: torch.device) -> str:
-    """ "cpu", or the CUDA device's uuid."""
+    """Return "cpu", or the CUDA device's uuid."""
     if device.type != "cuda":
         return CPU
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose(asked: TransportKind, sender_device: str, sender_host: str, hello: Hello) -> TransportKind:
-    """The transport from a sender to the worker that said `hello`. Raises Unreachable."""
+    """Return the transport from a sender to the worker that said `hello`. Raises Unreachable."""
     is_same_host = sender_host == hello.host
     is_between_gpus = CPU not in (sender_device, hello.device)
     if is_between_gpus:
@@ -70,75 +70,96 @@ def choose(asked: TransportKind, sender_device: str, sender_host: str, hello: He
 
 
 class MapBuffers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to map the buffers, each `num_bytes` long."""
+    """The sender's buffers to map, each `num_bytes` long."""
 
     exports: list[bytes]
     num_bytes: int
 
 
 class BuffersMapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver has mapped them, or could not: `error` says why."""
+    """The receiver's answer: it has mapped them, or could not; `error` says why."""
 
     error: str | None = None
 
 
 class BucketReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sender has packed a bucket into a buffer."""
+
     bucket: int
     buffer: int
 
 
 class BucketConsumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The receiver is done with a bucket."""
+
     bucket: int
 
 
-def post(wire: Peer, message: msgspec.Struct) -> None:
+def post(peer: Peer, message: msgspec.Struct) -> None:
     """Send a message. Raises TransportBroken."""
-    wire.post(msgspec.msgpack.encode(message))
+    peer.post(msgspec.msgpack.encode(message))
 
 
-def take(wire: Peer, kind: type[S]) -> S:
-    """The next message, which must be of this kind. Raises TransportBroken."""
+def take(peer: Peer, kind: type[S]) -> S:
+    """Return the next message, which must be of this kind. Raises TransportBroken."""
     try:
-        return msgspec.msgpack.decode(wire.take(), type=kind)
+        return msgspec.msgpack.decode(peer.take(), type=kind)
     except msgspec.MsgspecError as error:
         raise TransportBroken(f"the peer sent something else than {kind.__name__}") from error
 
 
-class AckedPeers:
-    """The sender's side: tells peers that a buffer is ready, and waits until all of them have consumed it."""
+class AckedSendTransport:
+    """Base of sending halves whose buffers the peers map: it says what is ready and waits until all consumed it."""
 
-    def __init__(self, peers: Sequence[Peer], buffers: Sequence[Buffer]) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peers: Sequence[Peer] | None = None  # None: no attempt is under way
+        self._last: list[int] = []  # the bucket that was sent last from each buffer
+        self._consumed: list[int] = []  # the bucket that each peer consumed last
+
+    def wait_free(self, buffer: int) -> None:
+        """Wait until all peers have consumed what was sent last from this buffer. Raises TransportBroken."""
+        for position, peer in enumerate(self._peers or ()):
+            while self._consumed[position] < self._last[buffer]:
+                self._consumed[position] = take(peer, BucketConsumed).bucket
+
+    def finish(self) -> None:
+        """Wait until all peers have consumed everything. Raises TransportBroken."""
+        for buffer in range(len(self._last)):
+            self.wait_free(buffer)
+        self._peers = None
+
+    def abort(self) -> None:
+        """Do nothing: a wait here is one for a peer, and the owner of the attempt has broken that."""
+
+    def close(self) -> None:
+        """Let go of the peers."""
+        self._peers = None
+
+    def _map(self, peers: Sequence[Peer], buffers: Sequence[Buffer]) -> None:
         """Have the peers map the buffers. Raises TransportBroken if one cannot."""
-        self._peers = peers
-        self._last = [-1] * len(buffers)  # the bucket that was sent last from each buffer
-        self._consumed = [-1] * len(peers)
-        setup = MapBuffers(exports=[buffer.export for buffer in buffers], num_bytes=buffers[0].data.numel())
+        self._peers, self._last, self._consumed = peers, [-1] * len(buffers), [-1] * len(peers)
+        request = MapBuffers(exports=[buffer.export for buffer in buffers], num_bytes=buffers[0].data.numel())
         for peer in peers:
-            post(peer, setup)
+            post(peer, request)
         for peer in peers:
             error = take(peer, BuffersMapped).error
             if error is not None:
                 raise TransportBroken(f"a worker cannot map the buffers: {error}")
 
-    def ready(self, bucket: int, buffer: int) -> None:
+    def _announce(self, bucket: int, buffer: int) -> None:
+        """Tell all peers that a bucket lies in a buffer. Raises TransportBroken."""
+        if self._peers is None:
+            raise TransportBroken("the attempt was given up")
         self._last[buffer] = bucket
         for peer in self._peers:
             post(peer, BucketReady(bucket, buffer))
 
-    def wait_free(self, buffer: int) -> None:
-        for position, peer in enumerate(self._peers):
-            while self._consumed[position] < self._last[buffer]:
-                self._consumed[position] = take(peer, BucketConsumed).bucket
 
-    def wait_all(self) -> None:
-        for buffer in range(len(self._last)):
-            self.wait_free(buffer)
-
-
-def ready_buckets(wire: Peer, layout: Layout, num_buffers: int) -> Iterator[BucketReady]:
-    """The receiver's side: every bucket of the layout in order, as it gets ready. Raises TransportBroken."""
+def ready_buckets(peer: Peer, layout: Layout, num_buffers: int) -> Iterator[BucketReady]:
+    """Yield every bucket of the layout in order as it gets ready, on the receiver. Raises TransportBroken."""
     for bucket in range(len(layout.bucket_sizes)):
-        ready = take(wire, BucketReady)
+        ready = take(peer, BucketReady)
         if ready.bucket != bucket or not 0 <= ready.buffer < num_buffers:
             raise TransportBroken(f"bucket {ready.bucket} came instead of {bucket}")
         yield ready

@@ -1,16 +1,17 @@
-"""The lane between different GPUs: NCCL broadcasts from the sender, rank 0, to all peers at once.
+"""The transport between different GPUs: NCCL broadcasts from the sender, rank 0, to all peers at once.
 
 Every bucket is one broadcast of its bytes, and stream order does all the rest: no message a bucket. A communicator
-is made in `begin` and kept for later passes between the same connections; whatever breaks a pass ends it, on both
+is made in `begin` and kept for later attempts between the same connections; whatever breaks one ends it, on both
 sides. Bytes that "arrived" out of a broken communicator are no data: `buckets` and `finish` look at it before they
 return, and the checksums of the whole update are compared after that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -30,12 +31,12 @@ SHARED_SETTINGS = (
     "NCCL_NVLS_ENABLE",
     "NCCL_COLLNET_ENABLE",
 )
-JOIN_TIMEOUT_S = 60.0
-TRANSFER_TIMEOUT_S = 600.0  # of one pass; `Peer.check` usually knows better
+GROUP_JOIN_TIMEOUT_S = 60.0
+TRANSFER_TIMEOUT_S = 600.0  # of one attempt; `Peer.check` usually knows better
 
 
 class _Join(msgspec.Struct):
-    """What a receiver needs for its place in the group; `group_id` None: it is in it already.
+    """A receiver's place in the group; `group_id` None: it is in it already.
 
     `settings` are the sender's NCCL variables of `SHARED_SETTINGS`.
     """
@@ -54,7 +55,7 @@ class _Group:
         self._stream: torch.cuda.Stream | None = None
         self._communicator: Communicator | None = None
         self._is_aborted = False
-        self._wires: Sequence[Peer] = ()
+        self._peers: Sequence[Peer] = ()
         self._deadline_at = 0.0
 
     @property
@@ -67,24 +68,24 @@ class _Group:
             self._stream = torch.cuda.Stream(self._device)
         return self._stream
 
-    def begin(self, wires: Sequence[Peer]) -> None:
-        """A pass begins. What an earlier one left broken is cleared away."""
+    def begin(self, peers: Sequence[Peer]) -> None:
+        """Begin an attempt. What an earlier one left broken is cleared away."""
         if not self.is_joined:
             self.leave()
         self._is_aborted = False
-        self._wires = wires
+        self._peers = peers
         self._deadline_at = time.monotonic() + TRANSFER_TIMEOUT_S
 
     def join(self, group_id: bytes, rank: int, world_size: int) -> None:
         self.leave()
         with torch.cuda.device(self._device), self._ending():
             self._communicator = Communicator(
-                group_id, rank, world_size, timeout_s=JOIN_TIMEOUT_S, check=self.check
+                group_id, rank, world_size, timeout_s=GROUP_JOIN_TIMEOUT_S, check=self.check
             )
 
     def broadcast(self, data: torch.Tensor, num_bytes: int) -> None:
-        with torch.cuda.device(self._device), self._ending() as communicator:
-            communicator().broadcast(
+        with torch.cuda.device(self._device), self._ending():
+            self._joined().broadcast(
                 data.data_ptr(),
                 num_bytes,
                 root=0,
@@ -94,14 +95,14 @@ class _Group:
             )
 
     def wait(self, event: torch.cuda.Event) -> None:
-        with self._ending() as communicator:
-            communicator().wait(event.query, deadline_at=self._deadline_at, check=self.check)
+        with self._ending():
+            self._joined().wait(event.query, deadline_at=self._deadline_at, check=self.check)
 
     def check(self) -> None:
         if self._is_aborted:
             raise TransportBroken("the transfer was given up")
-        for wire in self._wires:
-            wire.check()
+        for peer in self._peers:
+            peer.check()
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -111,34 +112,25 @@ class _Group:
         if communicator is not None:
             communicator.abort()
 
-    def _ending(self) -> _Ending:
-        return _Ending(self)
-
-    def communicator(self) -> Communicator:
+    def _joined(self) -> Communicator:
         if self._communicator is None:
             raise TransportBroken("there is no NCCL group")
         return self._communicator
 
-
-class _Ending:
-    """Whatever leaves this block by an exception ends the group; NCCL's own failures become TransportBroken."""
-
-    def __init__(self, group: _Group) -> None:
-        self._group = group
-
-    def __enter__(self) -> Callable[[], Communicator]:
-        return self._group.communicator
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        self._group.leave()
-        if isinstance(error, NcclFailed):
-            raise TransportBroken(str(error)) from error
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the group if an exception leaves the block; NCCL's own failures become TransportBroken."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave()
+            if isinstance(error, NcclFailed):
+                raise TransportBroken(str(error)) from error
+            raise
 
 
 class NcclSendTransport:
-    """See `SendTransport`."""
+    """The sending half; see `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -186,7 +178,10 @@ class NcclSendTransport:
 
 
 class NcclReceiveTransport:
-    """See `ReceiveTransport`. Buckets arrive in two buffers in turn, the next one while the last is consumed."""
+    """The receiving half; see `ReceiveTransport`.
+
+    Buckets arrive in two buffers in turn, the next one while the last is consumed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -194,10 +189,10 @@ class NcclReceiveTransport:
         self._layout: Layout | None = None
         self._buffers: list[torch.Tensor] = []
 
-    def begin(self, wire: Peer, layout: Layout) -> None:
-        self._group.begin([wire])
+    def begin(self, peer: Peer, layout: Layout) -> None:
+        self._group.begin([peer])
         self._layout = layout
-        place = msgspec.msgpack.decode(wire.take(), type=_Join)
+        place = msgspec.msgpack.decode(peer.take(), type=_Join)
         check_settings(place.settings)
         if place.group_id is not None:
             self._group.join(place.group_id, place.rank, place.world_size)
@@ -242,7 +237,7 @@ class NcclReceiveTransport:
 
 
 def settings() -> dict[str, str]:
-    """This process's NCCL variables that all ranks of a group must share."""
+    """Return this process's NCCL variables that all ranks of a group must share."""
     return {name: os.environ[name] for name in SHARED_SETTINGS if name in os.environ}
 
 

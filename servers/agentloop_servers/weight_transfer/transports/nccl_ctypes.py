@@ -17,7 +17,7 @@ from functools import cache
 
 from agentloop.errors import EngineError
 
-POLL_S = 0.0005
+NCCL_POLL_S = 0.0005
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
@@ -75,7 +75,7 @@ _SIGNATURES: dict[str, list[type]] = {
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The NCCL that torch has loaded. Raises EngineError if there is none."""
+    """Return the NCCL that torch has loaded. Raises EngineError if there is none."""
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
@@ -89,14 +89,14 @@ def _library() -> ctypes.CDLL:
 
 
 def version() -> int:
-    """NCCL's version as a number, 22809 for 2.28.9. Raises EngineError without NCCL."""
+    """Return NCCL's version as a number, 22809 for 2.28.9. Raises EngineError without NCCL."""
     number = ctypes.c_int()
     _check("version", _library().ncclGetVersion(ctypes.byref(number)))
     return number.value
 
 
 def unique_id() -> bytes:
-    """The 128 bytes that the ranks of one new communicator have in common."""
+    """Make the 128 bytes that the ranks of one new communicator have in common."""
     created = _UniqueId()
     _check("unique id", _library().ncclGetUniqueId(ctypes.byref(created)))
     return bytes(created.internal)
@@ -111,7 +111,7 @@ class Communicator:
     def __init__(
         self, group_id: bytes, rank: int, world_size: int, *, timeout_s: float, check: Callable[[], None]
     ) -> None:
-        """Joins the group; raises NcclFailed if not all its ranks do in time."""
+        """Join the group. Raises NcclFailed if not all its ranks do in time."""
         group = _UniqueId.from_buffer_copy(group_id)
         config = _Config(
             size=ctypes.sizeof(_Config),
@@ -160,7 +160,7 @@ class Communicator:
             except BaseException:
                 self.abort()
                 raise
-            time.sleep(POLL_S)
+            time.sleep(NCCL_POLL_S)
         # A broken group also ends what was enqueued: "done" alone proves nothing.
         self._settle("transfer", _SUCCESS, deadline_at, check)
 
@@ -185,7 +185,7 @@ class Communicator:
                 check()
                 if time.monotonic() > deadline_at:
                     raise NcclFailed(f"NCCL {what}: the other ranks did not answer in time")
-                time.sleep(POLL_S)
+                time.sleep(NCCL_POLL_S)
         except BaseException:
             self.abort()
             raise

@@ -1,4 +1,4 @@
-"""The `shm` lane: buckets lie in files of /dev/shm that the sender and the workers of its host have mapped.
+"""The `shm` transport: buckets lie in files of /dev/shm that the sender and the workers of its host have mapped.
 
 The sender creates two files for its user alone, with random names, and unlinks them as soon as all workers have
 them open: from then on the memory goes with the last process that maps it, however that ends. On a sender without a
@@ -19,7 +19,7 @@ from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer.layout import Layout
 from agentloop_servers.weight_transfer.transports.base import Buffer, Peer, TransportBroken
 from agentloop_servers.weight_transfer.transports.handshake import (
-    AckedPeers,
+    AckedSendTransport,
     BucketConsumed,
     BuffersMapped,
     MapBuffers,
@@ -28,20 +28,22 @@ from agentloop_servers.weight_transfer.transports.handshake import (
     take,
 )
 
-FOLDER = "/dev/shm"
-PREFIX = "agentloop-"
+SHM_FOLDER = "/dev/shm"
+SHM_PREFIX = "agentloop-"
 
 
 def create_buffer(num_bytes: int) -> Buffer:
-    """A new file of that size, mapped; `export` is its path. Raises WeightUpdateFailed if there is no room."""
-    path = f"{FOLDER}/{PREFIX}{secrets.token_hex(16)}"
+    """Make a file of that size, mapped; `export` is its path. Raises WeightUpdateFailed if there is no room."""
+    path = f"{SHM_FOLDER}/{SHM_PREFIX}{secrets.token_hex(16)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)  # or the first write beyond what is free kills the process
         return Buffer(_map(descriptor, num_bytes), path.encode())
     except OSError as error:
         os.unlink(path)
-        raise WeightUpdateFailed(f"{FOLDER} has no room for a buffer of {num_bytes:,} bytes: {error}") from error
+        raise WeightUpdateFailed(
+            f"{SHM_FOLDER} has no room for a buffer of {num_bytes:,} bytes: {error}"
+        ) from error
     finally:
         os.close(descriptor)
 
@@ -53,53 +55,44 @@ def unlink(buffers: Sequence[Buffer]) -> None:
             os.unlink(buffer.export)
 
 
-class ShmSendTransport:
-    """See `lanes.SendTransport`."""
+class ShmSendTransport(AckedSendTransport):
+    """The sending half; see `SendTransport`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._buffers: tuple[Buffer, ...] = ()
-        self._own: tuple[Buffer, ...] = ()  # with pack buffers on a GPU: host memory, for `_own_connections` alone
+        # With pack buffers on a GPU: host memory, for `_own_connections` alone.
+        self._own: tuple[Buffer, ...] = ()
         self._own_connections: frozenset[int] = frozenset()
-        self._peers: AckedPeers | None = None
-        self._layout: Layout | None = None
+        self._sizes: tuple[int, ...] = ()  # of the buckets
 
     def begin(self, peers: Sequence[Peer], layout: Layout, buffers: Sequence[Buffer]) -> None:
-        self._layout = layout
+        self._sizes = layout.bucket_sizes
         self._buffers = tuple(buffers)
         shared = self._buffers
         if self._device.type != "cpu":
             shared = self._own_buffers(buffers[0].data.numel(), frozenset(peer.connection_id for peer in peers))
         try:
-            self._peers = AckedPeers(peers, shared)
+            self._map(peers, shared)
         finally:
             unlink(shared)
 
     def send(self, bucket: int, buffer: int) -> None:
-        if self._peers is None or self._layout is None:
-            raise TransportBroken("the pass was given up")
-        if self._own:
-            size = self._layout.bucket_sizes[bucket]
+        if self._own and self._buffers:
+            size = self._sizes[bucket]
             self._own[buffer].data[:size].copy_(self._buffers[buffer].data[:size])
-        self._peers.ready(bucket, buffer)
-
-    def wait_free(self, buffer: int) -> None:
-        if self._peers is not None:
-            self._peers.wait_free(buffer)
+        self._announce(bucket, buffer)
 
     def finish(self) -> None:
-        if self._peers is not None:
-            self._peers.wait_all()
-        self._peers, self._buffers = None, ()
-
-    def abort(self) -> None:
-        """What waits does so on a wire, which the owner of the pass has broken."""
+        super().finish()
+        self._buffers = ()
 
     def close(self) -> None:
-        self._peers, self._buffers, self._own, self._own_connections = None, (), (), frozenset()
+        super().close()
+        self._buffers, self._own, self._own_connections = (), (), frozenset()
 
     def _own_buffers(self, num_bytes: int, connections: frozenset[int]) -> tuple[Buffer, ...]:
-        """Return the same files for the same connections, which have them open; a new worker needs files by name."""
+        """Return the same files for the same connections, which have them open; a new one needs names."""
         if connections != self._own_connections or not self._own or self._own[0].data.numel() != num_bytes:
             self._own, self._own_connections = (), frozenset()
             self._own = create_pair(num_bytes)
@@ -108,17 +101,20 @@ class ShmSendTransport:
 
 
 class ShmReceiveTransport:
-    """See `lanes.ReceiveTransport`. Mappings are kept for the next pass, the bounce buffer of a GPU is not."""
+    """The receiving half; see `ReceiveTransport`.
+
+    Mappings are kept for the next attempt, the bounce buffer of a GPU is not.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mapped: dict[bytes, torch.Tensor] = {}
         self._exports: list[bytes] = []
-        self._wire: Peer | None = None
+        self._peer: Peer | None = None
         self._layout: Layout | None = None
 
-    def begin(self, wire: Peer, layout: Layout) -> None:
-        setup = take(wire, MapBuffers)
+    def begin(self, peer: Peer, layout: Layout) -> None:
+        setup = take(peer, MapBuffers)
         try:
             if setup.num_bytes < layout.largest_bucket or not setup.exports:
                 raise TransportBroken("the buffers are smaller than a bucket")
@@ -127,42 +123,42 @@ class ShmReceiveTransport:
                 mapped = kept.get(path)
                 self._mapped[path] = _open_buffer(path, setup.num_bytes) if mapped is None else mapped
         except (OSError, TransportBroken) as error:
-            post(wire, BuffersMapped(error=str(error)))
+            post(peer, BuffersMapped(error=str(error)))
             raise TransportBroken(f"the sender's memory cannot be mapped: {error}") from error
-        self._wire, self._layout, self._exports = wire, layout, setup.exports
-        post(wire, BuffersMapped())
+        self._peer, self._layout, self._exports = peer, layout, setup.exports
+        post(peer, BuffersMapped())
 
     def buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        if self._wire is None or self._layout is None:
-            raise TransportBroken("the pass was given up")
-        wire, layout = self._wire, self._layout
+        if self._peer is None or self._layout is None:
+            raise TransportBroken("the attempt was given up")
+        peer, layout = self._peer, self._layout
         bounce = None
         if self._device.type != "cpu":
             bounce = torch.empty(layout.largest_bucket, dtype=torch.uint8, device=self._device)
-        for ready in ready_buckets(wire, layout, len(self._exports)):
+        for ready in ready_buckets(peer, layout, len(self._exports)):
             data = self._mapped[self._exports[ready.buffer]][: layout.bucket_sizes[ready.bucket]]
             if bounce is None:
                 yield ready.bucket, data
-                post(wire, BucketConsumed(ready.bucket))
+                post(peer, BucketConsumed(ready.bucket))
             else:  # the copy is ordered behind what the consumer has put on the current stream
                 arrived = bounce[: data.numel()]
                 arrived.copy_(data)
-                post(wire, BucketConsumed(ready.bucket))
+                post(peer, BucketConsumed(ready.bucket))
                 yield ready.bucket, arrived
 
     def finish(self) -> None:
-        self._wire = self._layout = None
+        self._peer = self._layout = None
 
     def abort(self) -> None:
-        """What waits does so on the wire, which the owner of the pass has broken."""
+        """Do nothing: a wait here is one for the peer, and the owner of the attempt has broken that."""
 
     def close(self) -> None:
-        self._wire = self._layout = None
+        self._peer = self._layout = None
         self._mapped, self._exports = {}, []
 
 
 def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
-    """Two files; none is left if the second finds no room. Raises WeightUpdateFailed."""
+    """Make two files; none is left if the second finds no room. Raises WeightUpdateFailed."""
     first = create_buffer(num_bytes)
     try:
         return first, create_buffer(num_bytes)
@@ -174,9 +170,9 @@ def create_pair(num_bytes: int) -> tuple[Buffer, Buffer]:
 def _open_buffer(export: bytes, num_bytes: int) -> torch.Tensor:
     """Map a sender's file. Raises TransportBroken for a path that no sender makes, and OSError."""
     folder, _, name = os.fsdecode(export).rpartition("/")
-    if folder != FOLDER or not name.startswith(PREFIX) or "\0" in name:
+    if folder != SHM_FOLDER or not name.startswith(SHM_PREFIX) or "\0" in name:
         raise TransportBroken("the path is not a buffer's")
-    descriptor = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(f"{SHM_FOLDER}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size < num_bytes:  # reading beyond a file's end kills the process
             raise TransportBroken("the file is shorter than the buffer")
@@ -186,5 +182,5 @@ def _open_buffer(export: bytes, num_bytes: int) -> torch.Tensor:
 
 
 def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """The tensor keeps the mapping alive, and ends it."""
+    """Map a file as a tensor, which keeps the mapping alive and ends it."""
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)

@@ -1,11 +1,11 @@
-"""Pushes between processes over every lane that this machine has: figures, kills, and memory that must not grow.
+"""Pushes between processes over every transport that this machine has: figures, kills, and growth of memory.
 
-    python3 -m tests.gpu.push_lanes [--gib 4] [--updates 20] [--lanes ipc,nccl,shm]
+    python3 -m tests.gpu.push_transports [--gib 4] [--updates 20] [--transports ipc,nccl,shm]
 
-`ipc` needs one GPU, `nccl` two; `shm` is GPU to CPU and CPU to GPU. Each lane: updates over kept connections, then
+`ipc` needs one GPU, `nccl` two; `shm` is GPU to CPU and CPU to GPU. For each: updates over kept connections, then
 a receiver killed in the middle (the other gets a second attempt), a further update, a sender killed in the middle
-(receivers raise at once). Every tensor is compared value by value, besides the lanes' own checksums. Prints a
-table; ends with 1 if anything is wrong. About a minute a lane.
+(receivers raise at once). Every tensor is compared value by value, besides the transfer's own checksums. Prints a
+table; ends with 1 if anything is wrong. About a minute each.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def receive(device: torch.device, rank: int) -> None:
             transport=incoming.transport,
             ms=incoming.transfer_ms,
             wrong=num_wrong,
-            passes=num_attempts,
+            attempts=num_attempts,
             free=free_bytes(device),
         )
 
 
 def consume(incoming: Any, value: int, stall_at: int) -> tuple[int, int]:
-    """How many tensors are not what the sender holds, and how many passes it took."""
+    """Count the tensors that are not what the sender holds, and how many attempts it took."""
     num_attempts = 0
     while True:
         num_attempts += 1
@@ -134,7 +134,7 @@ class Child:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.push_lanes", *arguments],
+            [sys.executable, "-m", "tests.gpu.push_transports", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -163,7 +163,7 @@ class Child:
 
 
 @dataclass(frozen=True)
-class Lane:
+class Pairing:
     """What is tried: the sender's device and the receivers'."""
 
     transport: str
@@ -172,14 +172,14 @@ class Lane:
 
 
 class Trial:
-    """One lane's processes, and what was wrong."""
+    """One pairing's processes, and what was wrong."""
 
-    def __init__(self, lane: Lane, num_tensors: int) -> None:
-        self.lane = lane
+    def __init__(self, pairing: Pairing, num_tensors: int) -> None:
+        self.pairing = pairing
         self.num_tensors = num_tensors
         self.faults: list[str] = []
-        self.sender = Child("--send", lane.sender, lane.transport)
-        self.receivers = [Child("--receive", device, str(rank)) for rank, device in enumerate(lane.receivers)]
+        self.sender = Child("--send", pairing.sender, pairing.transport)
+        self.receivers = [Child("--receive", device, str(rank)) for rank, device in enumerate(pairing.receivers)]
 
     def expect(self, is_right: bool, text: str) -> None:
         if not is_right:
@@ -199,8 +199,8 @@ class Trial:
         sent, taken = self.sender.answer(), [receiver.answer() for receiver in self.receivers]
         self.expect("report" in sent and sent["report"]["num_attempts"] == num_attempts, f"sender: {sent}")
         for one in taken:
-            is_right = one.get("wrong") == 0 and one["transport"] == self.lane.transport
-            self.expect(is_right and one["passes"] == num_attempts, f"receiver: {one}")
+            is_right = one.get("wrong") == 0 and one["transport"] == self.pairing.transport
+            self.expect(is_right and one["attempts"] == num_attempts, f"receiver: {one}")
         return sent, taken
 
     def updates(self, num_updates: int) -> str:
@@ -222,7 +222,7 @@ class Trial:
         return f"{times[0]:8.0f} {steady:8.0f} ms {size / steady / 1e6:7.1f} GB/s   {grown}"
 
     def kill_receiver(self) -> str:
-        """Kill the first one in its second bucket; the others must get everything in a second pass."""
+        """Kill the first one in its second bucket; the others must get everything in a second attempt."""
         self.start(100, receiver_stalls=1)
         self.expect(self.receivers[0].answer().get("stalled") is True, "the receiver did not stall")
         self.receivers.pop(0).kill()
@@ -248,35 +248,35 @@ class Trial:
             child.kill()
 
 
-def lanes_here(wanted: list[str]) -> list[Lane]:
+def pairings_here(wanted: list[str]) -> list[Pairing]:
     """What this machine can try. The parent process makes no CUDA context."""
     num_gpus = torch.cuda.device_count()
     others = tuple(f"cuda:{index}" for index in range(1, num_gpus))
-    lanes = [
-        Lane("ipc", "cuda:0", ("cuda:0", "cuda:0")),
-        Lane("nccl", "cuda:0", others),
-        Lane("shm", "cuda:0", ("cpu", "cpu")),
-        Lane("shm", "cpu", ("cuda:0", "cuda:0")),
+    pairings = [
+        Pairing("ipc", "cuda:0", ("cuda:0", "cuda:0")),
+        Pairing("nccl", "cuda:0", others),
+        Pairing("shm", "cuda:0", ("cpu", "cpu")),
+        Pairing("shm", "cpu", ("cuda:0", "cuda:0")),
     ]
     if num_gpus == 0:
-        lanes = [Lane("shm", "cpu", ("cpu", "cpu"))]
-    return [lane for lane in lanes if lane.transport in wanted and lane.receivers]
+        pairings = [Pairing("shm", "cpu", ("cpu", "cpu"))]
+    return [pairing for pairing in pairings if pairing.transport in wanted and pairing.receivers]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--lanes", default="ipc,nccl,shm")
+    parser.add_argument("--transports", default="ipc,nccl,shm")
     options = parser.parse_args()
     num_tensors = max(4, int(options.gib * 2**30) // (ROWS * COLUMNS * 2))
     num_faults = 0
-    print("lane  sender -> receivers             first   steady              memory   receiver lost   sender lost")
-    for lane in lanes_here(options.lanes.split(",")):
-        trial = Trial(lane, num_tensors)
+    print("how   sender -> receivers             first   steady              memory   receiver lost   sender lost")
+    for pairing in pairings_here(options.transports.split(",")):
+        trial = Trial(pairing, num_tensors)
         try:
             figures = trial.updates(options.updates)
-            has_survivors = len(lane.receivers) > 1
+            has_survivors = len(pairing.receivers) > 1
             receiver_lost = trial.kill_receiver() if has_survivors and not trial.faults else "-"
             sender_lost = trial.kill_sender() if not trial.faults else "-"
         except (queue.Empty, KeyError, OSError) as error:
@@ -284,8 +284,8 @@ def main() -> int:
             figures = receiver_lost = sender_lost = "-"
         finally:
             trial.close()
-        route = f"{lane.sender} -> {','.join(lane.receivers)}"
-        print(f"{lane.transport:5} {route:28} {figures}   {receiver_lost:>8}   {sender_lost:>8}", flush=True)
+        route = f"{pairing.sender} -> {','.join(pairing.receivers)}"
+        print(f"{pairing.transport:5} {route:28} {figures}   {receiver_lost:>8}   {sender_lost:>8}", flush=True)
         for fault in trial.faults:
             print(f"  WRONG: {fault}", flush=True)
         num_faults += len(trial.faults)
