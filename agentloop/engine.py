@@ -62,7 +62,7 @@ class TensorNames(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PushSource:
-    """A process that holds weights and listens for the engines' workers (`weight_transfer/connection.py`).
+    """A process that holds weights and listens for the engines' workers (`weight_transfer/protocol.py`).
 
     `addresses` ("host:port") has one entry, or one for each worker of a replica, in the order of their ranks.
     """
