@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from agentloop.engine import EngineInfo
+from agentloop.engine import Delta, EngineInfo
 from agentloop.errors import (
     CheckpointUnreadable,
     ContextLengthExceeded,
@@ -28,6 +28,9 @@ LOGPROB_SENTINEL = -9999.0
 
 MAX_TOP_LOGPROBS = 20
 """Alternatives a token; what vLLM gives without a change of its own limit, and the OpenAI API's."""
+
+MAX_VOCAB_SIZE = 1 << 31
+"""Token ids are int32 wherever they are stored: the bound for who does not know the model's own."""
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100.0
@@ -111,38 +114,50 @@ def room_tokens(request: GenerateRequest, info: EngineInfo) -> int:
 
 def check_generation(request: GenerateRequest, generation: Generation, vocab_size: int) -> None:
     """Raises MalformedEngineResponse if this cannot be an answer to `request`. Such an answer is never stored."""
-    problem = _problem(request, generation, vocab_size)
+    _raise(request, _answer_problem(request, generation) or _token_problem(request, generation, vocab_size))
+
+
+def check_piece(request: GenerateRequest, piece: Delta, vocab_size: int) -> None:
+    """Raises MalformedEngineResponse if this cannot be a piece of an answer to `request`. One may be empty."""
+    _raise(request, _token_problem(request, piece, vocab_size))
+
+
+def _raise(request: GenerateRequest, problem: str | None) -> None:
     if problem is not None:
         raise MalformedEngineResponse(f"request {request.request_id}: {problem}")
 
 
-def _problem(request: GenerateRequest, generation: Generation, vocab_size: int) -> str | None:
-    ids, logprobs = generation.token_ids, generation.logprobs
-    is_abort = generation.finish_reason is FinishReason.ABORT
+def _answer_problem(request: GenerateRequest, generation: Generation) -> str | None:
+    ids = generation.token_ids
     if generation.request_id != request.request_id:
         return f"the answer is for {generation.request_id}"
+    if not ids and generation.finish_reason is not FinishReason.ABORT:
+        return "no tokens"
+    if ids and generation.finish_reason is FinishReason.STOP and ids[-1] not in request.sampling.stop_token_ids:
+        return f"it stopped at {ids[-1]}, which is not a stop token"
+    if ids and not 0 <= generation.cached_tokens <= len(request.token_ids):
+        return f"{generation.cached_tokens} cached tokens of a prompt of {len(request.token_ids)}"
+    return None
+
+
+def _token_problem(request: GenerateRequest, piece: Delta | Generation, vocab_size: int) -> str | None:
+    ids, logprobs = piece.token_ids, piece.logprobs
     if len(ids) != len(logprobs):
         return f"{len(ids)} ids but {len(logprobs)} logprobs"
-    if not ids:
-        return None if is_abort and not generation.weight_versions else "no tokens"
     if len(ids) > request.sampling.max_tokens:
         return f"{len(ids)} tokens where {request.sampling.max_tokens} were allowed"
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         return f"a token id is outside [0, {vocab_size})"
     # NaN compares false to everything, so it fails here too, as do both infinities.
     if not all(LOGPROB_SENTINEL < logprob <= LOGPROB_TOLERANCE for logprob in logprobs):
         return "a logprob is not a finite number <= 0"
-    if generation.finish_reason is FinishReason.STOP and ids[-1] not in request.sampling.stop_token_ids:
-        return f"it stopped at {ids[-1]}, which is not a stop token"
-    if not 0 <= generation.cached_tokens <= len(request.token_ids):
-        return f"{generation.cached_tokens} cached tokens of a prompt of {len(request.token_ids)}"
-    return _span_problem(generation) or _top_problem(request, generation, vocab_size)
+    return _span_problem(piece) or _top_problem(request, piece, vocab_size)
 
 
-def _top_problem(request: GenerateRequest, generation: Generation, vocab_size: int) -> str | None:
-    num_wanted, tops = request.sampling.num_top_logprobs, generation.top_logprobs
-    if len(tops) != (len(generation.token_ids) if num_wanted else 0):
-        return f"alternatives for {len(tops)} of {len(generation.token_ids)} tokens"
+def _top_problem(request: GenerateRequest, piece: Delta | Generation, vocab_size: int) -> str | None:
+    num_wanted, tops = request.sampling.num_top_logprobs, piece.top_logprobs
+    if len(tops) != (len(piece.token_ids) if num_wanted else 0):
+        return f"alternatives for {len(tops)} of {len(piece.token_ids)} tokens"
     for top in tops:
         if not 0 < len(top) <= num_wanted:
             return f"{len(top)} alternatives where {num_wanted} were wanted"
@@ -155,12 +170,12 @@ def _top_problem(request: GenerateRequest, generation: Generation, vocab_size: i
     return None
 
 
-def _span_problem(generation: Generation) -> str | None:
-    spans = generation.weight_versions
+def _span_problem(piece: Delta | Generation) -> str | None:
+    spans = piece.weight_versions
     for before, span in pairwise(spans):
         if span.version < before.version:
             return f"weight version {span.version} after {before.version}"
-    return tiling_problem(spans, len(generation.token_ids))
+    return tiling_problem(spans, len(piece.token_ids))
 
 
 def check_checkpoint(directory: str) -> tuple[Path, ...]:

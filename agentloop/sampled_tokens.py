@@ -90,6 +90,11 @@ class SampledTokens:
         lasts = (*self._firsts[1:], len(self.token_ids))
         return tuple(map(WeightVersionSpan, self._versions, self._firsts, lasts))
 
+    @property
+    def newest_version(self) -> int | None:
+        """The version of the last token; None without any."""
+        return self._versions[-1] if self._versions else None
+
     def since(self, start: int, end: int | None = None) -> Delta:
         """Return tokens `[start, end)` as a piece; without `end`, all from `start` on."""
         stop = len(self.token_ids) if end is None else end

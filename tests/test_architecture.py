@@ -107,6 +107,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.ingress": {
         "agentloop.api",
         "agentloop.chat",
+        "agentloop.generation",
         "agentloop.rollout",
         "agentloop_servers.endpoint",
         "agentloop_servers.http",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion, retrying
+from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
+from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import SampleOrder, SessionEngine, sample_reply, stream_reply
 
 __all__ = [
+    "AssignedLease",
     "Connect",
+    "LeaseConfig",
     "LeasedEngine",
     "NewestVersion",
     "SampleOrder",
     "SessionEngine",
+    "SessionLeases",
     "TurnReader",
-    "retrying",
     "sample_reply",
     "stream_reply",
 ]

@@ -1,48 +1,63 @@
-"""One trajectory's way to an engine: its lease, and another one when the replica fails.
+"""The way to an engine under a lease: retries, moves after a failure, and streams that go on from their ids.
 
-Ownership: the lease of one trajectory. Of a worker's modules only this one asks for another lease and retries an
-engine call; the endpoint's sessions have `agentloop_servers/endpoint/leases.py`, with the same pauses.
+Ownership: every call of `TokenEngine.generate` and `stream` under a lease, and every retry of one. The policy, for
+whoever calls:
+
+- an error that is `retryable`, or the DeadlineExceeded of one replica while the call itself has time left, is
+  followed by another attempt after a random pause that grows up to 5 s; in the end the last error comes as it is;
+- a paused engine (EnginePaused) is asked again until the call's deadline and never counts as a failed attempt;
+  after any other failure the coordinator is told, and the next attempt runs under the lease that it gives;
+- a failed call is made again with the same ids; a stream that has given out pieces goes on from their ids, so no
+  token is sampled into an answer twice. Where that would not be the same reply (`_Call.can_go_on`), the error is
+  raised.
+
+A call has one deadline. A caller that makes it at its own edge passes `deadline_at`, in the event loop's time, and
+ends the call then by itself; without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s`
+bounds each attempt. What leaves this module was checked (`check_generation`), each reply or piece once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import structlog
-from structlog.contextvars import bind_contextvars
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
 
-from agentloop.api import WorkerPort
-from agentloop.checks import check_generation
-from agentloop.engine import TokenEngine
-from agentloop.errors import AgentLoopError, DeadlineExceeded, EnginePaused
-from agentloop.types import Assignment, GenerateRequest, Generation
+from agentloop.checks import check_generation, check_piece
+from agentloop.engine import Delta, TokenEngine
+from agentloop.errors import AgentLoopError, DeadlineExceeded, EngineLost, EnginePaused, MalformedEngineResponse
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
+
+T = TypeVar("T")
 
 Connect = Callable[[str], TokenEngine]
+"""The engine behind a replica's private URL."""
+
+_FIRST_PAUSE_S = 0.1  # before the second attempt, at most; then doubled
+_MAX_PAUSE_S = 5.0
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
-def retrying(
-    is_worth_retrying: Callable[[BaseException], bool],
-    stop: Callable[[RetryCallState], bool],
-    before_sleep: Callable[[RetryCallState], Awaitable[None] | None] | None = None,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> AsyncRetrying:
-    """Attempts of one engine call with random pauses that grow; in the end the last error comes as it is."""
-    return AsyncRetrying(
-        retry=retry_if_exception(is_worth_retrying),
-        stop=stop,
-        wait=wait_random_exponential(multiplier=0.1, max=5.0),
-        before_sleep=before_sleep,
-        sleep=sleep,
-        reraise=True,
-    )
+class LeaseSource(Protocol):
+    """The lease that calls run under: an assignment's, or a session's."""
+
+    async def lease(self, request: GenerateRequest) -> Lease:
+        """Return the lease for the next attempt."""
+
+    async def move(self, failed: Lease) -> None:
+        """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
+
+    def release(self) -> None:
+        """Give the place back; the next call takes one again."""
+
+    def close(self) -> None:
+        """Give the place back for good: attempts from now on raise SessionFinished. Idempotent."""
 
 
 class NewestVersion:
@@ -62,55 +77,222 @@ class NewestVersion:
 
 
 class LeasedEngine:
-    """Generates under one assignment's lease; tells `newest` what it hears of the fleet's version."""
+    """An engine wherever the lease leads. Calls may run side by side: they share the lease."""
 
     def __init__(
         self,
-        coordinator: WorkerPort,
         connect: Connect,
-        assignment: Assignment,
-        newest: NewestVersion,
+        source: LeaseSource,
         *,
-        max_attempts: int,
         vocab_size: int,
+        max_attempts: int,
+        newest: NewestVersion | None = None,
     ) -> None:
-        """`max_attempts` are of one generation, on as many replicas."""
-        self._coordinator = coordinator
-        self._connect = connect
-        self._assignment_id = assignment.assignment_id
-        self._lease = assignment.lease
-        self._newest = newest
-        self._max_attempts = max_attempts
+        """`max_attempts` are of one call, pauses not counted; `newest` learns from every generation."""
+        self.connect = connect
+        self._source = source
         self._vocab_size = vocab_size
-        self._log = structlog.get_logger("worker")
+        self._max_attempts = max_attempts
+        self._newest = newest
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Generate on the leased replica; on a retryable failure, again with the same ids, elsewhere if it is
-        the replica's. Raises the last error when the attempts are used up."""
-        turn, _, _ = request.request_id.rpartition(":")[2].partition(".")
-        bind_contextvars(turn=int(turn), replica=self._lease.replica_id)
-        attempts = retrying(_is_worth_retrying, stop_after_attempt(self._max_attempts), self._change_replica)
-        return await attempts(self._generate_once, request)
+    def release(self) -> None:
+        """Give the place back; the next call takes one again."""
+        self._source.release()
 
-    async def _generate_once(self, request: GenerateRequest) -> Generation:
-        generation = await self._connect(self._lease.url).generate(request)
-        check_generation(request, generation, self._vocab_size)
-        self._newest.see(generation)
-        if generation.weight_versions:
-            bind_contextvars(version=generation.weight_versions[-1].version)
-        return generation
+    def close(self) -> None:
+        """Give the place back for good: attempts from now on raise SessionFinished. Idempotent."""
+        self._source.close()
 
-    async def _change_replica(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, EnginePaused):
-            return  # the same replica goes on after its resume
-        self._log.warning("turn_retried", error=str(error))
+    async def generate(self, request: GenerateRequest, *, deadline_at: float | None = None) -> Generation:
+        """Generate, as `TokenEngine.generate` does. Raises the last attempt's error, or DeadlineExceeded."""
+        call = _Call(request, SampledTokens(), deadline_at)
         try:
-            self._lease = await self._coordinator.move(self._assignment_id, self._lease, True)
-            bind_contextvars(replica=self._lease.replica_id)
-        except AgentLoopError as none_now:
-            self._log.warning("no_other_replica", error=str(none_now))  # the next attempt asks again
+            return await call.in_time(self._generate(call))
+        except TimeoutError as error:
+            raise call.late() from error
+
+    async def stream(
+        self, request: GenerateRequest, sampled: SampledTokens | None = None, *, deadline_at: float | None = None
+    ) -> AsyncGenerator[Delta | Generation, None]:
+        """Stream, as `TokenEngine.stream` does, over as many attempts as it takes. Close it to end the request.
+
+        Tokens are appended to `sampled`, if given: what it has already is not this call's.
+        """
+        call = _Call(request, SampledTokens() if sampled is None else sampled, deadline_at)
+        try:
+            while (ended := call.ended()) is None:
+                asked, lease = call.next_request(), None
+                try:
+                    lease = await call.in_time(self._source.lease(asked))
+                    stream = self.connect(lease.url).stream(asked)
+                    async with aclosing(stream) as pieces:  # type: ignore[type-var] # engines write generators
+                        while True:
+                            piece = await call.in_time(anext(pieces, None))
+                            if piece is None:
+                                raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
+                            if isinstance(piece, Generation):
+                                self._check(asked, piece)
+                                yield call.finish(piece)
+                                return
+                            call.add(piece, lease.replica_id, self._vocab_size)
+                            yield piece
+                except AgentLoopError as error:
+                    await call.in_time(self._retry(call, lease, error))
+            yield ended  # only the stream's last word was lost
+        except TimeoutError as error:
+            raise call.late() from error
+
+    async def _generate(self, call: _Call) -> Generation:
+        while True:
+            asked, lease = call.next_request(), None
+            try:
+                lease = await self._source.lease(asked)
+                generation = await self.connect(lease.url).generate(asked)
+                self._check(asked, generation)
+            except AgentLoopError as error:
+                await self._retry(call, lease, error)
+                continue
+            if asked is call.request:
+                return generation
+            return replace(generation, request_id=call.request.request_id)
+
+    def _check(self, asked: GenerateRequest, generation: Generation) -> None:
+        check_generation(asked, generation, self._vocab_size)
+        if self._newest is not None:
+            self._newest.see(generation)
+
+    async def _retry(self, call: _Call, lease: Lease | None, error: AgentLoopError) -> None:
+        """Get ready for the next attempt: move away from a replica that failed, and pause. Raises `error` if there
+        is to be none."""
+        can_help = error.retryable or (isinstance(error, DeadlineExceeded) and call.left_s > 0)
+        if can_help and not isinstance(error, EnginePaused):
+            call.num_failures += 1
+            if lease is not None:
+                _log.warning(
+                    "call_failed", request=call.request.request_id, replica=lease.replica_id, error=str(error)
+                )
+                await self._source.move(lease)
+        if not can_help or call.num_failures >= self._max_attempts or not call.can_go_on:
+            raise error
+        longest_s = _FIRST_PAUSE_S * 2.0 ** min(call.num_asked - 1, 10)
+        await asyncio.sleep(random.uniform(0.0, min(longest_s, _MAX_PAUSE_S)))
 
 
-def _is_worth_retrying(error: BaseException) -> bool:
-    return isinstance(error, AgentLoopError) and (error.retryable or isinstance(error, DeadlineExceeded))
+class _Call:
+    """One call over its attempts: what was given out, and what is still to be asked.
+
+    Invariant: the pieces added so far, in their order, are a prefix of the joined `Generation`'s ids and logprobs.
+    """
+
+    def __init__(self, request: GenerateRequest, sampled: SampledTokens, deadline_at: float | None) -> None:
+        own_deadline_at = asyncio.get_running_loop().time() + request.timeout_s
+        self.request = request
+        self.num_asked = 0
+        self.num_failures = 0
+        self._deadline_at = own_deadline_at if deadline_at is None else deadline_at
+        self._ends_at = own_deadline_at if deadline_at is None else None  # None: the caller sees to it
+        self._asked = request
+        self._sampled = sampled
+        self._first = self._attempt_first = len(sampled)  # tokens before these are not the call's, or the attempt's
+        self._replica_id = ""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self._deadline_at - asyncio.get_running_loop().time()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another attempt gives the same reply, or one of the same distribution.
+
+        A constraint and penalties look at what the reply already has; a new request takes that for its prompt.
+        """
+        sampling = self.request.sampling
+        has_memory = sampling.constraint is not None or sampling.frequency_penalty or sampling.presence_penalty
+        return not (has_memory and len(self._sampled) > self._first)
+
+    async def in_time(self, work: Awaitable[T]) -> T:
+        """Await a part of the call. Raises TimeoutError at a deadline that is enforced here."""
+        if self._ends_at is None:
+            return await work
+        async with asyncio.timeout_at(self._ends_at):
+            return await work
+
+    def late(self) -> DeadlineExceeded:
+        """Return the error of a call that met its deadline."""
+        return DeadlineExceeded(f"no answer within {self.request.timeout_s:g} s", param="timeout_s")
+
+    def next_request(self) -> GenerateRequest:
+        """Return what is still to be asked: the prompt with the ids so far, under an id of its own."""
+        self.num_asked += 1
+        if self.num_asked > 1:
+            given_ids = self._sampled.token_ids[self._first :]
+            self._attempt_first = len(self._sampled)
+            self._asked = replace(
+                continued(self.request, given_ids),
+                request_id=f"{self.request.request_id}~{self.num_asked - 1}",  # an engine may still know the others
+                timeout_s=max(min(self.request.timeout_s, self.left_s), 0.001),
+            )
+        return self._asked
+
+    def add(self, piece: Delta, replica_id: str, vocab_size: int) -> None:
+        """Append a piece of the present attempt. Raises MalformedEngineResponse, and nothing is appended then."""
+        check_piece(self._asked, piece, vocab_size)
+        newest, spans = self._sampled.newest_version, piece.weight_versions
+        if len(self._sampled) > self._first and spans and newest is not None and spans[0].version < newest:
+            raise MalformedEngineResponse(
+                f"request {self._asked.request_id}: weight version {spans[0].version} after {newest}"
+            )
+        self._sampled.add(piece)
+        self._replica_id = replica_id
+
+    def finish(self, last: Generation) -> Generation:
+        """Return the whole reply, from the last attempt's generation. Raises MalformedEngineResponse if that is not
+        what its pieces were."""
+        if list(last.token_ids) != self._sampled.token_ids[self._attempt_first :]:
+            raise MalformedEngineResponse(f"request {self._asked.request_id}: its pieces were other ids")
+        if self._attempt_first == self._first:
+            return last if self._asked is self.request else replace(last, request_id=self.request.request_id)
+        return replace(
+            self._joined(last.finish_reason),
+            cached_tokens=min(last.cached_tokens, len(self.request.token_ids)),
+            replica_id=last.replica_id,
+            load=last.load,
+        )
+
+    def ended(self) -> Generation | None:
+        """Return the whole reply if the pieces so far are one: its generation alone was lost."""
+        sampling, ids = self.request.sampling, self._sampled.token_ids
+        if len(ids) > self._first and ids[-1] in sampling.stop_token_ids:
+            return self._joined(FinishReason.STOP)
+        if len(ids) - self._first >= sampling.max_tokens:
+            return self._joined(FinishReason.LENGTH)
+        return None
+
+    def _joined(self, finish_reason: FinishReason) -> Generation:
+        own = self._sampled.since(self._first)
+        return Generation(
+            self.request.request_id,
+            own.token_ids,
+            own.logprobs,
+            own.weight_versions,
+            finish_reason,
+            replica_id=self._replica_id,
+            top_logprobs=own.top_logprobs,
+        )
+
+
+def continued(request: GenerateRequest, sampled_ids: Sequence[int]) -> GenerateRequest:
+    """Return the request that goes on where `sampled_ids` end: they join its prompt, and leave its budget."""
+    if not sampled_ids:
+        return request
+    sampling, num_sampled = request.sampling, len(sampled_ids)
+    return replace(
+        request,
+        token_ids=(*request.token_ids, *sampled_ids),
+        sampling=replace(
+            sampling,
+            max_tokens=sampling.max_tokens - num_sampled,
+            min_tokens=max(0, sampling.min_tokens - num_sampled),
+        ),
+    )

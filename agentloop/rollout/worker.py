@@ -8,6 +8,7 @@ for its age is handed in without tokens, and the coordinator has its sample begu
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import zlib
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_r
 
 from agentloop.api import WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest
-from agentloop.generation import Connect, LeasedEngine, NewestVersion
+from agentloop.generation import AssignedLease, Connect, LeasedEngine, NewestVersion
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
@@ -50,7 +51,7 @@ class WorkerConfig:
     poll_s: float = 5.0  # the longest wait for work in one call
     poll_gap_s: float = 0.02  # between two calls: permits freed meanwhile are asked for together
     turn_timeout_s: float = 300.0  # one generation, pauses included
-    turn_attempts: int = 5  # of one generation, on as many replicas
+    turn_attempts: int = 5  # of one generation, on as many replicas; pauses are not counted
     reward_timeout_s: float = 30.0
     commit_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
@@ -259,16 +260,16 @@ class Worker:
     def _context(self, assignment: Assignment, scope: ToolScope, guard: StalenessGuard | None) -> LoopContext:
         task, config = assignment.task, self._config
         leased = LeasedEngine(
-            self._coordinator,
             self._connect,
-            assignment,
-            self._newest,
-            max_attempts=config.turn_attempts,
+            AssignedLease(self._coordinator, assignment),
             vocab_size=self._vocab_size,
+            max_attempts=config.turn_attempts,
+            newest=self._newest,
         )
 
         async def generate(request: GenerateRequest) -> Generation:
-            return await leased.generate(replace(request, timeout_s=config.turn_timeout_s))
+            # The trajectory's own deadline ends the call; an attempt has less time.
+            return await leased.generate(replace(request, timeout_s=config.turn_timeout_s), deadline_at=math.inf)
 
         wanted = task.limits.max_context_tokens
         context = self._max_context_tokens if wanted is None else min(wanted, self._max_context_tokens)

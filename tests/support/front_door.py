@@ -238,7 +238,15 @@ class FakeConnection:
                 raise
         ids = request.token_ids[::-1][: request.sampling.max_tokens]
         spans = (WeightVersionSpan(0, 0, len(ids)),)
-        return Generation(request.request_id, ids, (-0.5,) * len(ids), spans, FinishReason.LENGTH, 3, self._url)
+        return Generation(
+            request.request_id,
+            ids,
+            (-0.5,) * len(ids),
+            spans,
+            FinishReason.LENGTH,
+            min(3, len(request.token_ids)),
+            self._url,
+        )
 
 
 @asynccontextmanager

@@ -33,13 +33,12 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionNotFound,
 )
-from agentloop.generation import Connect
+from agentloop.generation import Connect, LeaseConfig, SessionLeases
 from agentloop.sessions import Journal, Session, SessionFacts, SessionParts, SessionState, to_its_end
 from agentloop.trajectory import CallRecord, Node
 from agentloop.types import StopReason, Trajectory
 from agentloop_servers.endpoint.counting_journal import CountingJournal
 from agentloop_servers.endpoint.keyed_locks import KeyedLocks
-from agentloop_servers.endpoint.leases import LeaseConfig, SessionLeases
 from agentloop_servers.endpoint.residents import Residents
 from agentloop_servers.endpoint.session_rows import RowState, StoredSession
 from agentloop_servers.endpoint.session_store import SessionStore

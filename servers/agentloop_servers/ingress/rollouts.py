@@ -1,18 +1,16 @@
 """The routes of rollouts, health, status and direct generation: no policy, and no state but calls in flight.
 
-A direct call takes a lease, talks to the replica's own port, and gives the lease back on every path; a client that
-leaves cancels the call, which aborts it in the engine.
+A direct call takes a lease and gives it back on every path; a client that leaves cancels the call, which aborts it
+in the engine.
 """
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-import structlog
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi import Path as PathParam
 from starlette.responses import Response
@@ -33,10 +31,10 @@ from agentloop.api import (
     generation_answer,
     rollout_status,
 )
-from agentloop.engine import Engine
-from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, Overloaded
+from agentloop.errors import InvalidRequest, Overloaded
+from agentloop.generation import Connect, LeaseConfig, SessionLeases
 from agentloop.rollout import load_loop, load_reward
-from agentloop.types import GenerateRequest, Generation, Lease, RolloutGroup
+from agentloop.types import GenerateRequest, Generation, RolloutGroup
 from agentloop_servers.endpoint import Endpoint, routes_sessions
 from agentloop_servers.http import (
     HttpLimits,
@@ -66,8 +64,6 @@ Cursor = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
 PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)]
 
-_log = structlog.stdlib.get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -82,7 +78,7 @@ class RolloutRoutes:
     def __init__(
         self,
         coordinator: FrontPort,
-        connect: Callable[[str], Engine],
+        connect: Connect,
         limits: HttpLimits,
         tool_names: frozenset[str] | None,
         endpoint: Endpoint | None = None,
@@ -90,15 +86,15 @@ class RolloutRoutes:
         self._endpoint = endpoint
         self._sessions = None if endpoint is None else routes_sessions.SessionRoutes(endpoint)
         self._coordinator = coordinator
-        self._connect = connect
         self._limits = limits
         self._tool_names = tool_names
         self._num_direct_calls = 0
-        self._releases: set[asyncio.Task[None]] = set()
+        config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
+        self._leases = SessionLeases(coordinator, connect, config=config)
 
     async def close(self) -> None:
         """Wait for the releases under way; each has a deadline."""
-        await asyncio.gather(*self._releases, return_exceptions=True)
+        await self._leases.close()
 
     def open_routes(self) -> APIRouter:
         """Return the routes that need no key."""
@@ -207,40 +203,11 @@ class RolloutRoutes:
                 )
 
     async def _generate(self, request: GenerateRequest) -> Generation:
+        engine = self._leases.engine(request.request_id)
         try:
-            async with asyncio.timeout(request.timeout_s):
-                return await self._on_a_lease(request)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {request.timeout_s:g} s", param="timeout_s") from error
-
-    async def _on_a_lease(self, request: GenerateRequest) -> Generation:
-        num_tokens = len(request.token_ids) + request.sampling.max_tokens
-        leases = [await self._ask(self._coordinator.lease(request.request_id, num_tokens))]
-        try:
-            try:
-                return await self._connect(leases[0].url).generate(request)
-            except AgentLoopError as error:
-                if not error.retryable:
-                    raise
-                _log.warning("direct_call_retried", replica=leases[0].replica_id, code=error.code)
-            # The first lease is still held, so that the balancer sees that place taken and offers another.
-            leases.append(await self._ask(self._coordinator.lease(f"{request.request_id}-retry", num_tokens)))
-            return await self._connect(leases[1].url).generate(request)
+            return await engine.generate(request)
         finally:
-            for lease in leases:
-                self._give_back(lease)
-
-    def _give_back(self, lease: Lease) -> None:
-        task = asyncio.create_task(self._release(lease))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _release(self, lease: Lease) -> None:
-        try:
-            await self._ask(self._coordinator.release(lease))
-        except AgentLoopError as error:
-            # The caller has its answer; the coordinator drops leases of calls that went silent.
-            _log.warning("lease_not_released", lease=lease.lease_id, code=error.code)
+            engine.close()
 
     async def _ask(self, question: Awaitable[T], extra_s: float = 0.0) -> T:
         """Return what the coordinator answers. Raises DeadlineExceeded."""

@@ -114,11 +114,18 @@ async def test_a_retryable_failure_is_repeated_once_on_another_lease(door: Door)
     door.engine.errors = [EngineLost("gone")]
     status, body, _ = await door.call("POST", "/generate", json=GENERATE)
     assert (status, body["replica_id"]) == (200, "url-2")
-    door.engine.errors = [EngineLost("gone"), EnginePaused("paused")]
+    door.engine.errors = [EngineLost("gone"), EngineLost("gone too")]
     status, body, headers = await door.call("POST", "/generate", json=GENERATE)
-    assert (status, body["error"]["code"], headers["retry-after"]) == (503, "engine_paused", "1")
+    assert (status, body["error"]["code"], headers["retry-after"]) == (503, "engine_lost", "1")
     await asyncio.sleep(0.05)
     assert door.coordinator.leases == {}
+
+
+async def test_a_direct_call_waits_a_pause_out_on_its_replica(door: Door) -> None:
+    door.engine.errors = [EnginePaused("an update")] * 3
+    status, body, _ = await door.call("POST", "/generate", json=GENERATE)
+    assert (status, body["replica_id"], len(door.engine.requests)) == (200, "url-1", 4)
+    assert door.coordinator.moved == []
 
 
 async def test_a_permanent_failure_is_not_repeated(door: Door) -> None:
@@ -476,7 +483,7 @@ async def test_bad_paths_and_queries(shared: Door, method: str, path: str, statu
 
 
 async def test_coordinator_errors_keep_their_code_and_others_become_a_plain_500(door: Door) -> None:
-    door.coordinator.next_errors = [NoHealthyReplica("none")]
+    door.coordinator.next_errors = [NoHealthyReplica("none")] * 2  # asked twice
     status, body, headers = await door.call("POST", "/generate", json=GENERATE)
     assert (status, body["error"]["code"], headers["retry-after"]) == (503, "no_healthy_replica", "1")
     door.coordinator.next_errors = [RuntimeError("/secret/path at 10.0.0.1")]

@@ -24,6 +24,8 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
+from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.generation.leases import LeaseConfig, SessionLeases
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -34,7 +36,6 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
-from agentloop_servers.endpoint.leases import LeaseConfig, LeasedSession, SessionLeases
 from tests.support.front_door import FakeCoordinator
 
 VOCAB_SIZE = 1000
@@ -109,7 +110,7 @@ class Site:
     script: Script
     coordinator: FakeCoordinator
     leases: SessionLeases
-    engine: LeasedSession
+    engine: LeasedEngine
 
 
 Test = Callable[[Site], Coroutine[Any, Any, None]]
@@ -142,7 +143,7 @@ def request(max_tokens: int = 8, timeout_s: float = 60.0, **sampling: Any) -> Ge
     return GenerateRequest("call-1:0", tuple(range(10)), params, timeout_s, "s")
 
 
-async def streamed(engine: LeasedSession, asked: GenerateRequest) -> tuple[list[Delta], Generation]:
+async def streamed(engine: LeasedEngine, asked: GenerateRequest) -> tuple[list[Delta], Generation]:
     items = [item async for item in engine.stream(asked)]
     pieces = [item for item in items if isinstance(item, Delta)]
     assert len(pieces) == len(items) - 1
@@ -346,7 +347,7 @@ async def test_malformed_pieces_are_never_given_out(site: Site) -> None:
                 is_bad = isinstance(item, Delta) and item.token_ids[0] == 13 and len(site.script.requests) == 1
                 yield replace(item, logprobs=(float("nan"),)) if is_bad else item
 
-    site.leases.connect = lambda url: Bad(site.script, url)  # type: ignore[assignment,return-value]
+    site.engine.connect = lambda url: Bad(site.script, url)  # type: ignore[assignment,return-value]
     _, generation = await streamed(site.engine, request())
     assert generation.token_ids == tuple(range(10, 18))
     assert len(site.script.requests) == 2

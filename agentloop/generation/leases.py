@@ -1,0 +1,232 @@
+"""Leases that calls run under: an assignment's, which comes with it, and a session's, which is asked for.
+
+Ownership: the leases of this process's sessions and direct calls, and the tasks that change them. A session takes
+its lease at its first call, renews it, and gives it back at its end; a direct call is a session of one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import structlog
+from structlog.contextvars import bind_contextvars
+
+from agentloop.api import LeasePort, WorkerPort
+from agentloop.checks import MAX_VOCAB_SIZE
+from agentloop.clock import Clock, RealClock
+from agentloop.errors import AgentLoopError, NotFound, ServiceUnavailable, SessionFinished
+from agentloop.generation.leased_engine import Connect, LeasedEngine
+from agentloop.types import Assignment, GenerateRequest, Lease
+
+T = TypeVar("T")
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class AssignedLease:
+    """The lease that came with an assignment. The coordinator takes it back with the trajectory's record."""
+
+    def __init__(self, coordinator: WorkerPort, assignment: Assignment) -> None:
+        self._coordinator = coordinator
+        self._assignment_id = assignment.assignment_id
+        self._hold(assignment.lease)
+
+    async def lease(self, request: GenerateRequest) -> Lease:
+        """Return the lease held now."""
+        return self._lease
+
+    async def move(self, failed: Lease) -> None:
+        """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
+        try:
+            self._hold(await self._coordinator.move(self._assignment_id, failed, True))
+        except AgentLoopError as none_now:
+            _log.warning("no_other_replica", error=str(none_now))  # the next attempt asks again
+
+    def release(self) -> None:
+        """Keep the lease: it is the assignment's."""
+
+    def close(self) -> None:
+        """Keep the lease: it is the assignment's."""
+
+    def _hold(self, lease: Lease) -> None:
+        self._lease = lease
+        bind_contextvars(replica=lease.replica_id)  # in the logs of the trajectory's task
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """Bounds of a session's leases and calls."""
+
+    max_attempts: int = 4  # of one call, pauses not counted
+    renew_after_s: float = 600.0  # well below the coordinator's `direct_lease_ttl_s`
+    predicted_reply_tokens: int = 2048  # what a reply is charged with at most: few use all that they may
+    coordinator_timeout_s: float = 30.0
+    max_releases: int = 32  # at once
+
+
+class SessionLeases:
+    """The leases of all sessions of a process. Close it at the end: it waits for those being given back."""
+
+    def __init__(
+        self,
+        coordinator: LeasePort,
+        connect: Connect,
+        *,
+        vocab_size: int = MAX_VOCAB_SIZE,
+        clock: Clock | None = None,
+        config: LeaseConfig = LeaseConfig(),
+    ) -> None:
+        self.coordinator = coordinator
+        self.clock = RealClock() if clock is None else clock
+        self.config = config
+        self._connect = connect
+        self._vocab_size = vocab_size
+        self._leases: WeakValueDictionary[str, SessionLease] = WeakValueDictionary()
+        self._holders: set[SessionLease] = set()  # who has a lease is not forgotten with its session
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._places = asyncio.Semaphore(config.max_releases)
+
+    def engine(self, session_id: str) -> LeasedEngine:
+        """Return a session's engine. All that anybody has share one lease, which the first call takes."""
+        lease = self._leases.get(session_id)
+        if lease is None:
+            lease = self._leases[session_id] = SessionLease(self, session_id)
+        return LeasedEngine(
+            self._connect, lease, vocab_size=self._vocab_size, max_attempts=self.config.max_attempts
+        )
+
+    @property
+    def num_held(self) -> int:
+        """Sessions that have a lease now."""
+        return len(self._holders)
+
+    def holds(self, holder: SessionLease) -> None:
+        """Note that this session has a lease now."""
+        self._holders.add(holder)
+
+    def give_back(self, holder: SessionLease, lease: Lease) -> None:
+        """Release a session's lease in a task of this object's own."""
+        self._holders.discard(holder)
+        self._own(self._release(lease))
+
+    async def to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """Run a change of a lease in a task that outlives a cancelled caller: no lease is granted and forgotten."""
+        return await asyncio.shield(self._own(change))
+
+    async def ask(self, question: Awaitable[Lease]) -> Lease:
+        """Return what the coordinator answers, within a deadline. Raises ServiceUnavailable."""
+        try:
+            async with asyncio.timeout(self.config.coordinator_timeout_s):
+                return await question
+        except TimeoutError as error:
+            raise ServiceUnavailable("the coordinator did not answer in time") from error
+
+    async def close(self) -> None:
+        """Give back every lease, and wait for all changes under way; each has a deadline."""
+        for lease in list(self._leases.values()):
+            lease.close()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.debug("lease_not_changed", error=repr(task.exception()))
+
+    async def _release(self, lease: Lease) -> None:
+        try:
+            async with self._places, asyncio.timeout(self.config.coordinator_timeout_s):
+                await self.coordinator.release(lease)
+        except (AgentLoopError, TimeoutError) as error:
+            # The coordinator itself drops leases that nobody renews.
+            _log.warning("lease_not_released", lease=lease.lease_id, error=repr(error))
+
+
+class SessionLease:
+    """One session's lease: taken at its first call, renewed in time, given back by `release` and `close`."""
+
+    def __init__(self, leases: SessionLeases, session_id: str) -> None:
+        self._leases = leases
+        self._session_id = session_id
+        self._lease: Lease | None = None
+        self._asked_at = 0.0
+        self._changing = asyncio.Lock()
+        self._is_closed = False
+
+    async def lease(self, request: GenerateRequest) -> Lease:
+        """Return the session's lease, renewed in time. Raises SessionFinished after `close`."""
+        lease = self._fresh_lease()
+        return lease if lease is not None else await self._leases.to_its_end(self._take(request))
+
+    async def move(self, failed: Lease) -> None:
+        """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
+        await self._leases.to_its_end(self._move(failed))
+
+    def release(self) -> None:
+        """Give the place back; the next call takes one again."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._leases.give_back(self, lease)
+
+    def close(self) -> None:
+        """Give the place back for good: attempts from now on raise SessionFinished. Idempotent."""
+        self._is_closed = True
+        self.release()
+
+    async def _take(self, request: GenerateRequest) -> Lease:
+        async with self._changing:
+            lease = self._fresh_lease()
+            if lease is not None:
+                return lease  # another call of the session was faster
+            config = self._leases.config
+            num_tokens = len(request.token_ids) + min(request.sampling.max_tokens, config.predicted_reply_tokens)
+            try:
+                lease = await self._leases.ask(self._leases.coordinator.lease(self._session_id, num_tokens))
+            except AgentLoopError as error:
+                if self._lease is None:
+                    raise
+                # The replica may well serve while the coordinator restarts; if it does not, the call says so.
+                _log.warning("lease_not_renewed", session=self._session_id, code=error.code)
+                self._asked_at = self._leases.clock.now() - 0.9 * config.renew_after_s
+                return self._lease
+            self._hold(lease)
+            if self._is_closed:
+                raise self._ended()
+            return lease
+
+    def _fresh_lease(self) -> Lease | None:
+        if self._is_closed:
+            raise self._ended()
+        is_fresh = self._leases.clock.now() - self._asked_at < self._leases.config.renew_after_s
+        return self._lease if is_fresh else None
+
+    async def _move(self, failed: Lease) -> None:
+        async with self._changing:
+            if self._lease != failed:
+                return  # another call of the session has told already
+            try:
+                moving = self._leases.coordinator.move(self._session_id, failed, True)
+                self._hold(await self._leases.ask(moving))
+            except NotFound:
+                self._lease = None  # it has expired, or the coordinator is a new one: ask for a place anew
+            except AgentLoopError as none_now:
+                _log.warning("no_other_replica", session=self._session_id, error=str(none_now))
+
+    def _hold(self, lease: Lease) -> None:
+        self._lease, self._asked_at = lease, self._leases.clock.now()
+        self._leases.holds(self)
+        if self._is_closed:  # while the coordinator was asked
+            self.release()
+
+    def _ended(self) -> SessionFinished:
+        return SessionFinished(f"session {self._session_id} has ended")
