@@ -11,14 +11,21 @@ import io
 import aiohttp
 import orjson
 from pydantic import BaseModel
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_before_delay, wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_before_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable, from_wire
 
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_CONNECTIONS = 2048  # concurrent calls beyond it wait here for one of the others
 
-_backoff = wait_exponential_jitter(0.1, max=5.0, jitter=0.1)
+_backoff = wait_exponential(multiplier=0.1, max=5.0) + wait_random(0, 0.1)
 
 
 class Retryable(Exception):
