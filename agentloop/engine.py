@@ -2,7 +2,8 @@
 
 `TokenEngine` is what generation needs, `EngineControl` what the weight controller needs; a replica owns the whole
 `Engine`. Adapters live with their vendor (`agentloop_servers/engines/`); `agentloop/simulation/` ships one without
-a model. One contract suite (`tests/contract/`) proves every engine:
+a model. The rules that all adapters share are in `engine_lifecycle.py`. One contract suite (`tests/contract/`)
+proves every engine:
 
 - prompt ids go in exactly, sampled ids come out exactly, the stop token included; one logprob an id, under the
   sampling distribution; version spans tile the ids;

@@ -30,7 +30,7 @@ COMMON = (
     "aio",
     "engine",
     "sampled_tokens",
-    "kv_floor",
+    "engine_lifecycle",
     "checks",
 )
 

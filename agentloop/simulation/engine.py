@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 from agentloop.checks import check_request, room_tokens
 from agentloop.clock import Clock, RealClock
@@ -31,6 +30,7 @@ from agentloop.engine import (
     StageReport,
     WeightUpdate,
 )
+from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
 from agentloop.errors import Conflict, EngineError, EngineLost, EngineUnusable, InvalidRequest, InvariantBroken
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 from agentloop.simulation.policy import (
@@ -94,23 +94,6 @@ class SimulatedSpec:
         )
 
 
-class _State(Enum):
-    NEW = "new"
-    SERVING = "serving"
-    DRAINING = "draining"  # a pause(WAIT) lets what began run to its end, and admits nothing else
-    PAUSED = "paused"
-    CLOSED = "closed"
-
-
-_MOVES = {
-    _State.NEW: {_State.SERVING, _State.CLOSED},
-    _State.SERVING: {_State.DRAINING, _State.PAUSED, _State.CLOSED},
-    _State.DRAINING: {_State.SERVING, _State.PAUSED, _State.CLOSED},
-    _State.PAUSED: {_State.SERVING, _State.CLOSED},
-    _State.CLOSED: set(),
-}
-
-
 class SimulatedEngine:
     """An Engine whose tokens come from a `TokenPolicy`. `faults` may be armed at any time."""
 
@@ -132,15 +115,12 @@ class SimulatedEngine:
         self.faults = faults if faults is not None else Faults()
         self._events = KVEventPublisher()
         self._kv = KVCache(spec.num_blocks, spec.block_size, self._events)
-        self._scheduler = Scheduler(self._kv, spec.max_running)
-        self._state = _State.NEW
-        source = weight_source if weight_source is not None else NoPushes()
-        self._weights = SimulatedWeights(spec.initial_version, self._clock, self.faults, source)
+        self._lifecycle = EngineLifecycle(has_begun=lambda: self._scheduler.has_begun)
+        self._scheduler = Scheduler(self._kv, spec.max_running, self._lifecycle.kv_version)
+        self._weight_source = weight_source if weight_source is not None else NoPushes()
+        self._weights = SimulatedWeights(self._clock, self.faults, self._weight_source)
         self._has_work = asyncio.Event()
-        self._drain_ended = asyncio.Event()
-        self._swap_lock = asyncio.Lock()  # a resume, sleep or wake waits for a commit under way
         self._task: asyncio.Task[None] | None = None
-        self._end_reason = ""
 
     @property
     def info(self) -> EngineInfo:
@@ -148,8 +128,7 @@ class SimulatedEngine:
 
     @property
     def weight_version(self) -> int | None:
-        """None also after a failed commit and a sleep(2): nobody knows what the weights are."""
-        return self._weights.version
+        return self._lifecycle.version
 
     @property
     def num_recomputed_tokens(self) -> int:
@@ -158,18 +137,18 @@ class SimulatedEngine:
 
     @property
     def is_paused(self) -> bool:
-        return self._state is _State.PAUSED
+        return self._lifecycle.is_paused
 
     @property
     def is_usable(self) -> bool:
-        return self._weights.version is not None and self._state is not _State.CLOSED
+        return self._lifecycle.is_usable
 
     @property
     def asleep(self) -> frozenset[MemoryTag]:
-        return self._weights.asleep
+        return self._lifecycle.asleep
 
     async def start(self) -> None:
-        self._move(_State.SERVING)
+        self._lifecycle.started(self._spec.initial_version)
         self._task = asyncio.create_task(self._serve(), name="simulated engine")
 
     async def close(self) -> None:
@@ -179,10 +158,8 @@ class SimulatedEngine:
 
     def kill(self, reason: str = "the engine died") -> None:
         """Die between two tokens, as a process does that is killed: everything raises EngineLost from now on."""
-        if self._state is _State.CLOSED:
+        if not self._lifecycle.close(reason):
             return
-        self._move(_State.CLOSED)
-        self._end_reason = reason
         self._fail_all(EngineLost, reason)
         self._events.close()
         if self._task is not None:
@@ -220,77 +197,63 @@ class SimulatedEngine:
             self._finish(live, FinishReason.ABORT)
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
-        """As the port says. A second pause may tighten the first: ABORT ends what KEEP froze, RECOMPUTE drops KV;
-        WAIT after a completed pause changes nothing. Raises Conflict if a resume ends a WAIT."""
-        self._require_alive()
+        lifecycle = self._lifecycle
+        lifecycle.require_alive()
+        if mode is not PauseMode.KEEP:
+            lifecycle.shut()
+            self._refresh()
         if mode is PauseMode.ABORT:
             for live in self._scheduler.all():
                 self._finish(live, FinishReason.ABORT)
-        if mode is PauseMode.WAIT and self._state is _State.SERVING:
-            self._drain_ended.clear()
-            self._move(_State.DRAINING)
-        if mode is PauseMode.WAIT and self._state is _State.DRAINING:
-            await self._drain_ended.wait()
-            self._require_alive()
-            if not self.is_paused:
-                raise Conflict("a resume came while the pause waited for requests to end")
-        if self._state is not _State.PAUSED:
-            self._move(_State.PAUSED)
-        self._scheduler.kv_floor.paused(kv_policy)
-        if kv_policy is KVPolicy.RECOMPUTE:
-            self._scheduler.drop_kv()
+        if mode is PauseMode.WAIT:
+            await lifecycle.drained()
+        async with lifecycle.control:
+            lifecycle.paused(kv_policy)
+            if kv_policy is KVPolicy.RECOMPUTE:
+                self._scheduler.drop_kv()
+            self._refresh()
 
     async def resume(self) -> None:
-        async with self._swap_lock:
-            self._require_alive()
-            if self.asleep:
-                raise Conflict("an engine whose memory is asleep cannot go on")
-            self._scheduler.kv_floor.resumed()
-            if self._state is not _State.SERVING:
-                self._move(_State.SERVING)
+        async with self._lifecycle.control:
+            self._lifecycle.check_resume()
+            self._lifecycle.resumed()
+            self._refresh()
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        self._require_alive()
+        self._lifecycle.check_stage()
         report = await self._weights.stage(update)
-        self._require_alive()
+        self._lifecycle.require_alive()
         return report
 
     async def commit(self, version: int) -> CommitReport:
-        async with self._swap_lock:
-            self._require_alive()
-            if self._state is not _State.PAUSED:
-                raise Conflict("weights are committed to a paused engine only")
+        async with self._lifecycle.control:
+            self._lifecycle.check_commit(version, self._weights.staged_version)
             try:
-                report = await self._weights.commit(version)
-            except Conflict:  # nothing has begun
-                raise
+                with self._lifecycle.committing(version):
+                    return await self._weights.commit()
             except BaseException:
                 self._fail_all(EngineUnusable, "its weights are of unknown state")
                 raise
-            self._require_alive()
-            self._scheduler.kv_floor.committed(version)
-            return report
 
     async def offer(self) -> PushSource | None:
-        self._require_alive()
-        return await self._weights.offer()
+        self._lifecycle.require_alive()
+        version = self._lifecycle.version
+        if version is None or MemoryTag.WEIGHTS in self.asleep:
+            return None
+        return await self._weight_source.offer(version)
 
     async def sleep(self, level: int) -> None:
-        if level not in (1, 2):
-            raise InvalidRequest(f"sleep levels are 1 and 2, not {level}", param="level")
-        if not self._spec.can_sleep:
-            raise InvalidRequest("this engine was started without sleep")
-        async with self._swap_lock:
-            self._require_alive()
-            if self._state is not _State.PAUSED:
-                self._move(_State.PAUSED)
-            self._scheduler.drop_kv()
-            self._weights.give_back(level)
+        self._lifecycle.check_sleep(level, can_sleep=self._spec.can_sleep)
+        await self.pause(PauseMode.KEEP)
+        async with self._lifecycle.control:
+            if self._lifecycle.has_to_sleep(level):
+                self._scheduler.drop_kv()
+                self._weights.release()
+                self._lifecycle.slept(level)
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
-        async with self._swap_lock:
-            self._require_alive()
-            self._weights.take_back(tags)
+        async with self._lifecycle.control:
+            self._lifecycle.woken(self._lifecycle.wakeable(tags))
 
     def load(self) -> Load:
         return Load(
@@ -298,25 +261,24 @@ class SimulatedEngine:
             num_waiting=self._scheduler.num_waiting,
             kv_used_tokens=self._kv.num_held_blocks * self._spec.block_size,
             kv_capacity_tokens=self._spec.num_blocks * self._spec.block_size,
-            weight_version=self._weights.version,
+            weight_version=self._lifecycle.version,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
         return self._events.subscribe()
 
     async def check_health(self) -> None:
-        self._require_alive()
+        self._lifecycle.require_alive()
 
     # --- requests -----------------------------------------------------------------------------------------
 
     def _submit(self, request: GenerateRequest, *, is_streamed: bool) -> LiveRequest:
-        self._require_alive()
+        self._lifecycle.require_alive()
         if self.faults.num_lost:
             self.faults.num_lost -= 1
             raise EngineLost("injected: the connection broke")
         check_request(request, self.info)
-        if self._weights.version is None:
-            raise EngineUnusable("the engine holds no weights of a known version")
+        version = self._lifecycle.require_usable()
         if self._scheduler.find(request.request_id) is not None:
             raise Conflict(f"request {request.request_id} is already running", param="request_id")
         live = LiveRequest(
@@ -326,7 +288,7 @@ class SimulatedEngine:
             done=asyncio.get_running_loop().create_future(),
             malformation=self.faults.malformed.pop(0) if self.faults.malformed else None,
             has_progress=asyncio.Event() if is_streamed else None,
-            sequence=KVSequence(self._weights.version),
+            sequence=KVSequence(version),
         )
         is_hung = self.faults.num_hung > 0
         if is_hung:
@@ -370,47 +332,31 @@ class SimulatedEngine:
 
     async def _step(self) -> None:
         """Admit, let the step's time pass, and sample, unless a pause came meanwhile."""
-        latency, version = self._spec.latency, self._weights.version
-        if version is None:
+        latency, lifecycle = self._spec.latency, self._lifecycle
+        if lifecycle.version is None:
             raise InvariantBroken("a request runs without weights")
         num_prefilled = self._scheduler.admit(
-            version,
-            only_begun=self._state is _State.DRAINING,
+            lifecycle.version,
+            only_begun=not lifecycle.is_serving,
             max_admitted=_ZERO_LATENCY_ADMISSIONS_PER_STEP if latency.is_zero else self._spec.max_running,
         )
         if latency.is_zero:
             await self._clock.sleep(0)
         else:
             await self._clock.sleep(latency.step_s(num_prefilled, *self._scheduler.decoding_tokens()))
-        if self._state is _State.PAUSED or self._weights.version is None:
+        if lifecycle.is_paused or lifecycle.version is None:
             return
         max_burst = _ZERO_LATENCY_TOKENS_PER_STEP if latency.is_zero else 1
-        for live, reason in self._scheduler.step(self._weights.version, max_burst):
+        for live, reason in self._scheduler.step(lifecycle.version, max_burst):
             self._finish(live, reason)
         self._refresh()
 
-    # --- states -------------------------------------------------------------------------------------------
-
-    def _move(self, state: _State) -> None:
-        if state not in _MOVES[self._state]:
-            raise Conflict(f"the engine is {self._state.value} and cannot become {state.value}")
-        self._state = state
-        self._refresh()
-
     def _refresh(self) -> None:
-        """Bring the events in line with the state; called after every change of state or of the queues."""
-        if self._state is _State.DRAINING and not self._scheduler.has_begun:
-            self._state = _State.PAUSED
-        if self._state is not _State.DRAINING:
-            self._drain_ended.set()
-        is_running = self._state in (_State.SERVING, _State.DRAINING)
-        if is_running and self._scheduler.can_step(only_begun=self._state is _State.DRAINING):
+        """Bring the events in line with the state; called after every change of phase or of the queues."""
+        lifecycle = self._lifecycle
+        lifecycle.refresh()
+        can_run = lifecycle.phase in (EnginePhase.SERVING, EnginePhase.DRAINING)
+        if can_run and self._scheduler.can_step(only_begun=not lifecycle.is_serving):
             self._has_work.set()
         else:
             self._has_work.clear()
-
-    def _require_alive(self) -> None:
-        if self._state is _State.NEW:
-            raise EngineLost("the engine was not started")
-        if self._state is _State.CLOSED:
-            raise EngineLost(self._end_reason)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.engine import Delta
-from agentloop.kv_floor import KVFloor
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 from agentloop.simulation.policy import Malformation, TokenStream
 from agentloop.types import FinishReason, GenerateRequest, Generation, Load, WeightVersionSpan
@@ -87,14 +86,15 @@ class LiveRequest:
 class Scheduler:
     """The requests of one engine."""
 
-    def __init__(self, kv: KVCache, max_running: int) -> None:
+    def __init__(self, kv: KVCache, max_running: int, kv_version: Callable[[int | None, int], int]) -> None:
+        """`kv_version` is the lifecycle's: whose KV a request uses, by the version asked for and the served one."""
         self.num_recomputed_tokens = 0
         self._kv = kv
         self._max_running = max_running
         self._live: dict[str, LiveRequest] = {}
         self._waiting: deque[LiveRequest] = deque()  # bounded by the callers that wait, one each
         self._running: dict[str, LiveRequest] = {}  # in order of admission
-        self.kv_floor = KVFloor()
+        self._kv_version = kv_version
 
     @property
     def num_running(self) -> int:
@@ -164,7 +164,7 @@ class Scheduler:
 
     def _acquire(self, live: LiveRequest, ids: tuple[int, ...], version: int) -> int | None:
         # A preempted request comes back under today's version: KV is named after the weights that made it.
-        salt = self.kv_floor.version_for(live.request.kv_version, version)
+        salt = self._kv_version(live.request.kv_version, version)
         if live.sequence.kv_version != salt:
             live.sequence = KVSequence(salt)
 

@@ -1,7 +1,7 @@
-"""The weights of a simulated engine: what it holds, what is staged, what memory it has given back.
+"""The weight updates of a simulated engine: staged, committed, offered.
 
-Owned here: the version, the staged update and the sleeping memory. Directories and adapters are read as far as
-their form goes; pushed weights come from a `WeightSource`, which a test or a simulation brings along.
+Directories and adapters are read as far as their form goes; pushed weights come from a `WeightSource`, which a test
+or a simulation brings along.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ from typing import Protocol
 
 from agentloop.checks import check_checkpoint
 from agentloop.clock import Clock
-from agentloop.engine import ALL_MEMORY, CommitReport, HeldIn, MemoryTag, PushSource, StageReport, WeightUpdate
-from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, InvalidRequest, WeightUpdateFailed
+from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, WeightUpdate
+from agentloop.errors import (
+    AgentLoopError,
+    CheckpointUnreadable,
+    Conflict,
+    InvalidRequest,
+    InvariantBroken,
+    WeightUpdateFailed,
+)
 from agentloop.simulation.policy import Faults
 
 
@@ -42,21 +49,22 @@ class NoPushes:
 
 
 class SimulatedWeights:
-    """`version` is None while nobody knows what the weights are: before the first commit, after a failed one, and
-    when they were discarded."""
+    """The update that one engine has staged, and how it is committed."""
 
-    def __init__(self, version: int | None, clock: Clock, faults: Faults, source: WeightSource) -> None:
-        self.version = version
-        self.asleep: frozenset[MemoryTag] = frozenset()
+    def __init__(self, clock: Clock, faults: Faults, source: WeightSource) -> None:
         self._clock = clock
         self._faults = faults
         self._source = source
         self._staged: tuple[WeightUpdate, StageReport] | None = None
         self._num_stages = 0
 
+    @property
+    def staged_version(self) -> int | None:
+        """The version that can be committed; None while nothing is staged."""
+        return None if self._staged is None else self._staged[0].version
+
     async def stage(self, update: WeightUpdate) -> StageReport:
-        """As the port says. Raises Conflict also if another stage began meanwhile."""
-        self._require_awake()
+        """As the port says. Raises Conflict if another stage began meanwhile."""
         self._num_stages += 1
         number, self._staged = self._num_stages, None
         if self._faults.num_failed_stages:
@@ -68,54 +76,28 @@ class SimulatedWeights:
         self._staged = (update, report)
         return report
 
-    async def commit(self, version: int) -> CommitReport:
-        """As the port says, for an engine that is paused. A commit that does not finish leaves no version."""
-        self._require_awake()
-        if self._staged is None or self._staged[0].version != version:
-            held = "nothing" if self._staged is None else f"version {self._staged[0].version}"
-            raise Conflict(f"version {version} cannot be committed: {held} is staged")
+    async def commit(self) -> CommitReport:
+        """Swap in what is staged. Raises WeightUpdateFailed, and then the weights are of unknown state."""
+        if self._staged is None:
+            raise InvariantBroken("nothing is staged")
         (update, staged), self._staged = self._staged, None
-        try:
-            if self._faults.commit_delay_s:
-                await self._clock.sleep(self._faults.commit_delay_s)
-            if self._faults.num_failed_commits:
-                self._faults.num_failed_commits -= 1
-                raise WeightUpdateFailed(f"injected: version {version} could not be loaded")
-            transfer_ms = await self._transfer(update) if staged.held_in is HeldIn.NOWHERE else 0.0
-        except BaseException:  # cancelled too: the weights are half written
-            self.version = None
-            raise
-        self.version = version
+        if self._faults.commit_delay_s:
+            await self._clock.sleep(self._faults.commit_delay_s)
+        if self._faults.num_failed_commits:
+            self._faults.num_failed_commits -= 1
+            raise WeightUpdateFailed(f"injected: version {update.version} could not be loaded")
+        transfer_ms = await self._transfer(update) if staged.held_in is HeldIn.NOWHERE else 0.0
         return CommitReport(self._faults.commit_delay_s * 1000.0, num_verified=1, transfer_ms=transfer_ms)
 
-    async def offer(self) -> PushSource | None:
-        """As the port says."""
-        if self.version is None or MemoryTag.WEIGHTS in self.asleep:
-            return None
-        return await self._source.offer(self.version)
-
-    def give_back(self, level: int) -> None:
-        """All memory, and with level 2 the weights; what was staged goes too."""
-        self.asleep = ALL_MEMORY
+    def release(self) -> None:
+        """Drop what is staged, and what is being staged."""
         self._staged, self._num_stages = None, self._num_stages + 1
-        if level == 2:
-            self.version = None
-
-    def take_back(self, tags: frozenset[MemoryTag]) -> None:
-        """Raises Conflict for the KV cache while nobody knows the weights: no real engine can fill it then."""
-        if MemoryTag.KV_CACHE in self.asleep & tags and self.version is None:
-            raise Conflict("weights are committed before the KV cache wakes: these are unknown")
-        self.asleep -= tags
 
     async def _transfer(self, update: WeightUpdate) -> float:
         try:
             return await self._source.transfer(update)
         except AgentLoopError as error:
             raise WeightUpdateFailed(f"version {update.version} did not arrive: {error.message}") from error
-
-    def _require_awake(self) -> None:
-        if MemoryTag.WEIGHTS in self.asleep:
-            raise Conflict("the memory of the weights is asleep")
 
 
 def _read_files(update: WeightUpdate) -> StageReport:

@@ -3,9 +3,9 @@
 The engine proper is a process that AsyncLLM starts; this object is its only client and lives on one event loop.
 What vLLM leaves to its caller is done here and beside:
 
-- A gate holds new requests while generation is not `SERVING` (`vllm_calls.py`).
+- A gate holds new requests while the engine is not serving (`requests.py`).
 - vLLM itself is only ever paused in mode "keep". ABORT first ends what is in flight, WAIT first lets it end.
-- Its version label is `str(version)` and changes only in a pause, under `_control` (`vllm_weights.py`).
+- Its version label is `str(version)` and changes only in a pause (`weights.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from enum import Enum, auto
 from typing import Any
 
 from agentloop.checks import check_request, room_tokens
@@ -28,6 +27,7 @@ from agentloop.engine import (
     StageReport,
     WeightUpdate,
 )
+from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
 from agentloop.errors import (
     Conflict,
     DeadlineExceeded,
@@ -36,7 +36,6 @@ from agentloop.errors import (
     InvalidRequest,
     WeightUpdateFailed,
 )
-from agentloop.kv_floor import KVFloor
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig, prepare_environment
@@ -47,30 +46,16 @@ from agentloop_servers.engines.vllm.weights import VllmWeights
 __all__ = ["VllmConfig", "VllmEngine", "prepare_environment"]
 
 
-class _State(Enum):
-    NEW = auto()
-    SERVING = auto()
-    DRAINING = auto()  # the gate is shut, requests in flight run to their end
-    FREEZING = auto()  # vLLM was asked to pause and has not answered yet
-    PAUSED = auto()
-    CLOSED = auto()
-
-
 class VllmEngine:
     """One vLLM engine. `start` takes 15 to 40 s on CPU; `close` ends its processes."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
-        self._state = _State.NEW
         self._info: EngineInfo | None = None
         self._process = VllmProcess(config)
         self._weights = VllmWeights(config, self._process)
-        self._asleep: frozenset[MemoryTag] = frozenset()
-        self._is_committing = False
-        self._kv_floor = KVFloor()
-        self._calls = Calls(self._process, on_leave=self._refresh_drain)
-        self._control = asyncio.Lock()  # freeze, resume, commit, sleep and wake, one at a time
-        self._drain_over = asyncio.Event()
+        self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
+        self._calls = Calls(self._process, self._lifecycle)
 
     @property
     def info(self) -> EngineInfo:
@@ -80,29 +65,25 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> int | None:
-        """None also after a failed commit: nobody knows what the weights are."""
-        return self._weights.version
+        return self._lifecycle.version
 
     @property
     def asleep(self) -> frozenset[MemoryTag]:
-        return self._asleep
-
-    def _is_open(self) -> bool:
-        return self._state is _State.SERVING
+        return self._lifecycle.asleep
 
     @property
     def is_paused(self) -> bool:
-        return self._state is _State.PAUSED
+        return self._lifecycle.is_paused
 
     @property
     def is_usable(self) -> bool:
-        return self._weights.version is not None and self._state not in (_State.NEW, _State.CLOSED)
+        return self._lifecycle.is_usable
 
     # --- life ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Raises CheckpointUnreadable for a bad model folder, EngineError if vLLM does not come up."""
-        if self._state is not _State.NEW:
+        if self._lifecycle.phase is not EnginePhase.NEW:
             raise Conflict("an engine is started once")
         await self._weights.check()
         try:
@@ -112,19 +93,17 @@ class VllmEngine:
             await self.close()
             raise
         self._info = self._process.describe()
-        self._state = _State.SERVING
+        self._lifecycle.started(self._config.initial_version)
 
     async def close(self) -> None:
-        if self._state is _State.CLOSED:
+        if not self._lifecycle.close("the engine was closed"):
             return
-        self._state = _State.CLOSED
-        self._drain_over.set()
         await self._calls.end_all(EngineLost("the engine was closed"))
         await self._process.close()
         self._weights.close()
 
     async def check_health(self) -> None:
-        self._require_alive()
+        self._lifecycle.require_alive()
         async with control_call("health check", self._config.control_timeout_s):
             await self._process.llm.check_health()
 
@@ -179,10 +158,9 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _registered(self, request: GenerateRequest) -> Iterator[Call]:
-        self._require_alive()
+        self._lifecycle.require_alive()
         check_request(request, self.info)
-        if not self.is_usable and not self._is_committing:  # during a commit it waits at the gate
-            raise EngineUnusable("the engine holds no weights of a known version")
+        self._lifecycle.require_usable()
         with self._calls.entered(request) as call:
             yield call
 
@@ -191,7 +169,7 @@ class VllmEngine:
 
         Closing or cancelling this aborts the request in vLLM.
         """
-        while await self._calls.pass_gate(call, self._is_open):
+        while await self._calls.pass_gate(call):
             # Nothing is awaited from here until vLLM has registered the request, so an abort cannot miss it.
             call.is_admitted, call.is_recalled = True, False
             try:
@@ -209,17 +187,14 @@ class VllmEngine:
             call.is_admitted = False
 
     def _admitted(self, request: GenerateRequest, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
-        served = self._weights.version
-        if served is None:
-            raise EngineUnusable("the engine holds no weights of a known version")
-        version = self._kv_floor.version_for(request.kv_version, served)
+        kv_version = self._lifecycle.kv_version(request.kv_version, self._lifecycle.require_usable())
         params = values.sampling_params(
             request.sampling,
             room_tokens(request, self.info),
             is_streamed=is_streamed,
             eos_token_id=self._process.eos_token_id,
         )
-        prompt = values.tokens_prompt(request, version)
+        prompt = values.tokens_prompt(request, kv_version)
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
             prompt, params, request.request_id, lora_request=self._weights.lora_request
         )
@@ -228,144 +203,95 @@ class VllmEngine:
     # --- pause and weights --------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
-        """As the port says. A second pause may tighten the first: ABORT ends what KEEP froze, RECOMPUTE drops KV;
-        WAIT after a completed pause changes nothing. Raises Conflict if a resume ends a WAIT."""
-        self._require_alive()
-        if mode is PauseMode.WAIT:
-            await self._drain()
-        elif mode is PauseMode.ABORT:
-            if self._state is _State.SERVING:
-                self._state = _State.DRAINING
+        """As the port says. Raises DeadlineExceeded if a WAIT takes longer than `drain_timeout_s`."""
+        lifecycle = self._lifecycle
+        lifecycle.require_alive()
+        if mode is not PauseMode.KEEP:
+            lifecycle.shut()
+        if mode is PauseMode.ABORT:
             await self._calls.abort(self._calls.all())
-        async with self._control:
-            self._require_alive()
+        if mode is PauseMode.WAIT:
+            try:
+                async with asyncio.timeout(self._config.drain_timeout_s):
+                    await lifecycle.drained()
+            except TimeoutError as error:
+                raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
+        async with lifecycle.control:
+            lifecycle.require_alive()
             await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
-            self._kv_floor.paused(kv_policy)
+            lifecycle.paused(kv_policy)
+
+    async def _freeze(self, *, is_cache_cleared: bool) -> None:
+        async with control_call("pause", self._config.control_timeout_s):
+            if not self.is_paused:
+                self._lifecycle.freezing()
+                await self._process.pause(is_cache_cleared=is_cache_cleared)
+            elif is_cache_cleared and not self.asleep:
+                await self._process.clear_cache()
 
     async def resume(self) -> None:
-        if self._state is _State.DRAINING:
-            self._open()
-        async with self._control:
-            self._require_alive()
-            if self._asleep:
-                raise Conflict(
-                    f"the engine cannot go on while its memory is asleep: {', '.join(sorted(self._asleep))}"
-                )
-            if self._state in (_State.FREEZING, _State.PAUSED):
+        lifecycle = self._lifecycle
+        async with lifecycle.control:
+            lifecycle.check_resume()
+            if lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
                 async with control_call("resume", self._config.control_timeout_s):
                     await self._process.llm.resume_generation()
-                self._require_alive()
-                self._open()
-            self._kv_floor.resumed()
+            lifecycle.resumed()
+            self._calls.wake_all()
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        self._require_alive()
-        self._require_awake()
+        self._lifecycle.check_stage()
         return await self._weights.stage(update)
 
     async def commit(self, version: int) -> CommitReport:
-        async with self._control:
-            self._require_alive()
-            self._require_awake()
-            if self._state is not _State.PAUSED:
-                raise Conflict("weights are committed to a paused engine only")
-            self._is_committing = True
+        async with self._lifecycle.control:
+            self._lifecycle.check_commit(version, self._weights.staged_version)
+            staged = self._weights.take_staged()
             try:
-                await self._calls.recall(has_all=self._kv_floor.is_rising)
-                report = await self._weights.commit(version)
-                self._kv_floor.committed(version)
-                return report
-            except Conflict:
-                raise  # nothing was touched
+                with self._lifecycle.committing(version):
+                    await self._calls.recall(has_all=self._lifecycle.ends_older_kv)
+                    return await self._weights.commit(staged)
             except BaseException as error:  # cancelled too: the weights are of unknown state
                 await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
                 if isinstance(error, Exception):
                     raise WeightUpdateFailed(f"version {version}: {values.one_line(error)}") from error
                 raise
-            finally:
-                self._is_committing = False
 
     async def offer(self) -> PushSource | None:
-        self._require_alive()
-        return None if self._asleep else await self._weights.offer()
+        self._lifecycle.require_alive()
+        is_known = self._lifecycle.version is not None
+        return await self._weights.offer() if is_known and not self.asleep else None
 
     async def sleep(self, level: int) -> None:
+        """As the port says. Raises InvalidRequest for level 2 of an engine with adapters."""
+        self._lifecycle.check_sleep(level, can_sleep=self._config.can_sleep)
         if level == 2 and self._config.lora_rank is not None:
             raise InvalidRequest(
                 "base weights are not pushed to an engine with adapters: use level 1", param="level"
             )
-        if not self._config.can_sleep or level not in (1, 2):
-            raise InvalidRequest(
-                "levels are 1 and 2, and the mode that sleeps is hybrid or colocated", param="level"
-            )
         await self.pause(PauseMode.KEEP)
-        async with self._control:
-            self._require_alive()
-            is_discarded = self._weights.version is None
-            if self._asleep == ALL_MEMORY and (level == 1 or is_discarded):
+        async with self._lifecycle.control:
+            if not self._lifecycle.has_to_sleep(level):
                 return
-            if self._asleep and is_discarded:
-                raise Conflict("weights are committed before the engine sleeps again: these were discarded")
             async with control_call("sleep", self._config.commit_timeout_s):
-                if self._asleep:  # vLLM only falls asleep as a whole
-                    await self._process.llm.wake_up(sorted(tag.value for tag in self._asleep))
+                if self.asleep:  # vLLM only falls asleep as a whole
+                    await self._process.llm.wake_up(sorted(tag.value for tag in self.asleep))
                 await self._weights.release()
                 await self._process.llm.sleep(level=level, mode="keep")
-            self._asleep = ALL_MEMORY
+            self._lifecycle.slept(level)
             self._process.feed.clear()
-            if level == 2:
-                self._weights.version = None
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
-        """As the port says; Conflict for the KV cache while nobody knows the weights: with all memory awake vLLM
-        goes on by itself for a step or two, until the pause that follows here."""
-        async with self._control:
-            self._require_alive()
-            wanted = self._asleep & tags
-            if MemoryTag.KV_CACHE in wanted and self._weights.version is None:
-                raise Conflict("weights are committed before the KV cache wakes: these were discarded")
+        """As the port says. With all memory awake vLLM goes on by itself for a step or two, until the pause that
+        follows here."""
+        async with self._lifecycle.control:
+            wanted = self._lifecycle.wakeable(tags)
             if not wanted:
                 return
             async with control_call("wake", self._config.commit_timeout_s):
                 if await self._process.llm.wake_up(sorted(tag.value for tag in wanted)):
                     await self._process.pause(is_cache_cleared=False)
-            self._asleep -= wanted
-
-    async def _drain(self) -> None:
-        if self._state is _State.SERVING:
-            self._state = _State.DRAINING
-        if self._state is not _State.DRAINING:
-            return
-        self._drain_over.clear()
-        self._refresh_drain()
-        try:
-            async with asyncio.timeout(self._config.drain_timeout_s):
-                await self._drain_over.wait()
-        except TimeoutError as error:
-            raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
-        self._require_alive()
-        if self._is_open():
-            raise Conflict("a resume came while the pause waited for requests to end")
-
-    def _refresh_drain(self) -> None:
-        if self._state is not _State.DRAINING or not self._calls.num_admitted:
-            self._drain_over.set()
-
-    async def _freeze(self, *, is_cache_cleared: bool) -> None:
-        async with control_call("pause", self._config.control_timeout_s):
-            if self._state is not _State.PAUSED:
-                self._state = _State.FREEZING
-                self._refresh_drain()
-                await self._process.pause(is_cache_cleared=is_cache_cleared)
-                self._require_alive()
-                self._state = _State.PAUSED
-            elif is_cache_cleared and not self._asleep:
-                await self._process.clear_cache()
-
-    def _open(self) -> None:
-        self._state = _State.SERVING
-        self._refresh_drain()
-        self._calls.wake_all()
+            self._lifecycle.woken(wanted)
 
     # --- observation --------------------------------------------------------------------------------------
 
@@ -379,20 +305,12 @@ class VllmEngine:
             num_waiting=len(self._calls) - num_admitted + num_queued,
             kv_used_tokens=round(self._process.stats.kv_cache_usage * capacity) if num_admitted else 0,
             kv_capacity_tokens=capacity,
-            weight_version=self._weights.version,
+            weight_version=self._lifecycle.version,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
-        self._require_alive()
+        self._lifecycle.require_alive()
         return self._process.feed.subscribe()
-
-    def _require_awake(self) -> None:
-        if MemoryTag.WEIGHTS in self._asleep:
-            raise Conflict("the engine's weights are asleep")
-
-    def _require_alive(self) -> None:
-        if self._state in (_State.NEW, _State.CLOSED):
-            raise EngineLost(f"the engine is {self._state.name.lower()}")
 
 
 def _too_late(request: GenerateRequest) -> DeadlineExceeded:

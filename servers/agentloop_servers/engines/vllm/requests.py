@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from agentloop.engine_lifecycle import EngineLifecycle
 from agentloop.errors import AgentLoopError, Conflict, EngineLost
 from agentloop.types import GenerateRequest
 from agentloop_servers.engines.vllm.constraints import ConstraintTrials
@@ -31,11 +32,11 @@ class Call:
 
 
 class Calls:
-    """All of one engine's. `on_leave` is called when one has ended."""
+    """All calls of one engine. Its lifecycle opens and shuts the gate, and hears of every call that has ended."""
 
-    def __init__(self, process: VllmProcess, on_leave: Callable[[], None]) -> None:
+    def __init__(self, process: VllmProcess, lifecycle: EngineLifecycle) -> None:
         self._process = process
-        self._on_leave = on_leave
+        self._lifecycle = lifecycle
         self._by_id: dict[str, Call] = {}
         self._trials = ConstraintTrials()
 
@@ -56,10 +57,10 @@ class Calls:
             yield call
         finally:
             del self._by_id[request.request_id]
-            self._on_leave()
+            self._lifecycle.refresh()
 
-    async def pass_gate(self, call: Call, is_open: Callable[[], bool]) -> bool:
-        """Try the call's constraint, and wait until the gate is open. False if the call was aborted meanwhile;
+    async def pass_gate(self, call: Call) -> bool:
+        """Try the call's constraint, and wait until the engine serves. False if the call was aborted meanwhile;
         raises its verdict, or InvalidRequest for the constraint.
 
         The caller awaits nothing between a True and handing the request on, so an abort cannot miss it.
@@ -67,7 +68,7 @@ class Calls:
         constraint = call.request.sampling.constraint
         if constraint is not None:
             await self._trials.check(constraint)
-        while not is_open() and call.verdict is None and not call.is_aborted:
+        while not self._lifecycle.is_serving and call.verdict is None and not call.is_aborted:
             call.wake.clear()
             await call.wake.wait()  # bounded by the request's own deadline
         if call.verdict is not None:

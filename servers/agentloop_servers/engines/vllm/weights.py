@@ -11,10 +11,10 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames, WeightUpdate
-from agentloop.errors import CheckpointUnreadable, Conflict, EngineError, InvalidRequest
+from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
 from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.lora import LoraAdapters
@@ -24,9 +24,12 @@ from agentloop_servers.weight_transfer import ServedForm
 POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
 HELD, FAILED = "held", "failed"
 
+Staged: TypeAlias = tuple[int, WeightUpdate]
+"""A staged update and its number at the workers."""
+
 
 class VllmWeights:
-    """`version` is what vLLM labels tokens with; None: unknown, discarded, or dummy."""
+    """The updates of one engine: staged, committed, offered."""
 
     def __init__(self, config: VllmConfig, process: VllmProcess) -> None:
         self._config = config
@@ -35,9 +38,8 @@ class VllmWeights:
         self._lora = LoraAdapters(config) if config.lora_rank is not None else None
         self._committed: set[int] = set()
         self._numbers = itertools.count(1)
-        self._staged: tuple[int, WeightUpdate] | None = None  # its number at the workers
+        self._staged: Staged | None = None
         self._stage_lock = asyncio.Lock()
-        self.version: int | None = None
 
     async def check(self) -> None:
         """Look at the model folder, before vLLM is started. Raises CheckpointUnreadable."""
@@ -60,8 +62,7 @@ class VllmWeights:
             await self._lora.start(self._process.llm)
         if self._config.initial_version is not None:
             await self._label(self._config.initial_version)
-            self.version = self._config.initial_version
-            self._committed.add(self.version)
+            self._committed.add(self._config.initial_version)
 
     def close(self) -> None:
         """Idempotent; vLLM may be gone."""
@@ -86,28 +87,36 @@ class VllmWeights:
             self._staged = (number, update)
             return report
 
-    async def commit(self, version: int) -> CommitReport:
-        """Swap and stamp; vLLM must be paused. Raises Conflict if `version` is not staged, else what went wrong,
-        and then `version` is None: the weights are of unknown state."""
-        if self._staged is None or self._staged[1].version != version:
-            held = "nothing" if self._staged is None else f"version {self._staged[1].version}"
-            raise Conflict(f"version {version} cannot be committed: {held} is staged")
-        (number, update), self._staged = self._staged, None
-        self.version = None
+    @property
+    def staged_version(self) -> int | None:
+        """The version that can be committed; None while nothing is staged."""
+        return None if self._staged is None else self._staged[1].version
+
+    def take_staged(self) -> Staged:
+        """Return what is staged, for a commit: whatever is staged from now on does not touch it."""
+        if self._staged is None:
+            raise InvariantBroken("nothing is staged")
+        staged, self._staged = self._staged, None
+        return staged
+
+    async def commit(self, staged: Staged) -> CommitReport:
+        """Swap in what was staged, and stamp its version; vLLM must be paused. After an error the weights are of
+        unknown state."""
+        number, update = staged
+        version = update.version
         async with asyncio.timeout(self._config.commit_timeout_s):
             # Side by side: the label counts from the next token on, and there is none before the resume.
             report, _ = await asyncio.gather(self._swap(number, update), self._label(version))
             if version in self._committed:
                 # KV under this version's salt may be of other weights.
                 await self._process.clear_cache()
-        self.version = version
         self._committed.add(version)
         self._served_form().confirm()
         return report
 
     async def offer(self) -> PushSource | None:
-        """The workers' own parameters, for the workers of an equal engine."""
-        if self.version is None or self._lora is not None:
+        """Offer the workers' own parameters, for the workers of an equal engine. Their version must be known."""
+        if self._lora is not None:
             return None
         token = secrets.token_hex(16)
         offers = await self._on_workers("weights_offer", token)
