@@ -26,24 +26,26 @@ from agentloop.chat.anthropic_bodies import (
     ToolUseBlock,
 )
 from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.common import (
+from agentloop.chat.dialect import (
     Block,
     BlockDelta,
     BlockKind,
     BlockReader,
     BlockStart,
     BlockStep,
+    answer_constraint,
     blocks_of,
+    capture_extras,
     check_tool_choice,
     check_tool_names,
     finish_of,
     function_definition,
     joined_text,
     read_call,
+    sampling_params,
     schema_constraint,
     with_tool_names,
 )
-from agentloop.chat.dialect import answer_constraint, capture_extras, sampling_params
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
 from agentloop.parsers import Parser
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus

@@ -7,23 +7,26 @@ fields (cache marks, signatures, callers) say nothing that the prompt could show
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, Id, Json
-from agentloop.chat.common import refuse_types, type_tag
-from agentloop.chat.message_bodies import (
+from agentloop.api import MAX_PROMPT_TOKENS, Body, Json
+from agentloop.chat.dialect import refuse_types, type_tag
+from agentloop.chat.openai_bodies import (
+    MAX_CHAT_TOOLS,
     MAX_DESCRIPTION_CHARS,
+    MAX_MODEL_CHARS,
     MAX_PARTS,
-    MAX_TOOLS,
     CallId,
+    Echo,
+    NamesSession,
     ShortText,
+    Stop,
     Text,
     ToolName,
     by_shape,
 )
-from agentloop.chat.openai_bodies import MAX_MODEL_CHARS, Stop
 from agentloop.chat.schemas import Schema
 
 MAX_TURNS = 8192
@@ -31,12 +34,6 @@ MAX_STOP_SEQUENCES = 16
 MAX_ARGUMENTS = 256
 
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-
-
-class Echo(Body):
-    """Base of what stands in a history: fields beyond the declared ones are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
 class TextBlock(Echo):
@@ -47,7 +44,7 @@ class TextBlock(Echo):
 
 
 class ThinkingBlock(Echo):
-    """What an assistant thought."""
+    """The thoughts of an assistant."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -75,7 +72,7 @@ TextContent: TypeAlias = Annotated[
 
 
 class ToolResultBlock(Echo):
-    """What a tool answered. `is_error` is not shown: the content says what went wrong."""
+    """The answer of a tool. `is_error` is not shown: the content says what went wrong."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -120,7 +117,7 @@ class CustomTool(Body):
 
 
 class ToolChoiceBody(Body):
-    """Whether, and which, tool must be called."""
+    """The choice of a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -128,14 +125,14 @@ class ToolChoiceBody(Body):
 
 
 class OutputFormat(Body):
-    """What the text of the answer must be."""
+    """The form of the answer's text."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, JsonValue], Schema] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How the answer is to be."""
+    """Wishes about the answer."""
 
     effort: ShortText | None = None  # ignored: a wish, not a promise
     format: OutputFormat | None = None
@@ -154,12 +151,12 @@ class ContextManagement(Echo):
 
 
 class CountTokensBody(Body):
-    """What `POST /v1/messages/count_tokens` takes, and the part of `MessagesBody` that makes the prompt."""
+    """The body of `POST /v1/messages/count_tokens`, and the part of `MessagesBody` that makes the prompt."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     messages: list[HistoryTurn] = Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)
     system: TextContent | None = None
-    tools: list[CustomTool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[CustomTool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     tool_choice: ToolChoiceBody | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of `output_config.format`
@@ -188,8 +185,8 @@ class CountTokensBody(Body):
         return value
 
 
-class MessagesBody(CountTokensBody):
-    """What `POST /v1/messages` takes."""
+class MessagesBody(CountTokensBody, NamesSession):
+    """The body of `POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)] = Field(default_factory=list)
@@ -208,23 +205,10 @@ class MessagesBody(CountTokensBody):
     container: Json | None = None
 
     # Beyond Anthropic.
-    session: Id | None = None
-    session_id: Id | None = None
     return_token_ids: bool | None = None
     strict_history: bool | None = None
     seed: int | None = Field(default=None, ge=0, lt=1 << 62)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
-
-    @property
-    def named_session(self) -> str | None:
-        """The session that the body names."""
-        return self.session if self.session is not None else self.session_id
-
-    @model_validator(mode="after")
-    def _names_one_session(self) -> Self:
-        if self.session is not None and self.session_id is not None and self.session != self.session_id:
-            raise ValueError("session and session_id name different sessions")
-        return self
 
 
 def _refuse_blocks(turn: Any, param: str) -> None:

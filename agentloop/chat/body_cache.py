@@ -1,10 +1,10 @@
-"""What chat bodies repeat: messages and tool definitions that were read before are not read anew in every turn.
+"""A cache of read chat bodies: messages and tool definitions of an earlier turn are not read anew.
 
 Clients send the whole conversation and all tools with every call. What comes for the first time is checked,
 converted and given its canonical key; the next body that has the same JSON gets that again, for a look-up.
 
-Ownership: one `Known` for all sessions of a process. Invariants: a thing is known by all of its JSON, so what is
-found is what reading it again would make; it takes bounded memory. Methods may be called from any thread.
+Ownership: one `BodyCache` for all sessions of a process. Invariants: the key of an entry is all of its JSON, so the
+entry is what reading it again would make; it takes bounded memory. Methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from typing import Any, Generic, TypeVar
 import orjson
 from pydantic_core import to_json
 
-from agentloop.chat.common import with_name
+from agentloop.chat.dialect import with_name
 from agentloop.trajectory import json_bytes, message_bytes, message_key
 from agentloop.types import JSON, Message
 
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 128 << 20
-MAX_TOOLS_BYTES = 32 << 20
+MAX_CACHED_MESSAGE_BYTES = 128 << 20
+MAX_CACHED_TOOLS_BYTES = 32 << 20
 
-_MAX_NAME_BYTES = 512  # of JSON that is its own name; longer ones go by a digest
+_MAX_KEY_BYTES = 512  # of JSON that is its own key; of longer JSON it is a digest
 _DIGEST_BYTES = 16
-_ENTRY_BYTES = 316  # of a known message beside the message itself: its object, its key, and its place in a dict
-
+_CACHED_BYTES = 316  # of a cached message beside the message itself: its object, its key, and its place in a dict
 _TOOL_BYTES = 2000  # of a checked body beside the definition, whose values it shares
 
 
-class KnownMessage:
+class CachedMessage:
     """A message as it was read, and its loose canonical key."""
 
     __slots__ = ("_named", "key", "message")
@@ -47,7 +46,7 @@ class KnownMessage:
 
     @property
     def num_bytes(self) -> int:
-        return _ENTRY_BYTES + message_bytes(self.message)
+        return _CACHED_BYTES + message_bytes(self.message)
 
     def with_name(self, name: str | None) -> Message:
         """The message, a tool's answer, with the tool's name: the last one it was asked with is kept."""
@@ -58,7 +57,7 @@ class KnownMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownTools:
+class CachedTools:
     """Tools as they were read: the checked bodies, the definitions made of them, and the canonical key of those."""
 
     bodies: list[Any]
@@ -67,11 +66,15 @@ class KnownTools:
 
     @property
     def num_bytes(self) -> int:
-        return _ENTRY_BYTES + json_bytes(self.definitions) + len(self.bodies) * _TOOL_BYTES
+        return _CACHED_BYTES + json_bytes(self.definitions) + len(self.bodies) * _TOOL_BYTES
 
 
-class ByJson(Generic[T]):
-    """Things by their JSON. What was not asked for while half of the room was filled anew is forgotten."""
+class TwoGenerationLru(Generic[T]):
+    """A least-recently-used cache in two generations, bounded by the size of what it holds.
+
+    A look-up moves its entry to the young generation. Once that has half of the room, it becomes the old one, and
+    what was not asked for since is forgotten.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -84,49 +87,51 @@ class ByJson(Generic[T]):
         return len(self._young) + len(self._old)
 
     def find(self, values: Sequence[Any]) -> list[tuple[bytes | None, T | None]]:
-        """What each of some JSON values goes by, and what is known by that."""
+        """Return the key of each of some JSON values, and the entry under it, if there is one."""
         found: list[tuple[bytes | None, T | None]] = []
         for value in values:
-            name = name_of(value)
-            entry = None if name is None else self._young.get(name)
-            found.append((name, self.get(name) if entry is None else entry[0]))
+            key = cache_key(value)
+            entry = None if key is None else self._young.get(key)
+            found.append((key, self.get(key) if entry is None else entry[0]))
         return found
 
-    def get(self, name: bytes | None) -> T | None:
-        """What goes by this name, if it is known."""
-        if name is None:
+    def get(self, key: bytes | None) -> T | None:
+        """Return the entry under this key, if there is one."""
+        if key is None:
             return None
-        found = self._young.get(name)
-        if found is None and (found := self._old.get(name)) is not None:
-            self.add(name, *found)
+        found = self._young.get(key)
+        if found is None and (found := self._old.get(key)) is not None:
+            self.add(key, *found)
         return None if found is None else found[0]
 
-    def add(self, name: bytes | None, thing: T, num_bytes: int) -> None:
-        """Remember what was read; what has no name is not remembered."""
-        if name is None:
+    def add(self, key: bytes | None, entry: T, num_bytes: int) -> None:
+        """Keep an entry; one without a key is not kept."""
+        if key is None:
             return
-        name = bytes(memoryview(name))  # what orjson returns has 4 KiB allocated, however short it is
+        key = bytes(memoryview(key))  # what orjson returns has 4 KiB allocated, however short it is
         with self._changing:
-            self._young[name] = thing, num_bytes
-            self._num_young_bytes += num_bytes + getsizeof(name)
+            self._young[key] = entry, num_bytes
+            self._num_young_bytes += num_bytes + getsizeof(key)
             if self._num_young_bytes > self._max_bytes // 2:
                 self._young, self._old, self._num_young_bytes = {}, self._young, 0
 
 
-def name_of(value: Any) -> bytes | None:
-    """What a JSON value is known by; None for one that is refused anyway: an integer of more than 64 bits."""
+def cache_key(value: Any) -> bytes | None:
+    """Return the key of a JSON value; None for one that is refused anyway: an integer of more than 64 bits."""
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:
         return None
     if b"null" in text:  # which orjson also writes for NaN and infinities: they are another value, and refused
         text = to_json(value, inf_nan_mode="constants")
-    return text if len(text) <= _MAX_NAME_BYTES else blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    return text if len(text) <= _MAX_KEY_BYTES else blake2b(text, digest_size=_DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What a process knows of chat bodies."""
+class BodyCache:
+    """The messages and tool definitions of chat bodies that a process has read."""
 
-    messages: ByJson[KnownMessage] = field(default_factory=lambda: ByJson(MAX_MESSAGE_BYTES))
-    tools: ByJson[KnownTools] = field(default_factory=lambda: ByJson(MAX_TOOLS_BYTES))
+    messages: TwoGenerationLru[CachedMessage] = field(
+        default_factory=lambda: TwoGenerationLru(MAX_CACHED_MESSAGE_BYTES)
+    )
+    tools: TwoGenerationLru[CachedTools] = field(default_factory=lambda: TwoGenerationLru(MAX_CACHED_TOOLS_BYTES))

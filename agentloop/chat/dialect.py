@@ -1,17 +1,130 @@
-"""What the dialects share: sampling, the form of an answer, and what trainers get."""
+"""The work that the dialects share: tool calls to and from text, history, sampling, and a reply as blocks.
+
+Pure. Invariants: a call that cannot be read keeps its text, so that its echo matches the turn that made it; the
+blocks of a streamed reply concatenate to those of the same reply answered whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeAlias
 
 import orjson
 
-from agentloop.chat.answers import session_extra, versions_of
-from agentloop.chat.call import ChatResult, ToolChoice
-from agentloop.errors import InvalidRequest
-from agentloop.parsers import Parser
-from agentloop.types import JSON, Constraint, ConstraintKind, SamplingParams
+from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece, ChatResult, ToolChoice
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.parsers import Parser, loads
+from agentloop.trajectory import Node, Reply
+from agentloop.types import (
+    JSON,
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    Message,
+    SamplingParams,
+    ToolCall,
+    ToolCallStatus,
+)
+
+Answer: TypeAlias = dict[str, Any]
+"""A part of an answer, for `orjson`."""
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def type_tag(value: Any) -> str | None:
+    """Return the tag of a union whose members have a `type`; `read_body` leaves tags out of the places it tells."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
+def refuse_types(values: Any, known: Collection[str], param: str) -> None:
+    """Raises UnsupportedParameter if one of a list of unchecked objects has a `type` that is not known."""
+    for index, value in enumerate(values if isinstance(values, list) else ()):
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            raise UnsupportedParameter(f"the type {kind[:64]!r} is not supported", param=f"{param}.{index}.type")
+
+
+def read_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    """Read a tool call of the history: MALFORMED if its arguments are no JSON object. No text: `{}`."""
+    if not arguments.strip():
+        return ToolCall(call_id, name)
+    try:
+        read = loads(arguments)
+    except ValueError as error:
+        return ToolCall(call_id, name, {}, ToolCallStatus.MALFORMED, f"not valid JSON: {error}", text=arguments)
+    if not isinstance(read, dict):
+        return ToolCall(call_id, name, {}, ToolCallStatus.MALFORMED, "not a JSON object", text=arguments)
+    return ToolCall(call_id, name, read)
+
+
+def arguments_text(call: ToolCall) -> str:
+    """Write what `read_call` reads: a MALFORMED call's arguments are what the policy wrote."""
+    return orjson.dumps(call.arguments).decode() if call.status is ToolCallStatus.OK else call.text
+
+
+def function_definition(
+    name: str, description: str | None, parameters: Mapping[str, JSON] | None
+) -> dict[str, JSON]:
+    """Return a tool in the OpenAI function format, without the fields that are null."""
+    function: dict[str, JSON] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
+
+
+def check_tool_choice(choice: ToolChoice, forced: str | None, tools: Sequence[Mapping[str, JSON]]) -> None:
+    """Raises InvalidRequest for a choice that the tools cannot meet."""
+    if choice is ToolChoice.REQUIRED and not tools:
+        raise InvalidRequest("a tool must be called, but there are none", param="tool_choice")
+    if forced is not None and all(tool["function"]["name"] != forced for tool in tools):
+        raise InvalidRequest(f"there is no tool {forced[:64]!r} to call", param="tool_choice")
+
+
+def check_tool_names(tools: Sequence[Mapping[str, JSON]]) -> None:
+    """Raises InvalidRequest for two tools of one name."""
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) != len(names):
+        raise InvalidRequest("two tools have the same name", param="tools")
+
+
+def joined_text(texts: Iterable[str], role: str) -> str:
+    """Join text parts. An assistant's are pieces of one reply, those of others are separate."""
+    return ("" if role == "assistant" else "\n").join(texts)
+
+
+def schema_constraint(schema: Mapping[str, JSON]) -> Constraint:
+    """Return the constraint to one JSON value that fits the schema."""
+    return Constraint(ConstraintKind.JSON_SCHEMA, orjson.dumps(schema).decode())
+
+
+def with_tool_names(
+    messages: Iterable[Message], named: Callable[[int, str | None], Message] | None = None
+) -> tuple[Message, ...]:
+    """Return the messages, each tool result with the name of the tool that it answers, where the history tells.
+
+    `named` gives the message at an index with a name; by default a new one.
+    """
+    names: dict[str, str] = {}
+    found = []
+    for index, message in enumerate(messages):
+        for call in message.tool_calls:
+            names[call.id] = call.name
+        if message.role == "tool" and message.name is None and message.tool_call_id is not None:
+            name = names.get(message.tool_call_id)
+            message = with_name(message, name) if named is None else named(index, name)
+        found.append(message)
+    return tuple(found)
+
+
+def with_name(message: Message, name: str | None) -> Message:
+    """Return a tool's answer with the tool's name. Not `replace`: it takes five times as long."""
+    return Message("tool", message.content, tool_call_id=message.tool_call_id, name=name)
 
 
 def sampling_params(
@@ -22,7 +135,7 @@ def sampling_params(
     min_tokens: int | None,
     max_tokens: int | None,
 ) -> SamplingParams:
-    """How to sample, None being the default; a `top_p` of 0 is the likeliest token. Raises InvalidRequest."""
+    """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest."""
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
         raise InvalidRequest("min_tokens is above the maximum", param="min_tokens")
     return SamplingParams(
@@ -43,7 +156,7 @@ def answer_constraint(
     *,
     is_parallel: bool,
 ) -> Constraint | None:
-    """What a turn must be whose answer, if it is one, must be as `wanted`; that of forced calls is not here."""
+    """Return the constraint of a turn whose answer, if it is one, must be as `wanted`; not that of forced calls."""
     if wanted is None or choice is ToolChoice.REQUIRED:
         return None
     if not tools or choice is ToolChoice.NONE:
@@ -54,7 +167,7 @@ def answer_constraint(
 def _answer_or_calls(
     answer: Constraint, parser: Parser, tools: Sequence[Mapping[str, JSON]], *, is_parallel: bool
 ) -> Constraint:
-    """A turn that is an answer of a constrained form, or else calls of tools and nothing beside them."""
+    """Allow an answer of a constrained form, or else calls of tools and nothing beside them."""
     calls = orjson.loads(parser.call_constraint(tools, forced=None, is_parallel=is_parallel).text)
     schema = orjson.loads(answer.text) if answer.kind is ConstraintKind.JSON_SCHEMA else {"type": "object"}
     either = {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, calls["format"]]}
@@ -62,11 +175,170 @@ def _answer_or_calls(
     return Constraint(ConstraintKind.STRUCTURAL_TAG, orjson.dumps(tag).decode())
 
 
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def finish_of(reply: Reply) -> ChatFinish:
+    """Return why a reply ended, as clients are told."""
+    if reply.finish_reason is FinishReason.LENGTH:
+        return ChatFinish.LENGTH
+    return ChatFinish.TOOL_CALLS if reply.message.tool_calls else ChatFinish.STOP
+
+
+def versions_of(node: Node) -> list[Answer]:
+    """Return the spans of weight versions, over the choice's `token_ids`."""
+    return [{"version": s.version, "start": s.start, "end": s.end} for s in node.reply.weight_versions]
+
+
+def session_extra(result: ChatResult) -> Answer:
+    """Return what became of the call in its session: turns, how history was matched, the calls' tokens."""
+    first = result.choices[0]
+    calls = [
+        {
+            "choice": index,
+            "id": call.id,
+            "status": call.status.value,
+            "token_start": call.token_start,
+            "token_end": call.token_end,
+            "error": call.error,
+        }
+        for index, node in enumerate(result.choices)
+        for call in node.reply.message.tool_calls
+    ]
+    return {
+        "session_id": result.session_id,
+        "turn_ids": [node.node_id for node in result.choices],
+        "parent_turn_id": first.parent_id,
+        "split_reason": None if first.split is None else first.split.reason.value,
+        "split_detail": None if first.split is None else first.split.detail,
+        "tool_calls": calls,
+    }
+
+
 def capture_extras(result: ChatResult, *, with_token_ids: bool) -> dict[str, Any]:
-    """What a trainer wants to know of an answer of one choice: session and versions, and the ids if asked for."""
+    """Return what a trainer wants of an answer of one choice: session and versions, and the ids if asked for."""
     node = result.choices[0]
     extras: dict[str, Any] = {"session": session_extra(result), "weight_versions": versions_of(node)}
     if with_token_ids:
         extras["prompt_token_ids"] = list(result.prompt_ids)
         extras["token_ids"] = node.reply.token_ids.tolist()
     return extras
+
+
+# --- blocks -----------------------------------------------------------------------------------------------
+
+
+class BlockKind(StrEnum):
+    """The content of a block of a reply."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a reply that clients see as one thing. `text` of a CALL is its arguments."""
+
+    index: int
+    kind: BlockKind
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+
+
+def blocks_of(message: Message) -> tuple[Block, ...]:
+    """Return the blocks of a whole reply: reasoning, text, calls. Never none: an empty turn is an empty text."""
+    blocks: list[Block] = []
+    if message.reasoning:
+        blocks.append(Block(0, BlockKind.REASONING, message.reasoning))
+    if message.content or not (blocks or message.tool_calls):
+        blocks.append(Block(len(blocks), BlockKind.TEXT, message.content))
+    for call in message.tool_calls:
+        blocks.append(Block(len(blocks), BlockKind.CALL, arguments_text(call), call.id, call.name))
+    return tuple(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStart:
+    """A block opens; `block.text` is empty."""
+
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDelta:
+    """More of the open block."""
+
+    block: Block  # as it was opened
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEnd:
+    """A block closes; `block` is whole."""
+
+    block: Block
+
+
+BlockStep: TypeAlias = BlockStart | BlockDelta | BlockEnd
+
+
+class BlockReader:
+    """The pieces of one choice as blocks, one open at a time. Text after a call is a block of its own."""
+
+    def __init__(self) -> None:
+        self._open: Block | None = None
+        self._call_index: int | None = None  # of the open block, if it is a call
+        self._parts: list[str] = []
+        self._done: list[Block] = []
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """Those that are closed."""
+        return self._done
+
+    def feed(self, piece: ChatPiece) -> Iterator[BlockStep]:
+        """Yield the steps that a piece adds."""
+        if piece.reasoning:
+            yield from self._text(BlockKind.REASONING, piece.reasoning)
+        if piece.content:
+            yield from self._text(BlockKind.TEXT, piece.content)
+        for delta in piece.calls:
+            yield from self._call(delta)
+
+    def finish(self) -> Iterator[BlockStep]:
+        """Close what is open, after the last piece."""
+        if self._open is None and not self._done:
+            yield from self._start(BlockKind.TEXT)
+        yield from self._end()
+
+    def _text(self, kind: BlockKind, text: str) -> Iterator[BlockStep]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._start(kind)
+        yield self._add(text)
+
+    def _call(self, delta: CallDelta) -> Iterator[BlockStep]:
+        if self._call_index != delta.index:
+            yield from self._start(BlockKind.CALL, delta.id or "", delta.name or "")
+            self._call_index = delta.index
+        if delta.arguments:
+            yield self._add(delta.arguments)
+
+    def _start(self, kind: BlockKind, call_id: str = "", name: str = "") -> Iterator[BlockStep]:
+        yield from self._end()
+        self._open = Block(len(self._done), kind, "", call_id, name)
+        yield BlockStart(self._open)
+
+    def _add(self, text: str) -> BlockDelta:
+        assert self._open is not None
+        self._parts.append(text)
+        return BlockDelta(self._open, text)
+
+    def _end(self) -> Iterator[BlockStep]:
+        if self._open is None:
+            return
+        block = replace(self._open, text="".join(self._parts))
+        self._done.append(block)
+        self._open, self._call_index, self._parts = None, None, []
+        yield BlockEnd(block)

@@ -11,11 +11,12 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from agentloop.chat import message_bodies as bodies
-from agentloop.chat.answers import Answer, answer_of, fingerprint, session_extra, usage_of, versions_of
-from agentloop.chat.body_cache import Known, KnownMessage, KnownTools, name_of
+from agentloop.chat import openai_bodies as bodies
+from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
 from agentloop.chat.call import ChatCall, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.common import (
+from agentloop.chat.dialect import (
+    Answer,
+    answer_constraint,
     arguments_text,
     check_tool_choice,
     check_tool_names,
@@ -23,10 +24,12 @@ from agentloop.chat.common import (
     function_definition,
     joined_text,
     read_call,
+    sampling_params,
     schema_constraint,
+    session_extra,
+    versions_of,
     with_tool_names,
 )
-from agentloop.chat.dialect import answer_constraint, sampling_params
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
 from agentloop.errors import InvalidRequest
@@ -45,32 +48,33 @@ class ChatRequest:
     """A checked body, its messages and tools read."""
 
     body: ChatBody
-    messages: Sequence[KnownMessage]
-    tools: KnownTools
+    messages: Sequence[CachedMessage]
+    tools: CachedTools
 
 
-def read_chat(data: bytes, known: Known) -> ChatRequest:
-    """The request that `data` holds; what of it is not known yet is learnt. Raises as `read_body`."""
+def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
+    """Read the request that `data` holds; what of it is not in the cache is then. Raises as `read_body`."""
     value = read_json(data)
     given, tools = (value.get("messages"), value.get("tools")) if isinstance(value, dict) else (None, None)
-    found = known.messages.find(given) if isinstance(given, list) else []
+    found = cache.messages.find(given) if isinstance(given, list) else []
     if isinstance(given, list):
         value["messages"] = [one or message for (_, one), message in zip(found, given, strict=True)]
-    tools_name = name_of(tools) if isinstance(tools, list) else None
-    known_tools = known.tools.get(tools_name)
-    if known_tools is not None:
-        value["tools"] = known_tools.bodies
+    tools_cache_key = cache_key(tools) if isinstance(tools, list) else None
+    cached_tools = cache.tools.get(tools_cache_key)
+    if cached_tools is not None:
+        value["tools"] = cached_tools.bodies
     body = checked(value, ChatBody)
-    if known_tools is None:
-        known_tools = _known_tools(body.tools)
-        known.tools.add(tools_name, known_tools, known_tools.num_bytes)
+    if cached_tools is None:
+        definitions = _definitions(body.tools)
+        cached_tools = CachedTools(body.tools or [], definitions, tools_key(definitions))
+        cache.tools.add(tools_cache_key, cached_tools, cached_tools.num_bytes)
     messages = []
-    for index, (name, one) in enumerate(found):
+    for index, (key, one) in enumerate(found):
         if one is None:
-            one = _known(body.messages[index])
-            known.messages.add(name, one, one.num_bytes)
+            one = _cached(body.messages[index])
+            cache.messages.add(key, one, one.num_bytes)
         messages.append(one)
-    return ChatRequest(body, messages, known_tools)
+    return ChatRequest(body, messages, cached_tools)
 
 
 def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: float) -> ChatCall:
@@ -101,8 +105,8 @@ def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: fl
 def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
-    """Messages and tool definitions as the renderer takes them."""
-    return _conversation([_known(one) for one in messages]), _definitions(tools)
+    """Return messages and tool definitions as the renderer takes them."""
+    return _conversation([_cached(one) for one in messages]), _definitions(tools)
 
 
 def sampling_of(
@@ -178,17 +182,12 @@ def _definitions(tools: Sequence[bodies.ToolBody] | None) -> tuple[dict[str, JSO
     return tuple(function_definition(one.name, one.description, one.parameters) for one in functions)
 
 
-def _conversation(known: Sequence[KnownMessage]) -> tuple[Message, ...]:
-    return with_tool_names([one.message for one in known], lambda index, name: known[index].with_name(name))
+def _conversation(cached: Sequence[CachedMessage]) -> tuple[Message, ...]:
+    return with_tool_names([one.message for one in cached], lambda index, name: cached[index].with_name(name))
 
 
-def _known_tools(tools: list[bodies.ToolBody] | None) -> KnownTools:
-    definitions = _definitions(tools)
-    return KnownTools(tools or [], definitions, tools_key(definitions))
-
-
-def _known(message: bodies.AnyMessage) -> KnownMessage:
-    return message if isinstance(message, KnownMessage) else KnownMessage(_message(message))
+def _cached(message: bodies.AnyMessage) -> CachedMessage:
+    return message if isinstance(message, CachedMessage) else CachedMessage(_message(message))
 
 
 def _message(body: bodies.NewMessage) -> Message:
@@ -257,6 +256,44 @@ def _answer_message(message: Message) -> Answer:
     if message.reasoning:
         answer["reasoning_content"] = message.reasoning
     return answer
+
+
+def answer_of(result: ChatResult, body: CallBase, id_prefix: str, kind: str, choices: list[Answer]) -> Answer:
+    """Return an answer in OpenAI's form, around `choices`."""
+    answer: Answer = {
+        "id": f"{id_prefix}-{result.call_id}",
+        "object": kind,
+        "created": result.created_at,
+        "model": body.model,
+        "system_fingerprint": fingerprint(result),
+        "choices": choices,
+        "usage": usage_of(result),
+        "session": session_extra(result),
+    }
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = list(result.prompt_ids)
+    return answer
+
+
+def usage_of(result: ChatResult) -> Answer:
+    """Return the token counts; the prompt counts once, however many choices there are."""
+    num_prompt = len(result.prompt_ids)
+    num_sampled = sum(len(node.reply.token_ids) for node in result.choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": result.choices[0].reply.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(node.reply.num_reasoning_tokens for node in result.choices)
+        },
+    }
+
+
+def fingerprint(result: ChatResult) -> str | None:
+    """Return the weight version of the answer's last token, as a label."""
+    spans = result.choices[0].reply.weight_versions
+    return f"v{spans[-1].version}" if spans else None
 
 
 # --- streams ----------------------------------------------------------------------------------------------

@@ -1,48 +1,312 @@
 """The request bodies of chat completions and completions, with every cap on them.
 
-Strict, as `wire.py`: no number as text, no bool as number, unknown fields refused by name. null is absent, as the
-OpenAI API has it. What would change the meaning of an answer and is not implemented is `UnsupportedParameter`;
-what is harmless is accepted and ignored. `read_body` is the way in: places in its errors have no union tags.
+Strict, as those of `api/requests.py`: no number as text, no bool as number, unknown fields refused by name. null is
+absent, as the OpenAI API has it. What would change the meaning of an answer and is not implemented is
+`UnsupportedParameter`; what is harmless is accepted and ignored.
+
+Unions are told apart by one field or by shape, so an error is about the one meant. Their tags begin with `~`, which
+no field does: `read_body`, the way in, leaves them out of the places that it tells a client.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    InstanceOf,
+    JsonValue,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import from_json
 
 from agentloop.api import MAX_PROMPT_TOKENS, Body, Id, Json, TokenId, invalid_request
-from agentloop.chat.message_bodies import (
-    MAX_CONTENT_CHARS,
-    MAX_TOOLS,
-    Choice,
-    Message,
-    ResponseFormat,
-    ShortText,
-    ToolBody,
-    by_shape,
-)
+from agentloop.chat.body_cache import CachedMessage
+from agentloop.chat.dialect import type_tag
+from agentloop.chat.schemas import Schema
+from agentloop.checks import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 
 B = TypeVar("B", bound=BaseModel)
 
-MAX_MESSAGES = 8192
+MAX_CHAT_CONTENT_CHARS = 1 << 22
+MAX_PARTS = 1024
+MAX_CHAT_TOOLS = 512
+MAX_MESSAGE_CALLS = 512  # of one message
+MAX_DESCRIPTION_CHARS = 1 << 16
+MAX_CHAT_MESSAGES = 8192
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
-MAX_TOP_LOGPROBS = 20
-MAX_LOGIT_BIASES = 1024
 MAX_MODEL_CHARS = 256
 
 _UNSUPPORTED_PARTS = frozenset({"image_url", "image", "input_audio", "audio", "file", "video_url", "video"})
 _UNSUPPORTED_CHAT = ("audio", "prediction", "functions", "function_call", "web_search_options")
 _UNSUPPORTED_COMPLETION = ("best_of", "echo", "suffix")
 
+Text = Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)]
+ShortText = Annotated[str, Field(max_length=1024)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def by_shape(value: Any) -> str:
+    return "~text" if isinstance(value, str) else "~list"
+
+
+def _role(value: Any) -> str | None:
+    if isinstance(value, CachedMessage):
+        return "~cached"
+    role = value.get("role") if isinstance(value, Mapping) else getattr(value, "role", None)
+    return f"~{role}" if isinstance(role, str) else None
+
+
+class Echo(Body):
+    """Base of what stands in a history: fields beyond the declared ones are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+# --- messages ---------------------------------------------------------------------------------------------
+
+
+class TextPart(Body):
+    """Text. `cache_control` means nothing here: prefixes are always cached."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: Json = None
+
+
+class RefusalPart(Body):
+    """An earlier refusal, in the history of another model."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("~text")] | Annotated[RefusalPart, Tag("~refusal")], Discriminator(type_tag)
+]
+Content = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[list[TextPart], Field(max_length=MAX_PARTS), Tag("~list")],
+    Discriminator(by_shape),
+]
+AssistantContent = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag("~list")],
+    Discriminator(by_shape),
+]
+
+
+class SystemMessage(Body):
+    """Instructions; `developer` is another name of `system`."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: ShortText | None = None
+
+
+class UserMessage(Body):
+    """The words of a person, or another program."""
+
+    role: Literal["user"]
+    content: Content
+    name: ShortText | None = None
+
+
+class CalledFunction(Body):
+    """A call as it was made; `arguments` are JSON as text, kept as they are where they are none."""
+
+    name: Annotated[str, Field(max_length=256)]
+    arguments: Text
+
+
+class CallBody(Body):
+    """One tool call of an assistant's message."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # streams have it, and some clients echo it
+
+
+class AssistantMessage(Body):
+    """An earlier answer, echoed. Reasoning may come back under either of its two names."""
+
+    role: Literal["assistant"]
+    content: AssistantContent | None = None
+    tool_calls: list[CallBody] | None = Field(default=None, max_length=MAX_MESSAGE_CALLS)
+    name: ShortText | None = None
+    refusal: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    annotations: Json = None
+    provider_specific_fields: Json = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(Body):
+    """The answer of a tool."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: CallId
+    name: ShortText | None = None
+
+
+Message = Annotated[
+    Annotated[SystemMessage, Tag("~system")]
+    | Annotated[SystemMessage, Tag("~developer")]
+    | Annotated[UserMessage, Tag("~user")]
+    | Annotated[AssistantMessage, Tag("~assistant")]
+    | Annotated[ToolMessage, Tag("~tool")]
+    | SkipJsonSchema[Annotated[InstanceOf[CachedMessage], Tag("~cached")]],
+    Discriminator(
+        _role,
+        custom_error_type="unknown_role",
+        custom_error_message="a message has one of the roles system, developer, user, assistant and tool",
+    ),
+]
+
+
+AnyPart: TypeAlias = TextPart | RefusalPart
+NewMessage: TypeAlias = SystemMessage | UserMessage | AssistantMessage | ToolMessage
+AnyMessage: TypeAlias = NewMessage | CachedMessage
+
+
+# --- tools ------------------------------------------------------------------------------------------------
+
+
+class FunctionBody(Body):
+    """A function that the policy may call. `strict` changes nothing: a forced call always fits its schema."""
+
+    name: ToolName
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    parameters: Annotated[dict[str, JsonValue], Schema] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    """A tool definition."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class FunctionName(Body):
+    """The name of the function that is meant."""
+
+    name: ToolName
+
+
+class NamedTool(Body):
+    """Exactly this tool is to be called; also an entry of `allowed_tools`."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    """The tools of this turn: the others are not shown to the policy."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_CHAT_TOOLS)
+
+
+class AllowedToolsChoice(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else type_tag(value)
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("~text")]
+    | Annotated[NamedTool, Tag("~function")]
+    | Annotated[AllowedToolsChoice, Tag("~allowed_tools")],
+    Discriminator(
+        _choice,
+        custom_error_type="unknown_choice",
+        custom_error_message="a tool choice is none, auto, required, a function or allowed_tools",
+    ),
+]
+
+
+# --- response formats -------------------------------------------------------------------------------------
+
+
+class TextFormat(Body):
+    """Anything."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """One JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaBody(Body):
+    """A schema; the answer fits it whether `strict` or not. The wire's name of `schema_` is `schema`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")]
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    schema_: Annotated[dict[str, JsonValue], Schema] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """One JSON value that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaBody
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("~text")]
+    | Annotated[JsonObjectFormat, Tag("~json_object")]
+    | Annotated[JsonSchemaFormat, Tag("~json_schema")],
+    Discriminator(
+        type_tag,
+        custom_error_type="unknown_format",
+        custom_error_message="a response format is text, json_object or json_schema",
+    ),
+]
 
 
 # --- requests ---------------------------------------------------------------------------------------------
+
+
+class NamesSession(Body):
+    """Base of bodies that may name their session, under one of two names."""
+
+    session: Id | None = None
+    session_id: Id | None = None
+
+    @property
+    def named_session(self) -> str | None:
+        """The session that the body names."""
+        return self.session if self.session is not None else self.session_id
+
+    @model_validator(mode="after")
+    def _names_one_session(self) -> Self:
+        if self.session is not None and self.session_id is not None and self.session != self.session_id:
+            raise ValueError("session and session_id name different sessions")
+        return self
 
 
 class StreamOptions(Body):
@@ -52,8 +316,8 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class CallBase(Body):
-    """What chat completions and completions share. The fields after `session_id` are accepted and ignored."""
+class CallBase(NamesSession):
+    """The fields that chat completions and completions share; `user` and `metadata` are ignored."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -82,37 +346,24 @@ class CallBase(Body):
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
     return_token_ids: bool | None = None
-    session: Id | None = None
-    session_id: Id | None = None
     user: ShortText | None = None
     metadata: Json = None
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """True if a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage is True
-
-    @property
-    def named_session(self) -> str | None:
-        """The session that the body names."""
-        return self.session if self.session is not None else self.session_id
-
-    @model_validator(mode="after")
-    def _names_one_session(self) -> Self:
-        if self.session is not None and self.session_id is not None and self.session != self.session_id:
-            raise ValueError("session and session_id name different sessions")
-        return self
 
 
 class ChatBody(CallBase):
-    """What `POST /v1/chat/completions` takes.
+    """The body of `POST /v1/chat/completions`.
 
     `strict_history`: an echoed answer must equal what was sampled, call ids and outer whitespace too, to be taken
     for it.
     """
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_CHAT_MESSAGES, fail_fast=True)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
@@ -162,10 +413,10 @@ class ChatBody(CallBase):
 
 
 class CompletionBody(CallBase):
-    """What `POST /v1/completions` takes: one prompt, as text or as token ids."""
+    """The body of `POST /v1/completions`: one prompt, as text or as token ids."""
 
     prompt: Annotated[
-        Annotated[str, Field(min_length=1, max_length=MAX_CONTENT_CHARS), Tag("~text")]
+        Annotated[str, Field(min_length=1, max_length=MAX_CHAT_CONTENT_CHARS), Tag("~text")]
         | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), Tag("~list")],
         Discriminator(by_shape),
     ]
@@ -183,12 +434,12 @@ class CompletionBody(CallBase):
 
 
 class TokenizeBody(Body):
-    """What `POST /tokenize` takes: a text as it is, or a conversation for the chat template."""
+    """The body of `POST /tokenize`: a text as it is, or a conversation for the chat template."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
-    prompt: Annotated[str, Field(max_length=MAX_CONTENT_CHARS)] | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    prompt: Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)] | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_CHAT_MESSAGES, fail_fast=True)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -199,7 +450,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """What `POST /detokenize` takes."""
+    """The body of `POST /detokenize`."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
     tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)
@@ -230,7 +481,7 @@ def _refuse_parts(messages: list[Any]) -> None:
 
 
 def read_body(data: bytes, kind: type[B]) -> B:
-    """The body that `data` holds. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
+    """Read the body that `data` holds. Raises InvalidRequest with at most ten problems, and UnsupportedParameter.
 
     The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
     """
@@ -238,7 +489,7 @@ def read_body(data: bytes, kind: type[B]) -> B:
 
 
 def read_json(data: bytes) -> Any:
-    """The JSON value that `data` holds. Raises InvalidRequest."""
+    """Read the JSON value that `data` holds. Raises InvalidRequest."""
     try:
         return from_json(data)
     except ValueError as error:
@@ -246,7 +497,7 @@ def read_json(data: bytes) -> Any:
 
 
 def checked(value: Any, kind: type[B]) -> B:
-    """The body that a JSON value is. Raises as `read_body`."""
+    """Check that a JSON value is a body. Raises as `read_body`."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -256,5 +507,5 @@ def checked(value: Any, kind: type[B]) -> B:
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where the problem is, as the client wrote it: without the tags of unions."""
+    """Return the place of a problem as the client wrote it: without the tags of unions."""
     return tuple(part for part in loc if not (isinstance(part, str) and part.startswith("~")))

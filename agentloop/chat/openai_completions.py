@@ -9,11 +9,10 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from agentloop.chat.answers import Answer, answer_of, fingerprint, session_extra, usage_of, versions_of
 from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult
-from agentloop.chat.common import finish_of
+from agentloop.chat.dialect import Answer, finish_of, session_extra, versions_of
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai import sampling_of, stops_of
+from agentloop.chat.openai import answer_of, fingerprint, sampling_of, stops_of, usage_of
 from agentloop.chat.openai_bodies import CompletionBody
 from agentloop.errors import InvalidRequest
 from agentloop.rendering import Renderer

@@ -13,36 +13,38 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.common import (
+from agentloop.chat.dialect import (
     Block,
     BlockDelta,
     BlockKind,
     BlockReader,
     BlockStart,
     BlockStep,
+    answer_constraint,
     blocks_of,
+    capture_extras,
     check_tool_choice,
     check_tool_names,
     finish_of,
     function_definition,
     joined_text,
     read_call,
+    sampling_params,
     schema_constraint,
     with_tool_names,
 )
-from agentloop.chat.dialect import answer_constraint, capture_extras, sampling_params
 from agentloop.chat.responses_bodies import (
-    AllowedTools,
     CallItem,
     Content,
     Item,
     MessageItem,
-    NamedTool,
     OutputItem,
     ReasoningItem,
-    RefusalPart,
+    ResponsesAllowedTools,
     ResponsesBody,
-    TextFormat,
+    ResponsesNamedTool,
+    ResponsesRefusalPart,
+    ResponsesTextFormat,
 )
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
 from agentloop.parsers import Parser
@@ -102,7 +104,7 @@ def _tools(body: ResponsesBody) -> tuple[Mapping[str, JSON], ...]:
     """The definitions, without those that the choice of this call leaves out."""
     tools = [function_definition(tool.name, tool.description, tool.parameters) for tool in body.tools or []]
     check_tool_names(tools)
-    if isinstance(body.tool_choice, AllowedTools):
+    if isinstance(body.tool_choice, ResponsesAllowedTools):
         allowed = {tool.name for tool in body.tool_choice.tools}
         if unknown := allowed - {tool["function"]["name"] for tool in tools}:
             raise InvalidRequest(f"there is no tool {min(unknown)!r} to allow", param="tool_choice.tools")
@@ -111,14 +113,14 @@ def _tools(body: ResponsesBody) -> tuple[Mapping[str, JSON], ...]:
 
 
 def _tool_choice(body: ResponsesBody) -> tuple[ToolChoice, str | None]:
-    if isinstance(body.tool_choice, NamedTool):
+    if isinstance(body.tool_choice, ResponsesNamedTool):
         return ToolChoice.REQUIRED, body.tool_choice.name
-    if isinstance(body.tool_choice, AllowedTools):
+    if isinstance(body.tool_choice, ResponsesAllowedTools):
         return ToolChoice(body.tool_choice.mode), None
     return ToolChoice(body.tool_choice or "auto"), None
 
 
-def _wanted(wanted: TextFormat | None) -> Constraint | None:
+def _wanted(wanted: ResponsesTextFormat | None) -> Constraint | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -208,7 +210,9 @@ def _observed(item: MessageItem) -> Message:
 def _text(content: Content, role: str) -> str:
     if isinstance(content, str):
         return content
-    return joined_text((part.refusal if isinstance(part, RefusalPart) else part.text for part in content), role)
+    return joined_text(
+        (part.refusal if isinstance(part, ResponsesRefusalPart) else part.text for part in content), role
+    )
 
 
 # --- the answer -------------------------------------------------------------------------------------------
@@ -362,7 +366,7 @@ def _part(block: Block) -> dict[str, JSON]:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _echo(wanted: TextFormat | None) -> dict[str, JSON]:
+def _echo(wanted: ResponsesTextFormat | None) -> dict[str, JSON]:
     if wanted is None:
         return {"format": {"type": "text"}}
     return {"format": wanted.model_dump(by_alias=True, exclude_none=True)}
@@ -370,7 +374,9 @@ def _echo(wanted: TextFormat | None) -> dict[str, JSON]:
 
 def _echoed_choice(body: ResponsesBody) -> JSON:
     choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedTool | AllowedTools) else choice or "auto"
+    return (
+        choice.model_dump() if isinstance(choice, ResponsesNamedTool | ResponsesAllowedTools) else choice or "auto"
+    )
 
 
 def _echoed_tool(tool: dict[str, JSON]) -> dict[str, JSON]:

@@ -7,24 +7,27 @@ of this service or another: their further fields say nothing that the prompt cou
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, Id, Json
-from agentloop.chat.common import refuse_types, type_tag
-from agentloop.chat.message_bodies import (
-    MAX_CALLS,
+from agentloop.api import MAX_PROMPT_TOKENS, Body, Json
+from agentloop.chat.dialect import refuse_types, type_tag
+from agentloop.chat.openai_bodies import (
+    MAX_CHAT_TOOLS,
     MAX_DESCRIPTION_CHARS,
+    MAX_MESSAGE_CALLS,
+    MAX_MODEL_CHARS,
     MAX_PARTS,
-    MAX_TOOLS,
     CallId,
+    Echo,
+    NamesSession,
     ShortText,
+    StreamOptions,
     Text,
     ToolName,
     by_shape,
 )
-from agentloop.chat.openai_bodies import MAX_MODEL_CHARS, StreamOptions
 from agentloop.chat.schemas import Schema
 
 MAX_ITEMS = 16_384
@@ -33,21 +36,15 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-class Echo(Body):
-    """Base of what stands in a history: fields beyond the declared ones are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
-
-
-class TextPart(Echo):
+class ResponsesTextPart(Echo):
     """A part of a content list; the others (images, files, audio) cannot be shown to the policy."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
 
 
-class RefusalPart(Echo):
-    """What an assistant said instead of an answer."""
+class ResponsesRefusalPart(Echo):
+    """An assistant's refusal, instead of an answer."""
 
     type: Literal["refusal"]
     refusal: Text
@@ -59,7 +56,8 @@ def _part_tag(value: Any) -> str | None:
 
 
 Part: TypeAlias = Annotated[
-    Annotated[TextPart, Tag("~text")] | Annotated[RefusalPart, Tag("~refusal")], Discriminator(_part_tag)
+    Annotated[ResponsesTextPart, Tag("~text")] | Annotated[ResponsesRefusalPart, Tag("~refusal")],
+    Discriminator(_part_tag),
 ]
 Parts = Annotated[list[Part], Field(max_length=MAX_PARTS)]
 Content: TypeAlias = Annotated[
@@ -87,7 +85,7 @@ class CallItem(Echo):
 
 
 class OutputItem(Echo):
-    """What a tool answered."""
+    """The answer of a tool."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -95,7 +93,7 @@ class OutputItem(Echo):
 
 
 class ReasoningItem(Echo):
-    """What an assistant thought. Encrypted content is another service's."""
+    """The thoughts of an assistant. Encrypted content is another service's."""
 
     type: Literal["reasoning"]
     id: ShortText | None = None
@@ -121,7 +119,7 @@ Input: TypeAlias = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class ResponsesFunctionTool(Body):
     """A function. `strict` changes nothing: a forced call always fits its schema."""
 
     type: Literal["function"]
@@ -132,19 +130,19 @@ class FunctionTool(Body):
     defer_loading: Literal[False] | None = None
 
 
-class NamedTool(Body):
+class ResponsesNamedTool(Body):
     """The tool that must be called; also an entry of `allowed_tools`."""
 
     type: Literal["function"]
     name: ToolName
 
 
-class AllowedTools(Body):
+class ResponsesAllowedTools(Body):
     """A choice among some of the tools: the others are not shown to the policy."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[ResponsesNamedTool] = Field(min_length=1, max_length=MAX_CHAT_TOOLS)
 
 
 def _choice_tag(value: Any) -> str | None:
@@ -153,14 +151,14 @@ def _choice_tag(value: Any) -> str | None:
 
 Choice: TypeAlias = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("~text")]
-    | Annotated[NamedTool, Tag("~function")]
-    | Annotated[AllowedTools, Tag("~allowed_tools")],
+    | Annotated[ResponsesNamedTool, Tag("~function")]
+    | Annotated[ResponsesAllowedTools, Tag("~allowed_tools")],
     Discriminator(_choice_tag),
 ]
 
 
-class TextFormat(Body):
-    """What the text of the answer must be."""
+class ResponsesTextFormat(Body):
+    """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: ShortText | None = None
@@ -170,9 +168,9 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the answer's text is to be."""
+    """The answer's text: its form, and a wish."""
 
-    format: TextFormat | None = None
+    format: ResponsesTextFormat | None = None
     verbosity: ShortText | None = None  # ignored: a wish, not a promise
 
 
@@ -186,8 +184,8 @@ class ReasoningConfig(Body):
     mode: ShortText | None = None
 
 
-class ResponsesBody(Body):
-    """What `POST /v1/responses` takes."""
+class ResponsesBody(NamesSession):
+    """The body of `POST /v1/responses`."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     input: Input
@@ -195,7 +193,7 @@ class ResponsesBody(Body):
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[ResponsesFunctionTool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -204,7 +202,9 @@ class ResponsesBody(Body):
     metadata: Annotated[dict[str, ShortText | None], Field(max_length=64)] | None = None
     truncation: ShortText | None = None
     include: Annotated[list[ShortText], Field(max_length=64)] | None = None
-    max_tool_calls: int | None = Field(default=None, ge=0, le=MAX_CALLS)  # of the tools OpenAI runs: none here
+    max_tool_calls: int | None = Field(
+        default=None, ge=0, le=MAX_MESSAGE_CALLS
+    )  # of the tools OpenAI runs: none here
 
     # Ignored: they concern the service that OpenAI runs.
     user: ShortText | None = None
@@ -226,18 +226,11 @@ class ResponsesBody(Body):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     # Beyond OpenAI.
-    session: Id | None = None
-    session_id: Id | None = None
     return_token_ids: bool | None = None
     strict_history: bool | None = None
     seed: int | None = Field(default=None, ge=0, lt=1 << 62)
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
-
-    @property
-    def named_session(self) -> str | None:
-        """The session that the body names."""
-        return self.session if self.session is not None else self.session_id
 
     @model_validator(mode="before")
     @classmethod
@@ -250,9 +243,3 @@ class ResponsesBody(Body):
                 content = item.get("content", item.get("output")) if isinstance(item, dict) else None
                 refuse_types(content, (*_TEXTS, "refusal"), f"input.{index}.content")
         return value
-
-    @model_validator(mode="after")
-    def _names_one_session(self) -> Self:
-        if self.session is not None and self.session_id is not None and self.session != self.session_id:
-            raise ValueError("session and session_id name different sessions")
-        return self

@@ -13,7 +13,7 @@ import pytest
 from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.common import arguments_text
+from agentloop.chat.dialect import arguments_text
 from agentloop.chat.openai_bodies import read_body
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.chat.body_cache import ByJson, Known, KnownMessage, name_of
+from agentloop.chat.body_cache import BodyCache, CachedMessage, TwoGenerationLru, cache_key
 from agentloop.chat.call import ChatCall
 from agentloop.chat.openai import ChatRequest, read_chat, to_call
 from agentloop.errors import InvalidRequest, UnsupportedParameter
@@ -42,19 +42,19 @@ def messages_of(request: ChatRequest) -> tuple[tuple[Message, ...], tuple[bytes,
 
 
 def test_a_history_that_is_known_is_what_it_was_when_it_was_read() -> None:
-    known = Known()
+    cache = BodyCache()
     for end in range(1, len(HISTORY) + 1):
         data = data_of(HISTORY[:end])
-        messages, keys = messages_of(read_chat(data, known))
-        assert (messages, keys) == messages_of(read_chat(data, Known()))
+        messages, keys = messages_of(read_chat(data, cache))
+        assert (messages, keys) == messages_of(read_chat(data, BodyCache()))
         assert keys == tuple(message_key(message) for message in messages)
-        assert len(known.messages) == end
+        assert len(cache.messages) == end
 
 
 def test_a_known_message_is_not_read_again() -> None:
-    known = Known()
-    first = read_chat(data_of(HISTORY), known).messages
-    again = read_chat(data_of(HISTORY), known).messages
+    cache = BodyCache()
+    first = read_chat(data_of(HISTORY), cache).messages
+    again = read_chat(data_of(HISTORY), cache).messages
     assert [id(one) for one in first] == [id(one) for one in again]
 
 
@@ -66,128 +66,128 @@ def test_a_known_message_is_not_read_again() -> None:
     ],
 )
 def test_only_the_same_json_is_the_same_message(good: dict[str, Any], other: dict[str, Any]) -> None:
-    known = Known()
-    read_chat(data_of([good]), known)
+    cache = BodyCache()
+    read_chat(data_of([good]), cache)
     with pytest.raises(InvalidRequest) as caught:
-        read_chat(data_of([{**good, "tool_calls": [{**CALL, **other}]}]), known)
+        read_chat(data_of([{**good, "tool_calls": [{**CALL, **other}]}]), cache)
     assert caught.value.param == "messages.0.tool_calls.0.index"
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_what_is_no_number_is_not_taken_for_null(number: str) -> None:
-    known = Known()
+    cache = BodyCache()
     said = '{"role":"assistant","content":%s,"tool_calls":[],"annotations":{"x":%s}}'
     text = '{"model":"m","messages":[' + said + "]}"
-    read_chat((text % ("null", "null")).encode(), known)
-    assert len(known.messages) == 1
+    read_chat((text % ("null", "null")).encode(), cache)
+    assert len(cache.messages) == 1
     for content, ignored, place in ((number, "null", "content"), ("null", number, "annotations")):
         with pytest.raises(InvalidRequest) as caught:
-            read_chat((text % (content, ignored)).encode(), known)
+            read_chat((text % (content, ignored)).encode(), cache)
         assert caught.value.param is not None
         assert caught.value.param.startswith(f"messages.0.{place}")
 
 
 @given(st.permutations(HISTORY), st.permutations(HISTORY))
 def test_a_message_is_the_same_in_every_history(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
-    known = Known()
-    read_chat(data_of(one), known)
-    assert messages_of(read_chat(data_of(two), known)) == messages_of(read_chat(data_of(two), Known()))
+    cache = BodyCache()
+    read_chat(data_of(one), cache)
+    assert messages_of(read_chat(data_of(two), cache)) == messages_of(read_chat(data_of(two), BodyCache()))
 
 
 def test_a_tool_answer_has_the_name_that_its_own_history_gives_it() -> None:
-    known = Known()
+    cache = BodyCache()
     for name in ("look", "find", "look"):
         call = {**CALL, "function": {"name": name, "arguments": "{}"}}
         said = [HISTORY[0], {"role": "assistant", "tool_calls": [call]}, ANSWER]
-        messages, _ = messages_of(read_chat(data_of(said), known))
+        messages, _ = messages_of(read_chat(data_of(said), cache))
         assert messages[-1].name == name
-    messages, _ = messages_of(read_chat(data_of([HISTORY[0], ANSWER]), known))
+    messages, _ = messages_of(read_chat(data_of([HISTORY[0], ANSWER]), cache))
     assert messages[-1].name is None
 
 
 def test_what_is_wrong_is_told_at_its_place_behind_known_messages() -> None:
-    known = Known()
-    read_chat(data_of(HISTORY), known)
+    cache = BodyCache()
+    read_chat(data_of(HISTORY), cache)
     with pytest.raises(InvalidRequest) as caught:
-        read_chat(data_of([*HISTORY, {"role": "user", "content": 5}]), known)
+        read_chat(data_of([*HISTORY, {"role": "user", "content": 5}]), cache)
     assert caught.value.param == f"messages.{len(HISTORY)}.content"
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     with pytest.raises(UnsupportedParameter) as refused:
-        read_chat(data_of([*HISTORY, image]), known)
+        read_chat(data_of([*HISTORY, image]), cache)
     assert refused.value.param == f"messages.{len(HISTORY)}.content.0"
-    assert len(known.messages) == len(HISTORY)
+    assert len(cache.messages) == len(HISTORY)
 
 
 def test_an_integer_that_no_json_writer_takes_is_refused_as_ever() -> None:
-    known = Known()
+    cache = BodyCache()
     message = b'{"role":"assistant","content":"x","annotations":123456789012345678901234567890}'
     for _ in range(2):
         with pytest.raises(InvalidRequest) as caught:
-            read_chat(b'{"model":"m","messages":[' + message + b"]}", known)
+            read_chat(b'{"model":"m","messages":[' + message + b"]}", cache)
         assert caught.value.param == "messages.0.annotations"
-    assert len(known.messages) == 0
+    assert len(cache.messages) == 0
 
 
 @pytest.mark.parametrize("messages", [None, {}, "x", 5, [], [None], [5], ["x"]])
 def test_what_is_no_history_is_refused(messages: Any) -> None:
-    known = Known()
+    cache = BodyCache()
     with pytest.raises(InvalidRequest):
-        read_chat(data_of(messages), known)
+        read_chat(data_of(messages), cache)
     with pytest.raises(InvalidRequest):
-        read_chat(b"[]", known)
-    assert len(known.messages) == 0
+        read_chat(b"[]", cache)
+    assert len(cache.messages) == 0
 
 
 def test_memory_is_bounded_and_what_is_in_use_stays() -> None:
-    known = Known(messages=ByJson(200_000))
+    cache = BodyCache(messages=TwoGenerationLru(200_000))
     kept = {"role": "user", "content": "always there"}
-    first = read_chat(data_of([kept]), known).messages[0]
+    first = read_chat(data_of([kept]), cache).messages[0]
     most = 0
     for number in range(2000):
-        again = read_chat(data_of([kept, {"role": "user", "content": f"{number} " * 20}]), known).messages[0]
+        again = read_chat(data_of([kept, {"role": "user", "content": f"{number} " * 20}]), cache).messages[0]
         assert again is first
-        most = max(most, len(known.messages))
+        most = max(most, len(cache.messages))
     assert 100 < most < 600  # of 400 bytes and more each
-    assert len(known.messages) < 600
+    assert len(cache.messages) < 600
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
 
 
-def call_with(tools: Any, known: Known, **fields: Any) -> ChatCall:
+def call_with(tools: Any, cache: BodyCache, **fields: Any) -> ChatCall:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools, **fields}
-    return to_call(read_chat(json.dumps(body).encode(), known), HERMES, 100, 1.0)
+    return to_call(read_chat(json.dumps(body).encode(), cache), HERMES, 100, 1.0)
 
 
 def test_known_tools_are_what_they_were_when_they_were_read() -> None:
-    known = Known()
+    cache = BodyCache()
     for tools in ([tool("a"), tool("b")], [tool("b"), tool("a")], [], None, [tool("a", minProperties=1)]):
-        first = call_with(tools, known)
-        again = call_with(tools, known)
-        assert first == again == call_with(tools, Known())
+        first = call_with(tools, cache)
+        again = call_with(tools, cache)
+        assert first == again == call_with(tools, BodyCache())
         assert again.tools is first.tools or not tools
         assert first.tools_key == tools_key(first.tools)
-    assert len(known.tools) == 4
+    assert len(cache.tools) == 4
 
 
 def test_a_part_of_the_tools_has_no_known_key() -> None:
-    known, tools = Known(), [tool("a"), tool("b")]
+    cache, tools = BodyCache(), [tool("a"), tool("b")]
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "b"}}]}
     for _ in range(2):
-        call = call_with(tools, known, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+        call = call_with(tools, cache, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
         assert [one["function"]["name"] for one in call.tools] == ["b"]
         assert call.tools_key is None
-    assert call_with(tools, known).tools_key == tools_key(call_with(tools, known).tools)
+    assert call_with(tools, cache).tools_key == tools_key(call_with(tools, cache).tools)
 
 
 @pytest.mark.parametrize("tools", [{}, "x", [None], [tool("a b")], [{"type": "function"}]])
 def test_bad_tools_are_refused_however_often_they_come(tools: Any) -> None:
-    known = Known()
+    cache = BodyCache()
     for _ in range(2):
         with pytest.raises(InvalidRequest):
-            call_with(tools, known)
-    assert len(known.tools) == 0
+            call_with(tools, cache)
+    assert len(cache.tools) == 0
 
 
 def test_the_bound_is_near_what_python_says() -> None:
@@ -196,14 +196,14 @@ def test_the_bound_is_near_what_python_says() -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        known: ByJson[KnownMessage] = ByJson(max_bytes)
+        cache: TwoGenerationLru[CachedMessage] = TwoGenerationLru(max_bytes)
         for number in range(10_000):
             content = f"answer {number}"
-            message = KnownMessage(Message("tool", content))
-            known.add(name_of({"role": "tool", "content": content}), message, message.num_bytes)
+            message = CachedMessage(Message("tool", content))
+            cache.add(cache_key({"role": "tool", "content": content}), message, message.num_bytes)
         gc.collect()
         measured = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert len(known) < 10_000
+    assert len(cache) < 10_000
     assert max_bytes / 3 < measured < 1.1 * max_bytes

@@ -13,7 +13,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from agentloop.chat.body_cache import Known
+from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import ChatRequest, chat_chunks, read_chat, render_chat, to_call
@@ -59,7 +59,7 @@ def texts(renderer: Renderer) -> TokenTexts:
 
 def request(**fields: Any) -> ChatRequest:
     messages = [{"role": "user", "content": "hi"}]
-    return read_chat(json.dumps({"model": "default", "messages": messages, **fields}).encode(), Known())
+    return read_chat(json.dumps({"model": "default", "messages": messages, **fields}).encode(), BodyCache())
 
 
 def body(**fields: Any) -> ChatBody:

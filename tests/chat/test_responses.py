@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.common import arguments_text
+from agentloop.chat.dialect import arguments_text
 from agentloop.chat.openai_bodies import read_body
 from agentloop.chat.responses import ResponseWriter, chat_call
 from agentloop.chat.responses_bodies import ResponsesBody

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.chat.call import CallDelta
-from agentloop.chat.common import arguments_text
+from agentloop.chat.dialect import arguments_text
 from agentloop.generation.stream_splitter import Increment, TurnSplitter
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText

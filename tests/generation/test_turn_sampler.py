@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece
-from agentloop.chat.common import arguments_text
+from agentloop.chat.dialect import arguments_text
 from agentloop.codec import encode
 from agentloop.engine import Delta
 from agentloop.errors import DeadlineExceeded, EnginePaused, InvalidRequest, MalformedEngineResponse

@@ -18,13 +18,13 @@ from openai.types.chat import ChatCompletion
 from starlette.responses import Response
 
 from agentloop.chat import (
+    BodyCache,
     ChatBody,
     ChatCall,
     ChatPiece,
     ChatResult,
     CompletionBody,
     DetokenizeBody,
-    Known,
     TokenizeBody,
     TokenTexts,
     openai_completions,
@@ -131,7 +131,7 @@ class OpenAiRoutes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._texts = TokenTexts(endpoint.renderer)
-        self._read_chat = partial(openai_chat.read_chat, known=Known())
+        self._read_chat = partial(openai_chat.read_chat, cache=BodyCache())
 
     async def chat(self, request: Request) -> Response:
         """One answer, or `n`, to a conversation; streamed as server-sent events if asked.
