@@ -108,7 +108,7 @@ class WeightStager:
         self._timeout_s = timeout_s
         self._memory = StagingMemory(device, staging)
         self._receiver = Receiver(device, rank)
-        self._stream: torch.cuda.StreamedWeights | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._known: _KnownPlan | None = None
         self._refused: Mapping[str, tuple[int, ...]] = {}
         self._stage: _Stage | None = None
@@ -373,7 +373,7 @@ class WeightStager:
             stack.enter_context(torch.no_grad())
             if self._device.type == "cuda":
                 if self._stream is None:  # one for all updates: what torch caches belongs to a stream
-                    self._stream = torch.cuda.StreamedWeights(self._device)
+                    self._stream = torch.cuda.Stream(self._device)
                 stack.enter_context(torch.cuda.device(self._device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             yield
