@@ -100,6 +100,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rendering",
         "agentloop.rollout",
         "agentloop.sessions",
+        "agentloop.storage",
         "agentloop.trajectory",
         "agentloop_servers.http",
         "agentloop_servers.private_http",

@@ -22,10 +22,12 @@ DEFAULT_ROLLOUT_ID = "sessions"
 
 
 class SessionState(StrEnum):
-    """Whether a session takes calls."""
+    """Where a session is in its life. Only a store knows the last two, which are tombstones."""
 
     OPEN = "open"
     FINISHED = "finished"  # its trajectory is what it will ever be
+    DELETED = "deleted"
+    GONE = "gone"  # expired
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
 from agentloop.storage.summary import StaleSummary, Summary, summarize, version_key
 from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, STORE_NAME, TrajectoryReader, TrajectoryStore
 
@@ -16,6 +16,7 @@ __all__ = [
     "Summary",
     "TrajectoryReader",
     "TrajectoryStore",
+    "Work",
     "one_thread",
     "open_database",
     "packed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import wraps
@@ -32,6 +33,7 @@ from agentloop_servers.endpoint.session_values import SessionLimits
 from tests.support.front_door import FakeCoordinator
 from tests.support.scripted import RENDERER, ids
 from tests.support.service import Inline
+from tests.support.turns import in_store
 
 EPOCH_S = 1e9
 LIMITS = SessionLimits(max_sessions=8, idle_s=60.0, ttl_s=1000.0, one_off_ttl_s=100.0)
@@ -111,11 +113,13 @@ class Site:
         await self.stop()
         return await self.start()
 
-    def disk(self, num_pages: int) -> None:
-        """Give the store so many pages at most; the thread of virtual time is this one."""
-        db = self.sessions._store._db
-        assert db is not None
-        db.execute(f"PRAGMA max_page_count = {num_pages}").fetchone()
+    async def in_store(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        """Do something in the store's file."""
+        return await in_store(self.sessions._store, work)
+
+    async def disk(self, num_pages: int) -> None:
+        """Give the store so many pages at most."""
+        await self.in_store(lambda db: db.execute(f"PRAGMA max_page_count = {num_pages}").fetchone())
 
     @property
     def recorded(self) -> list[tuple[str, str, bool]]:

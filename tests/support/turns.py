@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from agentloop.sessions.facts import SessionFacts
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.types import FinishReason, Message, WeightVersionSpan
+from agentloop_servers.endpoint.session_store import SessionStore
+
+
+async def in_store(store: SessionStore, work: Callable[[sqlite3.Connection], Any]) -> Any:
+    """Do something in a store's file, by its own connection."""
+    return await store._run(work)
 
 
 def make_facts(

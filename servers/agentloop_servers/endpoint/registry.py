@@ -40,8 +40,7 @@ from agentloop.types import StopReason, Trajectory
 from agentloop_servers.endpoint.counting_journal import CountingJournal
 from agentloop_servers.endpoint.keyed_locks import KeyedLocks
 from agentloop_servers.endpoint.residents import Residents
-from agentloop_servers.endpoint.session_rows import RowState, StoredSession
-from agentloop_servers.endpoint.session_store import SessionStore
+from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.endpoint.session_values import (
     NewSession,
     SessionLimits,
@@ -219,7 +218,7 @@ class Sessions:
         """
         async with self._locks.of(session_id):
             session = await self._found(session_id, owner)
-            await self._bury(session, RowState.DELETED, not_found(session_id))
+            await self._bury(session, SessionState.DELETED, not_found(session_id))
 
     # --- inside ---
 
@@ -268,9 +267,9 @@ class Sessions:
         if session is not None:
             return owned(session, owner)
         stored = await self._store.load(session_id)
-        if stored is None or stored.state is RowState.DELETED or owner not in (None, stored.owner):
+        if stored is None or stored.state is SessionState.DELETED or owner not in (None, stored.owner):
             raise not_found(session_id)
-        if stored.state is RowState.GONE:
+        if stored.state is SessionState.GONE:
             raise gone(session_id)
         if stored.expires_at <= self._parts.unix_time():
             await self._expire(session_id, self._restored(session_id, stored))
@@ -319,7 +318,7 @@ class Sessions:
             raise ServiceUnavailable(f"the run's store failed: {error}") from error
         await self._store.mark_recorded(session_id)
 
-    async def _bury(self, session: Session, state: RowState | None, error: AgentLoopError) -> None:
+    async def _bury(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
         """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
         session_id = session.facts.session_id
         await session.close(error)
@@ -327,8 +326,8 @@ class Sessions:
         self._residents.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
         await to_its_end(self._store_end(session_id, state))
 
-    async def _store_end(self, session_id: str, state: RowState | None) -> None:
-        self._num_open -= await self._store.bury(session_id, state)
+    async def _store_end(self, session_id: str, state: SessionState | None) -> None:
+        self._num_open -= await self._store.delete(session_id, state)
 
     # --- the watch ---
 
@@ -349,10 +348,10 @@ class Sessions:
                     session = self._residents.get(session_id)
                     if session is None:
                         stored = await self._store.load(session_id)
-                        if stored is None or stored.state not in (RowState.OPEN, RowState.FINISHED):
+                        if stored is None or stored.state not in (SessionState.OPEN, SessionState.FINISHED):
                             continue  # somebody was faster
                         if stored.facts is None:
-                            await self._store_end(session_id, RowState.GONE)
+                            await self._store_end(session_id, SessionState.GONE)
                             continue
                         session = self._restored(session_id, stored)
                     await self._expire(session_id, session)
@@ -368,7 +367,7 @@ class Sessions:
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
             await self._record_or_settle(session_id, await session.finish(stop_reason=reason, error=error))
-        await self._bury(session, None if is_one_off else RowState.GONE, gone(session_id))
+        await self._bury(session, None if is_one_off else SessionState.GONE, gone(session_id))
         self._num_expired += 1
         _log.info("session_expired", session=session_id, was_open=is_open)
 

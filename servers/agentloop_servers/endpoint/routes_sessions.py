@@ -25,6 +25,7 @@ from agentloop.api import (
 )
 from agentloop.chat import ChatCall, ChatResult
 from agentloop.errors import SessionNotFound
+from agentloop.sessions import SessionState
 from agentloop.types import Generation, Trajectory
 from agentloop_servers.endpoint.call_handler import CallHandler
 from agentloop_servers.endpoint.endpoint import Endpoint, RecordedSession
@@ -197,7 +198,7 @@ def _described(session: RecordedSession) -> dict[str, Any]:
     facts = session.facts
     answer = SessionAnswer(
         session_id=facts.session_id,
-        state=facts.state.value,
+        state="finished" if facts.state is SessionState.FINISHED else "open",
         created_at=facts.created_at,
         ttl_s=facts.ttl_s,
         rollout_id=facts.rollout_id,

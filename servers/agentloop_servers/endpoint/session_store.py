@@ -1,75 +1,83 @@
-"""The sessions of one endpoint process on disk: facts, calls and turns, in one SQLite file that it alone writes.
+"""The sessions of one endpoint process on disk: records, calls and turns, in one SQLite file that it alone writes.
 
-Ownership: the file, the one thread that touches it, and the file of intents beside it, which has the calls while
-they run. All work that waits at a time is one transaction, and nobody's call returns before its transaction is
-committed. In WAL mode with synchronous=NORMAL a commit survives a killed process, not a power cut: a session that
-is being talked to dies with its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for
-the disk.
+Ownership: the file, through the one thread that touches it, and the open-call log beside it. In WAL mode with
+synchronous=NORMAL a commit survives a killed process, not a power cut: a session that is being talked to dies with
+its machine anyway, and a finished one is in the run's TrajectoryStore, which waits for the disk.
 
-Invariants: a call that began is among the intents, in `calls`, or in both: what `calls` says counts. One count
+Invariants: a call that began is in the open-call log, in `calls`, or in both: what `calls` says counts. One count
 numbers beginnings and ends, on and on over restarts: calls come back in the order they began, turns in the order
-they were committed. A row carries a CRC, and one that fails it is counted, left out, and leaves its session
-incomplete; what is deleted or expired stays as a tombstone, and no write of a late call brings it back.
+they were committed. A damaged row is left out, and leaves its session incomplete; what is deleted or expired stays
+as a tombstone, and no write of a late call brings it back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import sqlite3
-import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import structlog
-
-from agentloop import codec
-from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable
+from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
 from agentloop.sessions import SessionFacts, SessionState
-from agentloop.trajectory import CallRecord, Node
-from agentloop_servers.endpoint.open_calls_log import Intent, Intents, read_intents
-from agentloop_servers.endpoint.session_rows import (
-    LIVE,
-    SCHEMA,
-    SCHEMA_VERSION,
-    RowState,
-    StoredCall,
-    StoredSession,
-    fail_open_calls,
-    last_number,
-    packed,
-    put_call,
-    require,
-    sound,
-    state_of,
-)
-
-__all__ = ["RowState", "SessionStore", "StoredSession"]
+from agentloop.storage import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
+from agentloop.trajectory import CallRecord, ModelCallState, Node
+from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
 
-MAX_BATCH = 32  # pieces of work in one transaction; as many calls go on at once when it is committed
+MAX_WRITE_BATCH = 32
+"""Pieces of work in one transaction: as many calls go on at once when it is committed."""
 
 _EXPIRY_SLACK = 1 / 16  # of the time to live: a session's expiry is written when it moved by that much
+_PROCESS_ENDED = "the endpoint's process ended meanwhile"
+_DAMAGED = "what the disk had of it is damaged"
+_LIVE = frozenset({SessionState.OPEN, SessionState.FINISHED})
 
-_log = structlog.stdlib.get_logger(__name__)
+_SCHEMA = Schema(
+    kind="session store",
+    version=1,
+    tables="""
+CREATE TABLE IF NOT EXISTS sessions (
+    session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, state TEXT NOT NULL, is_recorded INTEGER NOT NULL,
+    ttl_s REAL NOT NULL, expires_at REAL NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS calls (
+    seq INTEGER PRIMARY KEY, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
+    value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (session_id, call_id));
+CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
+CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
+""",
+    synchronous="NORMAL",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Work that waits for its transaction."""
+class StoredCall:
+    """A call that has ended, with its turns: one row."""
 
-    work: Work[Any]
-    done: asyncio.Future[Any]
-    on_committed: Callable[[], None] | None
+    record: CallRecord
+    nodes: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSession:
+    """A session as it is on disk. A tombstone has no facts, nor has one whose facts are damaged."""
+
+    state: SessionState
+    owner: str
+    is_recorded: bool
+    expires_at: float
+    facts: SessionFacts | None = None
+    calls: tuple[CallRecord, ...] = ()
+    nodes: tuple[Node, ...] = ()
 
 
 class SessionStore:
-    """The journal of sessions. `await start()`, and in the end `await close()`.
+    """The sessions' durable side. `await start()`, and in the end `await close()`.
 
     Every coroutine returns once its work is committed, and raises ServiceUnavailable when the disk fails: nothing
     was stored then. `wall_s` is the time in seconds since 1970.
@@ -79,14 +87,21 @@ class SessionStore:
         """`executor` runs one call at a time; a thread of its own by default."""
         self._path = Path(path)
         self._wall_s = wall_s
-        self._executor = executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="sessions")
-        self._db: sqlite3.Connection | None = None
-        self._intents_path = self._path.with_suffix(".intents")
-        self._intents = Intents(self._intents_path)
+        self._executor = executor or one_thread("sessions")
+        self._writer: BatchWriter | None = None
+        self._log = OpenCallsLog(self._log_path)
         self._numbers = itertools.count(1)
-        self._waiting: list[_Piece] = []  # their callers wait
-        self._is_writing = False
-        self.num_corrupt_rows = 0  # met so far
+        self._rows = RowChecker(_SCHEMA.kind)
+        self._num_damaged_lines = 0
+
+    @property
+    def _log_path(self) -> Path:
+        return self._path.with_suffix(".open-calls")
+
+    @property
+    def num_corrupt_rows(self) -> int:
+        """Damaged rows, and damaged lines of the open-call log, met so far."""
+        return self._rows.num_corrupt_rows + self._num_damaged_lines
 
     async def start(self) -> int:
         """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
@@ -94,100 +109,102 @@ class SessionStore:
         Raises InvalidRequest if the file is no session store, and ServiceUnavailable when the disk fails.
         """
         loop = asyncio.get_running_loop()
-        left, num_damaged = await loop.run_in_executor(self._executor, self._open)
-        self.num_corrupt_rows += num_damaged
-        last = max(await self._commit(last_number), *(intent.number for intent in left), 0)
+        try:
+            left, self._num_damaged_lines = await loop.run_in_executor(
+                self._executor, read_open_calls, self._log_path
+            )
+        except OSError as error:
+            raise InvalidRequest(f"{self._log_path.name} cannot be read: {error}") from error
+        db = await loop.run_in_executor(self._executor, open_database, self._path, _SCHEMA)
+        self._writer = BatchWriter(db, _SCHEMA.kind, self._executor, max_batch=MAX_WRITE_BATCH)
+        last = max(await self._run(_last_number), *(opened.number for opened in left), 0)
         self._numbers = itertools.count(last + 1)
-        num_open = await self._commit(lambda db: fail_open_calls(db, left, self._numbers))
-        await loop.run_in_executor(self._executor, self._intents.open)
+        num_open = await self._run(lambda db: _fail_open_calls(db, left, self._numbers))
+        await loop.run_in_executor(self._executor, self._log.open)
         return num_open
 
     async def close(self) -> None:
         """Finish what waits, then let go of the files. Idempotent."""
-        while self._is_writing:
-            await self._commit(lambda db: None)
-        if self._db is not None:
-            db, self._db = self._db, None
-            self._intents.close()
-            await asyncio.get_running_loop().run_in_executor(self._executor, db.close)
-            self._executor.shutdown()
+        if self._writer is not None:
+            await self._writer.close()
+            self._log.close()
 
     # --- the journal of a session ---
 
     def begin(self, session_id: str, call: CallRecord) -> None:
         """A call is accepted: kept on return. Raises ServiceUnavailable, and nothing is kept then."""
-        self._intents.begin(next(self._numbers), session_id, call)
+        self._log.begin(next(self._numbers), session_id, call)
 
     async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
         """A call is committed, with its turns, or has failed; this replaces what was said of it before.
 
         Raises SessionNotFound for a tombstone.
         """
-        intent, number = self._intents.of_call(session_id, call.call_id), next(self._numbers)
-        began = number if intent is None else intent.number
+        opened, number = self._log.of_call(session_id, call.call_id), next(self._numbers)
+        began = number if opened is None else opened.number
         stored = StoredCall(call, tuple(nodes))
 
         def work(db: sqlite3.Connection) -> None:
-            _, good_until = require(db, session_id, LIVE)
-            put_call(db, session_id, stored, number, began)
+            _, good_until = _require(db, session_id, _LIVE)
+            _put_call(db, session_id, stored, number, began)
             if good_until < self._wall_s():
                 self._extend(db, session_id)
 
-        await self._commit(work, lambda: self._intents.end(session_id, call.call_id))
+        await self._run(work, lambda: self._log.end(session_id, call.call_id))
 
     async def save(self, facts: SessionFacts) -> bool:
         """Replace a session's facts; whether this has finished it. Raises SessionNotFound for a tombstone, and
         SessionFinished rather than open it again."""
 
         def work(db: sqlite3.Connection) -> bool:
-            allowed = LIVE if facts.state is SessionState.FINISHED else frozenset({RowState.OPEN})
-            state, _ = require(db, facts.session_id, allowed)
+            allowed = _LIVE if facts.state is SessionState.FINISHED else frozenset({SessionState.OPEN})
+            state, _ = _require(db, facts.session_id, allowed)
             db.execute(
                 "UPDATE sessions SET state = ?, value = ?, crc = ? WHERE session_id = ?",
-                (RowState(facts.state.value), *packed(facts), facts.session_id),
+                (facts.state, *packed(facts), facts.session_id),
             )
             self._extend(db, facts.session_id)
-            return state is RowState.OPEN and facts.state is SessionState.FINISHED
+            return state is SessionState.OPEN and facts.state is SessionState.FINISHED
 
-        return await self._commit(work)
+        return await self._run(work)
 
     # --- a session's life ---
 
     async def create(self, facts: SessionFacts) -> bool:
         """Store a new session. False: there is, or was, one of that id."""
         expires_at = self._wall_s() + facts.ttl_s
-        row = (facts.session_id, facts.owner, RowState(facts.state.value), 0, facts.ttl_s, expires_at)
+        row = (facts.session_id, facts.owner, facts.state, 0, facts.ttl_s, expires_at)
 
         def work(db: sqlite3.Connection) -> bool:
             statement = "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
             return db.execute(statement, (*row, *packed(facts))).rowcount > 0
 
-        return await self._commit(work)
+        return await self._run(work)
 
     async def load(self, session_id: str) -> StoredSession | None:
         """A session with everything it has, or its tombstone; None for an id that was never used."""
-        open_calls = self._intents.of_session(session_id)
-        return await self._commit(lambda db: self._load(db, session_id, open_calls))
+        open_calls = self._log.of_session(session_id)
+        return await self._run(lambda db: self._load(db, session_id, open_calls))
 
     async def mark_recorded(self, session_id: str) -> None:
         """A finished session's record is in the run's store, or never will be."""
         statement = "UPDATE sessions SET is_recorded = 1 WHERE session_id = ?"
-        await self._commit(lambda db: db.execute(statement, (session_id,)).rowcount)
+        await self._run(lambda db: db.execute(statement, (session_id,)).rowcount)
 
     async def is_recorded(self, session_id: str) -> bool:
         """Whether a finished session's record needs no more care."""
         statement = "SELECT 1 FROM sessions WHERE session_id = ? AND is_recorded = 1"
-        return await self._commit(lambda db: db.execute(statement, (session_id,)).fetchone() is not None)
+        return await self._run(lambda db: db.execute(statement, (session_id,)).fetchone() is not None)
 
     async def extend(self, session_id: str) -> None:
         """Let a session live for its whole time from now."""
-        await self._commit(lambda db: self._extend(db, session_id))
+        await self._run(lambda db: self._extend(db, session_id))
 
-    async def bury(self, session_id: str, state: RowState | None) -> bool:
+    async def delete(self, session_id: str, state: SessionState | None) -> bool:
         """Drop all that a session has; it leaves a tombstone, or nothing for None. Whether it was open."""
 
         def work(db: sqlite3.Connection) -> bool:
-            was_open = state_of(db, session_id) is RowState.OPEN
+            was_open = _state_of(db, session_id) is SessionState.OPEN
             db.execute("DELETE FROM calls WHERE session_id = ?", (session_id,))
             if state is None:
                 db.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
@@ -196,7 +213,7 @@ class SessionStore:
                 db.execute(statement, (state, session_id))
             return was_open
 
-        return await self._commit(work, lambda: self._intents.end_all(session_id))
+        return await self._run(work, lambda: self._log.end_all(session_id))
 
     async def expired(self, limit: int) -> list[str]:
         """Up to `limit` live sessions whose time is over, the oldest first."""
@@ -205,7 +222,7 @@ class SessionStore:
             " ORDER BY expires_at LIMIT ?"
         )
         arguments = (self._wall_s(), limit)
-        return await self._commit(lambda db: [row[0] for row in db.execute(statement, arguments)])
+        return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
 
     async def owed(self, after: str, limit: int) -> list[str]:
         """Up to `limit` finished sessions after id `after`, by id, that lack their record in the run's store."""
@@ -213,91 +230,17 @@ class SessionStore:
             "SELECT session_id FROM sessions WHERE state = 'finished' AND is_recorded = 0 AND session_id > ?"
             " ORDER BY session_id LIMIT ?"
         )
-        return await self._commit(lambda db: [row[0] for row in db.execute(statement, (after, limit))])
+        return await self._run(lambda db: [row[0] for row in db.execute(statement, (after, limit))])
 
-    # --- the event loop's side ---
+    # --- inside ---
 
-    async def _commit(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
-        """`on_committed` is called even if the caller has left."""
-        if self._db is None:
+    async def _run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
+        if self._writer is None:
             raise ServiceUnavailable("the session store is closed")
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Piece(work, done, on_committed))
-        self._write_waiting()
-        return await done
-
-    def _write_waiting(self) -> None:
-        """Give the thread a batch, unless it has one: when that is done, the next one goes."""
-        if self._is_writing or not self._waiting:
-            return
-        self._is_writing = True
-        batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-        self._executor.submit(self._run_batch, asyncio.get_running_loop(), batch)
-
-    def _deliver(self, batch: Sequence[_Piece], outcomes: Sequence[Any]) -> None:
-        self._is_writing = False
-        self._write_waiting()
-        for piece, outcome in zip(batch, outcomes, strict=True):
-            is_committed = not isinstance(outcome, Exception)
-            if is_committed and piece.on_committed is not None:
-                piece.on_committed()
-            if piece.done.done():
-                continue  # its caller has left
-            if is_committed:
-                piece.done.set_result(outcome)
-            else:
-                piece.done.set_exception(outcome)
-
-    # --- the thread's side ---
-
-    def _open(self) -> tuple[list[Intent], int]:
         try:
-            left = read_intents(self._intents_path)
-        except OSError as error:
-            raise InvalidRequest(f"{self._intents_path.name} cannot be read: {error}") from error
-        try:
-            db = sqlite3.connect(self._path, timeout=30.0, isolation_level=None, check_same_thread=False)
+            return await self._writer.run(work, on_committed)
         except sqlite3.Error as error:
-            raise InvalidRequest(f"{self._path.name} cannot be opened: {error}") from error
-        try:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, SCHEMA_VERSION):
-                raise InvalidRequest(f"{self._path.name} is not a session store of schema {SCHEMA_VERSION}")
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        except sqlite3.DatabaseError as error:
-            db.close()
-            raise InvalidRequest(f"{self._path.name} is not a session store: {error}") from error
-        except InvalidRequest:
-            db.close()
-            raise
-        self._db = db
-        return left
-
-    def _run_batch(self, loop: asyncio.AbstractEventLoop, batch: Sequence[_Piece]) -> None:
-        outcomes = self._run([piece.work for piece in batch])
-        loop.call_soon_threadsafe(self._deliver, batch, outcomes)
-
-    def _run(self, works: Sequence[Work[Any]]) -> list[Any]:
-        """Do everything in one transaction; the outcomes, errors among them. Where one piece of work spoils the
-        transaction, each gets its own."""
-        db = self._db
-        if db is None:
-            return [ServiceUnavailable("the session store is closed")] * len(works)
-        try:
-            db.execute("BEGIN IMMEDIATE")
-            outcomes = [_outcome(work, db) for work in works]
-            db.execute("COMMIT")
-            return outcomes
-        except Exception as error:
-            problem: Exception = error
-            if isinstance(error, sqlite3.Error):
-                problem = ServiceUnavailable(f"the session store failed: {error}")
-                _log.error("sessions_not_written", num_calls=len(works), error=repr(error))
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-        return [problem] if len(works) == 1 else [self._run([work])[0] for work in works]
+            raise ServiceUnavailable(f"the session store failed: {error}") from error
 
     def _extend(self, db: sqlite3.Connection, session_id: str) -> None:
         """Never too early, and at most the slack too late."""
@@ -307,19 +250,26 @@ class SessionStore:
             {"now": self._wall_s(), "slack": 1 + _EXPIRY_SLACK, "session": session_id},
         )
 
-    def _load(self, db: sqlite3.Connection, session_id: str, open_calls: Sequence[Intent]) -> StoredSession | None:
+    def _load(
+        self, db: sqlite3.Connection, session_id: str, open_calls: Sequence[OpenCall]
+    ) -> StoredSession | None:
         columns = "state, owner, is_recorded, expires_at, CAST(value AS BLOB), crc"
         row = db.execute(f"SELECT {columns} FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         if row is None:
             return None
-        state, owner, is_recorded, expires_at = RowState(row[0]), row[1], bool(row[2]), row[3]
-        if state not in LIVE:
+        state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
+        if state not in _LIVE:
             return StoredSession(state, owner, is_recorded, expires_at)
-        facts = self._unpacked(row[4], row[5], SessionFacts)
+        facts = self._rows.value("sessions", SessionFacts, session_id, row[4], row[5])
         statement = "SELECT call_id, began, CAST(value AS BLOB), crc FROM calls WHERE session_id = ? ORDER BY seq"
         rows = db.execute(statement, (session_id,)).fetchall()
-        calls = sound([(call_id, self._unpacked(data, crc, StoredCall)) for call_id, _, data, crc in rows])
-        records = {intent.call.call_id: (intent.number, intent.call) for intent in open_calls}
+        calls = _sound(
+            [
+                (call_id, self._rows.value("calls", StoredCall, (session_id, call_id), data, crc))
+                for call_id, _, data, crc in rows
+            ]
+        )
+        records = {opened.call.call_id: (opened.number, opened.call) for opened in open_calls}
         for (call_id, began, _, _), call in zip(rows, calls, strict=True):
             records[call_id] = began, call.record  # some may have ended since `open_calls` was taken
         in_order = sorted(records.values(), key=lambda numbered: numbered[0])
@@ -328,19 +278,79 @@ class SessionStore:
             state, owner, is_recorded, expires_at, facts, tuple(record for _, record in in_order), nodes
         )
 
-    def _unpacked(self, data: bytes, crc: int, kind: type[T]) -> T | None:
-        if zlib.crc32(data) == crc:
-            try:
-                return codec.decode(data, kind)
-            except InvalidRequest as error:
-                _log.error("corrupt_session_row", kind=kind.__name__, reason=error.message)
-        self.num_corrupt_rows += 1
-        return None
+
+# --- in the thread, inside its transaction: what raises does so before it writes ---
 
 
-def _outcome(work: Work[Any], db: sqlite3.Connection) -> Any:
-    """What the work returns, or the error of ours that it raised: those come before it writes anything."""
-    try:
-        return work(db)
-    except AgentLoopError as error:
-        return error
+def _state_of(db: sqlite3.Connection, session_id: str) -> SessionState | None:
+    """A session's state; None for an id that was never used."""
+    row = db.execute("SELECT state FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    return None if row is None else SessionState(row[0])
+
+
+def _require(
+    db: sqlite3.Connection, session_id: str, allowed: frozenset[SessionState]
+) -> tuple[SessionState, float]:
+    """The session's state, if it is an allowed one, and the time until which it needs no later expiry.
+
+    Raises SessionNotFound or SessionFinished.
+    """
+    statement = "SELECT state, expires_at - ttl_s FROM sessions WHERE session_id = ?"
+    row = db.execute(statement, (session_id,)).fetchone()
+    state = None if row is None else SessionState(row[0])
+    if state is None or state not in _LIVE:
+        raise SessionNotFound(f"there is no session {session_id!r}", param="session_id")
+    if state not in allowed:
+        raise SessionFinished(f"session {session_id!r} is finished", param="session_id")
+    return state, row[1]
+
+
+def _put_call(db: sqlite3.Connection, session_id: str, call: StoredCall, number: int, began: int) -> None:
+    """Write a call down that ended as `number`, in its old place if it has one."""
+    row = (number, began, session_id, call.record.call_id, *packed(call))
+    db.execute(
+        "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id) DO UPDATE"
+        " SET value = excluded.value, crc = excluded.crc",
+        row,
+    )
+
+
+def _last_number(db: sqlite3.Connection) -> int:
+    """The greatest number there is: a call ends after it began."""
+    return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0])
+
+
+def _fail_open_calls(db: sqlite3.Connection, left: Sequence[OpenCall], numbers: Iterator[int]) -> int:
+    """The process that ran them has ended. Returns how many sessions are open."""
+    for opened in left:
+        record = dataclasses.replace(opened.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
+        ids = opened.session_id, record.call_id
+        db.execute(
+            "INSERT OR IGNORE INTO calls SELECT ?, ?, ?, ?, ?, ? FROM sessions"
+            " WHERE session_id = ? AND state IN ('open', 'finished')",
+            (next(numbers), opened.number, *ids, *packed(StoredCall(record)), opened.session_id),
+        )
+    return int(db.execute("SELECT COUNT(*) FROM sessions WHERE state = 'open'").fetchone()[0])
+
+
+def _damaged(call: CallRecord) -> CallRecord:
+    return dataclasses.replace(call, state=ModelCallState.FAILED, error=_DAMAGED)
+
+
+def _sound(found: Sequence[tuple[str, StoredCall | None]]) -> list[StoredCall]:
+    """Calls by id, in the order they ended, without the turns that descend from damaged ones: those have failed.
+
+    A call's turns stand and fall together, so what comes of a damaged one is known by its absence.
+    """
+    known: set[str | None] = {None}  # nodes that a turn may follow; None: a root follows nothing
+    calls = []
+    for call_id, call in found:
+        if call is None:  # no retry can heal it: its digest is nobody's
+            lost = CallRecord(call_id, b"", 0, ModelCallState.FAILED, error=_DAMAGED)
+            calls.append(StoredCall(lost))
+        elif any(node.parent_id not in known for node in call.nodes):
+            calls.append(StoredCall(_damaged(call.record)))
+        else:
+            known.update(node.node_id for node in call.nodes)
+            calls.append(call)
+    return calls

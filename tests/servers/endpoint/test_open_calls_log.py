@@ -16,18 +16,18 @@ import pytest
 
 from agentloop.errors import InvariantBroken, ServiceUnavailable
 from agentloop.trajectory.node import CallRecord, ModelCallState
-from agentloop_servers.endpoint.open_calls_log import NUM_CHUNK_SLOTS, SLOT_BYTES, Intent, Intents, read_intents
+from agentloop_servers.endpoint.open_calls_log import ROTATE_BYTES, OpenCall, OpenCallsLog, read_open_calls
 from tests.support.turns import make_call
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "sessions.intents"
+    return tmp_path / "sessions.open-calls"
 
 
 @pytest.fixture
-def intents(path: Path) -> Iterator[Intents]:
-    made = Intents(path)
+def log(path: Path) -> Iterator[OpenCallsLog]:
+    made = OpenCallsLog(path)
     made.open()
     yield made
     made.close()
@@ -36,175 +36,191 @@ def intents(path: Path) -> Iterator[Intents]:
 
 def numbers(path: Path) -> list[int]:
     """Of what a reader finds, all of it undamaged."""
-    found, num_damaged = read_intents(path)
+    found, num_damaged = read_open_calls(path)
     assert num_damaged == 0
-    return [intent.number for intent in found]
+    return [opened.number for opened in found]
 
 
-def test_what_has_begun_is_there_at_once_and_until_it_ends(path: Path, intents: Intents) -> None:
-    assert read_intents(path) == ([], 0)
-    one, two = Intent(7, "s", make_call("one")), Intent(3, "other", make_call("two"))
-    for intent in (one, two):
-        intents.begin(intent.number, intent.session_id, intent.call)
-    assert read_intents(path) == ([two, one], 0)
-    assert intents.of_call("s", "one") == one
-    assert intents.of_call("s", "two") is None
-    assert intents.of_session("other") == [two]
-    intents.end("s", "one")
-    intents.end("s", "one")
-    intents.end("unknown", "one")
-    assert read_intents(path) == ([two], 0)
-    assert intents.of_session("s") == []
+def test_what_has_begun_is_there_at_once_and_until_it_ends(path: Path, log: OpenCallsLog) -> None:
+    assert read_open_calls(path) == ([], 0)
+    one, two = OpenCall(7, "s", make_call("one")), OpenCall(3, "other", make_call("two"))
+    for opened in (one, two):
+        log.begin(opened.number, opened.session_id, opened.call)
+    assert read_open_calls(path) == ([two, one], 0)
+    assert log.of_call("s", "one") == one
+    assert log.of_call("s", "two") is None
+    assert log.of_session("other") == [two]
+    log.end("s", "one")
+    log.end("s", "one")
+    log.end("unknown", "one")
+    assert read_open_calls(path) == ([two], 0)
+    assert log.of_session("s") == []
     for number, call_id in enumerate("abc", 10):
-        intents.begin(number, "s", make_call(call_id))
-    assert [intent.number for intent in intents.of_session("s")] == [10, 11, 12]
-    intents.end_all("s")
-    assert read_intents(path) == ([two], 0)
-    assert [intents.of_call("s", call_id) for call_id in "abc"] == [None] * 3
+        log.begin(number, "s", make_call(call_id))
+    assert [opened.number for opened in log.of_session("s")] == [10, 11, 12]
+    log.end_all("s")
+    assert read_open_calls(path) == ([two], 0)
+    assert [log.of_call("s", call_id) for call_id in "abc"] == [None] * 3
 
 
-def test_opening_clears_what_another_process_left(path: Path, intents: Intents) -> None:
-    for number in range(NUM_CHUNK_SLOTS + 1):
-        intents.begin(number, "s", make_call(f"c{number}"))
-    intents.close()
-    assert len(numbers(path)) == NUM_CHUNK_SLOTS + 1
-    again = Intents(path)
+def test_opening_clears_what_another_process_left(path: Path, log: OpenCallsLog) -> None:
+    for number in range(300):
+        log.begin(number, "s", make_call(f"c{number}"))
+    log.close()
+    assert len(numbers(path)) == 300
+    again = OpenCallsLog(path)
     again.open()
-    assert read_intents(path) == ([], 0)
-    assert path.stat().st_size == NUM_CHUNK_SLOTS * SLOT_BYTES
+    assert read_open_calls(path) == ([], 0)
+    assert path.stat().st_size == 0
     again.close()
 
 
-def test_a_process_that_lingers_does_not_write_into_the_next_ones_file(path: Path, intents: Intents) -> None:
-    intents.begin(1, "s", make_call("a"))
-    again = Intents(path)
+def test_a_process_that_lingers_does_not_write_into_the_next_ones_file(path: Path, log: OpenCallsLog) -> None:
+    log.begin(1, "s", make_call("a"))
+    again = OpenCallsLog(path)
     again.open()
-    intents.begin(2, "s", make_call("b"))
-    assert read_intents(path) == ([], 0)
+    log.begin(2, "s", make_call("b"))
+    assert read_open_calls(path) == ([], 0)
     again.begin(3, "s", make_call("c"))
     assert numbers(path) == [3]
     again.close()
 
 
-def test_slots_are_used_again(path: Path, intents: Intents) -> None:
+def test_the_file_is_made_anew_when_most_of_its_calls_have_ended(path: Path, log: OpenCallsLog) -> None:
     random = Random(1)
     held: dict[int, tuple[str, CallRecord]] = {}
-    for number in range(5000):
-        if held and (len(held) == NUM_CHUNK_SLOTS or random.random() < 0.5):
+    inodes, largest = set(), 0
+    for number in range(10_000):
+        if held and (len(held) == 300 or random.random() < 0.5):
             session_id, call = held.pop(random.choice(list(held)))
-            intents.end(session_id, call.call_id)
+            log.end(session_id, call.call_id)
         else:
             session_id = "s" * random.randint(1, 128)
             call = replace(make_call(f"{number}"), digest=random.randbytes(random.randint(0, 32)))
             held[number] = session_id, call
-            intents.begin(number, session_id, call)
+            log.begin(number, session_id, call)
         if number % 100 == 0:
-            assert read_intents(path) == ([Intent(n, *held[n]) for n in sorted(held)], 0)
-    assert path.stat().st_size == NUM_CHUNK_SLOTS * SLOT_BYTES
+            assert read_open_calls(path) == ([OpenCall(n, *held[n]) for n in sorted(held)], 0)
+            inodes.add(path.stat().st_ino)
+            largest = max(largest, path.stat().st_size)
+    assert len(inodes) > 2
+    assert largest < 1.5 * ROTATE_BYTES
+    assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_file_grows_and_has_all_of_its_blocks(path: Path, intents: Intents) -> None:
-    num_calls = 3 * NUM_CHUNK_SLOTS + 1
-    for number in range(num_calls):
-        intents.begin(number, f"s{number % 7}", make_call(f"c{number}"))
-    assert numbers(path) == list(range(num_calls))
-    status = path.stat()
-    assert status.st_size == 4 * NUM_CHUNK_SLOTS * SLOT_BYTES
-    assert status.st_blocks * 512 >= status.st_size  # a hole would be a SIGBUS on a full disk
-    for number in range(0, num_calls, 2):
-        intents.end(f"s{number % 7}", f"c{number}")
-    assert numbers(path) == list(range(1, num_calls, 2))
+def test_many_open_calls_stay_in_the_file(path: Path, log: OpenCallsLog) -> None:
+    for number in range(10_000):
+        log.begin(number, f"s{number % 7}", make_call(f"c{number}"))
+    assert numbers(path) == list(range(10_000))
+    assert path.stat().st_size > 2 * ROTATE_BYTES
+    for number in range(0, 10_000, 2):
+        log.end(f"s{number % 7}", f"c{number}")
+    assert numbers(path) == list(range(1, 10_000, 2))
+
+
+def test_a_file_that_cannot_be_made_anew_is_gone_on_with(
+    path: Path, log: OpenCallsLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    inode = path.stat().st_ino
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        for number in range(5000):
+            log.begin(number, "s", make_call(f"c{number}"))
+            log.end("s", f"c{number}")
+        log.begin(5000, "s", make_call("last"))
+    assert path.stat().st_size > ROTATE_BYTES
+    assert path.stat().st_ino == inode
+    assert numbers(path) == [5000]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_full_disk_refuses_and_keeps_nothing(
-    path: Path, intents: Intents, monkeypatch: pytest.MonkeyPatch
+    path: Path, log: OpenCallsLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: int) -> None:
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for number in range(NUM_CHUNK_SLOTS):
-        intents.begin(number, "s", make_call(f"c{number}"))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(ServiceUnavailable, match="No space left") as raised:
-            intents.begin(1000, "late", make_call("late"))
-        assert raised.value.retryable
-        assert intents.of_session("late") == []
-        assert numbers(path) == list(range(NUM_CHUNK_SLOTS))
-        intents.end("s", "c5")
-        intents.begin(1001, "late", make_call("late"))
-    intents.begin(1002, "s", make_call("more"))
-    assert numbers(path)[-2:] == [1001, 1002]
+    def short(fd: int, data: bytes) -> int:
+        return write(fd, data[:-10])
+
+    for number in range(10):
+        log.begin(number, "s", make_call(f"c{number}"))
+    for fails in (full, short):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", fails)
+            with pytest.raises(ServiceUnavailable, match="no room for another open call") as raised:
+                log.begin(1000, "late", make_call("late"))
+            assert raised.value.retryable
+            assert log.of_session("late") == []
+            assert numbers(path) == list(range(10))
+    log.begin(1001, "late", make_call("late"))
+    log.begin(1002, "s", make_call("more"))
+    assert numbers(path) == [*range(10), 1001, 1002]
 
 
-def test_what_cannot_be_kept_is_refused(path: Path, intents: Intents) -> None:
-    longest = CallRecord("c" * 64, b"\xff" * 32, 2**62, ModelCallState.OPEN)
-    intents.begin(2**62, "s" * 128, longest)
-    whole = [Intent(2**62, "s" * 128, longest)]
-    for session_id, call in (
-        ("s" * 129, make_call("c")),
-        ("\u2713" * 43, make_call("c")),
-        ("s", make_call("c" * 65)),
-        ("s", replace(make_call("c"), digest=b"d" * 33)),
-        ("s" * 128, longest),  # twice
-    ):
-        with pytest.raises(InvariantBroken):
-            intents.begin(1, session_id, call)
-    assert read_intents(path) == (whole, 0)
-    assert intents.of_session("s" * 128) == whole
-    assert intents.of_session("s") == []
+def test_any_id_is_kept_and_none_twice(path: Path, log: OpenCallsLog) -> None:
+    longest = CallRecord("c\n" * 64, b"\xff" * 32, 2**62, ModelCallState.OPEN)
+    log.begin(2**62, "\u2713 " * 128, longest)
+    with pytest.raises(InvariantBroken):
+        log.begin(1, "\u2713 " * 128, longest)
+    whole = [OpenCall(2**62, "\u2713 " * 128, longest)]
+    assert read_open_calls(path) == (whole, 0)
+    assert log.of_session("\u2713 " * 128) == whole
 
 
-def test_a_file_that_is_closed_or_cannot_be_made(path: Path, intents: Intents) -> None:
-    intents.begin(1, "s", make_call("c"))
-    intents.close()
+def test_a_file_that_is_closed_or_cannot_be_made(path: Path, log: OpenCallsLog) -> None:
+    log.begin(1, "s", make_call("c"))
+    log.close()
     with pytest.raises(ServiceUnavailable):
-        intents.begin(2, "s", make_call("late"))
-    intents.end("s", "c")
+        log.begin(2, "s", make_call("late"))
+    log.end("s", "c")
     assert numbers(path) == [1]
     with pytest.raises(ServiceUnavailable):
-        Intents(path / "no" / "folder").open()
-    assert read_intents(path.with_name("none")) == ([], 0)
+        OpenCallsLog(path / "no" / "folder").open()
+    assert read_open_calls(path.with_name("none")) == ([], 0)
 
 
-def test_a_slot_without_its_mark_is_empty_and_a_damaged_one_is_counted(path: Path, intents: Intents) -> None:
+def test_a_damaged_line_is_counted_and_a_last_one_that_was_cut_off_is_not(path: Path, log: OpenCallsLog) -> None:
+    ends = [0]
     for number in range(3):
-        intents.begin(number, "session", make_call(f"call {number}"))
+        log.begin(number, "session", make_call(f"call {number}"))
+        ends.append(path.stat().st_size)
     whole = path.read_bytes()
-    num_written = len(whole[SLOT_BYTES : 2 * SLOT_BYTES - 1].rstrip(b"\0"))
-    assert num_written > 40
-    for at in range(num_written):
+    for at in range(ends[1], ends[2] - 1):
         torn = bytearray(whole)
-        torn[SLOT_BYTES + at] ^= 0x40
+        torn[at] ^= 0x40
         path.with_name("torn").write_bytes(torn)
-        found, num_damaged = read_intents(path.with_name("torn"))
-        assert ([intent.number for intent in found], num_damaged) == ([0, 2], 1)
-        torn[2 * SLOT_BYTES - 1] = 0
-        path.with_name("torn").write_bytes(torn)
-        assert numbers(path.with_name("torn")) == [0, 2]
-    path.with_name("torn").write_bytes(whole[: 2 * SLOT_BYTES + 100])  # not a whole number of slots
-    assert numbers(path.with_name("torn")) == [0, 1]
+        found, num_damaged = read_open_calls(path.with_name("torn"))
+        assert ([opened.number for opened in found], num_damaged >= 1) == ([0, 2], True)
+    for at in range(ends[2], ends[3]):
+        path.with_name("torn").write_bytes(whole[:at])
+        assert numbers(path.with_name("torn")) == [0, 1]
 
 
 _WRITER = """
 import os, sys
 from pathlib import Path
-from agentloop_servers.endpoint.open_calls_log import Intents
+from agentloop_servers.endpoint.open_calls_log import OpenCallsLog
 from tests.support.turns import make_call
 
-intents = Intents(Path(sys.argv[1]))
-intents.open()
+log = OpenCallsLog(Path(sys.argv[1]))
+log.open()
 for number in range(10_000_000):
-    intents.begin(number, "s", make_call(f"call {number}"))
+    log.begin(number, "s", make_call(f"call {number}"))
     if number >= 300:
-        intents.end("s", f"call {number - 300}")
+        log.end("s", f"call {number - 300}")
     if number % 100 == 0:
         print(number, flush=True)
 """
 
 
 @pytest.mark.parametrize("kill_after", [0, 200, 1700, 5000])
-def test_a_killed_process_leaves_whole_slots(path: Path, kill_after: int) -> None:
+def test_a_killed_process_leaves_whole_lines(path: Path, kill_after: int) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(path)],
         stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,10 @@ from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished
 from agentloop.sessions.facts import SessionState
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.counting_journal import CountingJournal
-from agentloop_servers.endpoint.open_calls_log import NUM_CHUNK_SLOTS, read_intents
+from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.residents import Residents
-from agentloop_servers.endpoint.session_rows import RowState, StoredSession
-from agentloop_servers.endpoint.session_store import MAX_BATCH, SessionStore
-from tests.support.turns import make_call, make_facts, make_node
+from agentloop_servers.endpoint.session_store import MAX_WRITE_BATCH, SessionStore, StoredSession
+from tests.support.turns import in_store, make_call, make_facts, make_node
 
 
 class Wall:
@@ -87,7 +87,7 @@ async def test_a_session_comes_back_as_it_was(path: Path) -> None:
         store.begin("s", make_call("lost"))
         await store.end("s", make_call("lost", ModelCallState.FAILED, error="engine_lost"), [])
         stored = await loaded(store)
-        assert (stored.state, stored.owner, stored.is_recorded) == (RowState.OPEN, "o", False)
+        assert (stored.state, stored.owner, stored.is_recorded) == (SessionState.OPEN, "o", False)
         assert stored.facts == make_facts(owner="o")
         assert [call.call_id for call in stored.calls] == ["c0", "c1", "c2", "open", "lost"]
         states = [call.state for call in stored.calls]
@@ -119,14 +119,14 @@ async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
         await make_turns(store, 1, "a")
         store.begin("a", make_call("open"))
         await store.save(replace(make_facts("b"), state=SessionState.FINISHED))
-        await store.bury("c", RowState.DELETED)
+        await store.delete("c", SessionState.DELETED)
     store = SessionStore(path, Wall())
     assert await store.start() == 1
     stored = await loaded(store, "a")
     assert [call.state for call in stored.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
     assert stored.calls[1].error
-    assert (await loaded(store, "b")).state is RowState.FINISHED
-    assert (await loaded(store, "c")).state is RowState.DELETED
+    assert (await loaded(store, "b")).state is SessionState.FINISHED
+    assert (await loaded(store, "c")).state is SessionState.DELETED
     await store.close()
 
 
@@ -149,15 +149,15 @@ async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Pa
         assert await store.owed("", 10) == []
 
 
-@pytest.mark.parametrize("state", [RowState.DELETED, RowState.GONE])
-async def test_nothing_brings_a_tombstone_back(path: Path, state: RowState) -> None:
+@pytest.mark.parametrize("state", [SessionState.DELETED, SessionState.GONE])
+async def test_nothing_brings_a_tombstone_back(path: Path, state: SessionState) -> None:
     async with opened(path) as store:
         facts = make_facts(owner="o")
         await store.create(facts)
         await make_turns(store, 2)
         store.begin("s", make_call("late"))
-        assert await store.bury("s", state)
-        assert not await store.bury("s", state)
+        assert await store.delete("s", state)
+        assert not await store.delete("s", state)
         for write in (
             store.end("s", make_call("late", ModelCallState.COMMITTED), [make_node("n", "late")]),
             store.save(facts),
@@ -170,13 +170,13 @@ async def test_nothing_brings_a_tombstone_back(path: Path, state: RowState) -> N
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT COUNT(*) FROM calls").fetchone() == (0,)
     db.close()
-    assert read_intents(path.with_suffix(".intents")) == ([], 0)
+    assert read_open_calls(path.with_suffix(".open-calls")) == ([], 0)
 
 
 async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_facts())
-        assert await store.bury("s", None)
+        assert await store.delete("s", None)
         assert await store.load("s") is None
         with pytest.raises(SessionNotFound):
             await store.end("s", make_call("late", ModelCallState.FAILED), [])
@@ -198,7 +198,7 @@ async def test_use_extends_a_life(path: Path) -> None:
         assert await store.expired(10) == ["idle", "used"]
         assert await store.expired(1) == ["idle"]
         await store.extend("used")
-        await store.bury("idle", RowState.GONE)
+        await store.delete("idle", SessionState.GONE)
         assert await store.expired(10) == []
 
 
@@ -206,8 +206,8 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_facts())
         await make_turns(store, 1)
-        (num_pages,) = await store._commit(lambda db: db.execute("PRAGMA page_count").fetchone())
-        await store._commit(lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
+        (num_pages,) = await in_store(store, lambda db: db.execute("PRAGMA page_count").fetchone())
+        await in_store(store, lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
         big = make_call("big", ModelCallState.FAILED, error="x" * 400_000)
         store.begin("s", make_call("big"))
         outcomes = await asyncio.gather(
@@ -225,7 +225,7 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
             "big": ModelCallState.OPEN,
             "small": ModelCallState.FAILED,
         }
-        await store._commit(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
+        await in_store(store, lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
         await store.end("s", big, [])
         assert (await loaded(store)).calls[1] == big
 
@@ -307,21 +307,26 @@ async def test_another_schema_is_refused(path: Path) -> None:
         await SessionStore(path, Wall()).start()
 
 
+class CountingExecutor(ThreadPoolExecutor):
+    """One thread, and how often it was asked."""
+
+    num_batches = 0
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self.num_batches += 1
+        return super().submit(fn, *args, **kwargs)
+
+
 async def test_writes_that_wait_share_transactions(path: Path) -> None:
-    async with opened(path) as store:
-        await store.create(make_facts())
-        num_batches = 0
-        run = store._run
-
-        def counted(works):  # type: ignore[no-untyped-def]
-            nonlocal num_batches
-            num_batches += 1
-            return run(works)
-
-        store._run = counted  # type: ignore[method-assign] # counts, changes nothing
-        await asyncio.gather(*(store.end("s", make_call(f"c{index}"), []) for index in range(600)))
-        assert num_batches <= 600 // MAX_BATCH + 2
-        assert len((await loaded(store)).calls) == 600
+    executor = CountingExecutor(max_workers=1)
+    store = SessionStore(path, Wall(), executor)
+    await store.start()
+    await store.create(make_facts())
+    executor.num_batches = 0
+    await asyncio.gather(*(store.end("s", make_call(f"c{index}"), []) for index in range(600)))
+    assert executor.num_batches <= 600 // MAX_WRITE_BATCH + 2
+    assert len((await loaded(store)).calls) == 600
+    await store.close()
 
 
 # --- calls that are open ---
@@ -337,15 +342,15 @@ def as_killed(path: Path, name: str) -> Path:
     return folder / path.name
 
 
-def intents_of(path: Path) -> Path:
-    return path.with_suffix(".intents")
+def log_of(path: Path) -> Path:
+    return path.with_suffix(".open-calls")
 
 
 async def states_after(path: Path) -> list[tuple[str, ModelCallState]]:
-    """The calls of session "s" as the next process finds them, which takes care of all intents."""
+    """The calls of session "s" as the next process finds them, which takes care of all open calls."""
     async with opened(path) as store:
         states = [(call.call_id, call.state) for call in (await loaded(store)).calls]
-        assert read_intents(intents_of(path)) == ([], 0)
+        assert read_open_calls(log_of(path)) == ([], 0)
         return states
 
 
@@ -357,9 +362,9 @@ async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(pat
         begun = as_killed(path, "begun")
         await store.end("s", make_call("c", ModelCallState.COMMITTED), [make_node("n", "c")])
         ended = as_killed(path, "ended")
-        # Killed after the commit, with the mark still there.
+        # Killed after the commit, with the line of its end not written.
         unmarked = as_killed(path, "unmarked")
-        shutil.copy(intents_of(begun), intents_of(unmarked))
+        shutil.copy(log_of(begun), log_of(unmarked))
     assert await states_after(before) == []
     assert await states_after(begun) == [("c", ModelCallState.FAILED)]
     assert await states_after(ended) == [("c", ModelCallState.COMMITTED)]
@@ -372,7 +377,7 @@ async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(pat
         assert call.error
 
 
-async def test_intents_of_sessions_that_are_no_more_are_dropped(path: Path) -> None:
+async def test_open_calls_of_sessions_that_are_no_more_are_dropped(path: Path) -> None:
     async with opened(path) as store:
         for session_id in ("s", "finished", "deleted", "one-off"):
             await store.create(make_facts(session_id))
@@ -380,26 +385,26 @@ async def test_intents_of_sessions_that_are_no_more_are_dropped(path: Path) -> N
             store.begin(session_id, make_call("c"))
         await store.save(replace(make_facts("finished"), state=SessionState.FINISHED))
         killed = as_killed(path, "killed")
-        await store.bury("deleted", RowState.DELETED)
-        await store.bury("one-off", None)
+        await store.delete("deleted", SessionState.DELETED)
+        await store.delete("one-off", None)
         later = as_killed(path, "later")
-    assert [intent.session_id for intent in read_intents(intents_of(later))[0]] == ["s", "finished", "unknown"]
-    shutil.copy(intents_of(killed), intents_of(later))
+    assert [opened.session_id for opened in read_open_calls(log_of(later))[0]] == ["s", "finished", "unknown"]
+    shutil.copy(log_of(killed), log_of(later))
     assert await states_after(later) == [("c", ModelCallState.FAILED)]
     async with opened(later) as store:
         assert [call.state for call in (await loaded(store, "finished")).calls] == [ModelCallState.FAILED]
-        rows = await store._commit(lambda db: db.execute("SELECT session_id FROM calls").fetchall())
+        rows = await in_store(store, lambda db: db.execute("SELECT session_id FROM calls").fetchall())
         assert sorted(rows) == [("finished",), ("s",)]
         assert await store.load("unknown") is None
 
 
-async def test_damaged_intents_are_counted_and_cleared(path: Path) -> None:
+async def test_damaged_lines_of_open_calls_are_counted_and_cleared(path: Path) -> None:
     async with opened(path) as store:
         await store.create(make_facts())
         for call_id in ("a", "b"):
             store.begin("s", make_call(call_id))
         killed = as_killed(path, "killed")
-    with intents_of(killed).open("r+b") as file:
+    with log_of(killed).open("r+b") as file:
         file.seek(10)
         file.write(b"damage")
     async with opened(killed) as store:
@@ -445,31 +450,33 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
 
 
 async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
+    def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async with opened(path) as store:
         await store.create(make_facts())
+        for index in range(5):
+            store.begin("s", make_call(f"c{index}"))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", full)
-            for index in range(NUM_CHUNK_SLOTS):
-                store.begin("s", make_call(f"c{index}"))
+            patch.setattr(os, "write", full)
             for _ in range(3):
                 with pytest.raises(ServiceUnavailable, match="No space left"):
                     store.begin("s", make_call("late"))
-            assert len((await loaded(store)).calls) == NUM_CHUNK_SLOTS
-            await store.end("s", make_call("c0", ModelCallState.FAILED), [])
-            store.begin("s", make_call("late"))
+            assert len((await loaded(store)).calls) == 5
+            await store.end(
+                "s", make_call("c0", ModelCallState.FAILED), []
+            )  # the log does not say so: the store does
+        store.begin("s", make_call("late"))
         store.begin("s", make_call("later"))
         calls = (await loaded(store)).calls
-        assert [call.call_id for call in calls] == [*(f"c{i}" for i in range(NUM_CHUNK_SLOTS)), "late", "later"]
+        assert [call.call_id for call in calls] == [*(f"c{i}" for i in range(5)), "late", "later"]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "open", full)
         store = SessionStore(path, Wall())
         with pytest.raises(ServiceUnavailable, match="No space left"):
             await store.start()
         await store.close()
-    assert len(await states_after(path)) == NUM_CHUNK_SLOTS + 2
+    assert len(await states_after(path)) == 5 + 2
 
 
 async def test_a_thousand_calls_at_once(path: Path) -> None:
@@ -486,7 +493,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
             await store.end(
                 "s", make_call(call_id, ModelCallState.COMMITTED), [make_node(f"of {call_id}", call_id)]
             )
-            assert call_id not in {intent.call.call_id for intent in read_intents(intents_of(path))[0]}
+            assert call_id not in {opened.call.call_id for opened in read_open_calls(log_of(path))[0]}
 
         leaving = [asyncio.create_task(end(call_id)) for call_id in ids[::10]]
         rest = [asyncio.create_task(end(call_id)) for index, call_id in enumerate(ids) if index % 10]
@@ -499,7 +506,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
         assert [call.call_id for call in stored.calls] == ids
         still_open = {call.call_id for call in stored.calls if call.state is ModelCallState.OPEN}
         assert still_open < set(ids[::10])
-        assert {intent.call.call_id for intent in read_intents(intents_of(path))[0]} == still_open
+        assert {opened.call.call_id for opened in read_open_calls(log_of(path))[0]} == still_open
         assert len(stored.nodes) == 1000 - len(still_open)
 
 
@@ -508,7 +515,7 @@ async def test_a_session_that_was_thrown_away_begins_nothing(path: Path) -> None
         journal = CountingJournal(store, Residents(lambda: 0.0, 1000, 60.0), lambda: None)
         with pytest.raises(SessionNotFound):
             journal.begin("s", make_call("c"))
-        assert read_intents(intents_of(path)) == ([], 0)
+        assert read_open_calls(log_of(path)) == ([], 0)
 
 
 _WRITER = """

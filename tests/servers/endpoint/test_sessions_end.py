@@ -181,7 +181,7 @@ async def test_calls_under_way_end_with_the_service(site: Site, sessions: Sessio
 async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: Site, sessions: Sessions) -> None:
     session = await sessions.find_or_create("s", "")
     history = await talk(session, 1)
-    site.disk(1)  # SQLite takes the present size for a smaller one
+    await site.disk(1)  # SQLite takes the present size for a smaller one
     long = Message("user", "word " * 1000)
 
     async def say_much() -> None:
@@ -196,7 +196,7 @@ async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: Site, sessions
         await say_much()
     with pytest.raises(ServiceUnavailable):
         await make_many()
-    site.disk(1_000_000)
+    await site.disk(1_000_000)
     await say(session, *history, Message("user", "again"))
     sessions.check_health()
     sessions = await site.restart()
@@ -223,11 +223,11 @@ async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> 
     await site.clock.sleep(0.5)
     (site.path / "after").mkdir()
     with sqlite3.connect(site.path / "after" / "sessions.sqlite") as copy:
-        store_db = sessions._store._db
-        assert store_db is not None
-        store_db.backup(copy)
+        source = sqlite3.connect(site.path / "sessions.sqlite")
+        source.backup(copy)
+        source.close()
     copy.close()
-    shutil.copy(site.path / "sessions.intents", site.path / "after")
+    shutil.copy(site.path / "sessions.open-calls", site.path / "after")
     site.talker.gate.set()
     await dying
     await site.stop()
@@ -256,10 +256,8 @@ async def test_damaged_rows_leave_a_session_incomplete(site: Site, sessions: Ses
     await talk(await sessions.create(NewSession("turns"), ""), 3)
     await talk(await sessions.create(NewSession("facts"), ""), 1)
     second = "SELECT seq FROM calls WHERE session_id = 'turns' ORDER BY seq LIMIT 1 OFFSET 1"
-    await sessions._store._commit(
-        lambda db: db.execute(f"UPDATE calls SET crc = crc + 1 WHERE seq = ({second})").rowcount
-    )
-    await sessions._store._commit(
+    await site.in_store(lambda db: db.execute(f"UPDATE calls SET crc = crc + 1 WHERE seq = ({second})").rowcount)
+    await site.in_store(
         lambda db: db.execute("UPDATE sessions SET crc = crc + 1 WHERE session_id = 'facts'").rowcount
     )
     sessions = await site.restart()
