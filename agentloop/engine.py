@@ -72,7 +72,7 @@ class PushSource:
     token: str
     tensors: tuple[TensorInfo, ...]
     names: TensorNames = TensorNames.CHECKPOINT
-    num_receivers: int = 0  # workers that will connect; filled in by the weight controller
+    num_receivers: int = 0  # workers that will connect; filled in by `ReplicaSync`
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from agentloop.fleet.engines import Connect, WeightConfig
-from agentloop.fleet.registry import Fleet, FleetConfig, Replica, ReplicaState
-from agentloop.fleet.weight_update import WeightController
+from agentloop.fleet.late_replicas import LateReplicas
+from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
+from agentloop.fleet.replica_sync import Connect, ReplicaSync
+from agentloop.fleet.weight_update import WeightConfig
 
-__all__ = ["Connect", "Fleet", "FleetConfig", "Replica", "ReplicaState", "WeightConfig", "WeightController"]
+__all__ = [
+    "Connect",
+    "Fleet",
+    "FleetConfig",
+    "LateReplicas",
+    "ReplicaRecord",
+    "ReplicaState",
+    "ReplicaSync",
+    "WeightConfig",
+]

@@ -1,6 +1,6 @@
 """One step on many replicas at once, each with a deadline, each failure kept beside its replica.
 
-Ownership: a `Track` belongs to the procedure that made it; the first failure ends it.
+Ownership: a `ReplicaProgress` belongs to the procedure that made it; the first failure ends it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import TypeVar
 from agentloop.api import ReplicaUpdate
 from agentloop.engine import CommitReport, StageReport
 from agentloop.errors import AgentLoopError, InvariantBroken
-from agentloop.fleet.registry import Replica
+from agentloop.fleet.registry import ReplicaRecord
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Track:
-    """One replica's way through a procedure. `error` is set once a step failed on it; `failure` says with what."""
+class ReplicaProgress:
+    """One replica in a procedure. `error` is set once a step failed on it; `failure` says with what."""
 
-    replica: Replica
+    replica: ReplicaRecord
     stage_s: float = 0.0
     staged: StageReport | None = None
     committed: CommitReport | None = None
@@ -32,12 +32,12 @@ class Track:
     error: str | None = None
 
     def end_stall(self, now: float) -> None:
-        """Sampling goes on, or never will: the first call counts."""
+        """Record that sampling goes on, or never will: the first call counts."""
         if self.paused_at is not None and self.stall_s == 0.0:
             self.stall_s = now - self.paused_at
 
     def report(self) -> ReplicaUpdate:
-        """What the update meant for it. In one phase the commit transferred, else the stage did."""
+        """Return what the update meant for it. In one phase the commit transferred, else the stage did."""
         staged, committed = self.staged, self.committed or CommitReport()
         return ReplicaUpdate(
             replica_id=self.replica.replica_id,
@@ -55,22 +55,25 @@ class Track:
 
 
 async def on_all(
-    tracks: Sequence[Track], verb: str, step: Callable[[Track], Awaitable[None]], timeout_s: float
+    progress: Sequence[ReplicaProgress],
+    verb: str,
+    step: Callable[[ReplicaProgress], Awaitable[None]],
+    timeout_s: float,
 ) -> None:
     """Take one step on all replicas at once. Raises InvariantBroken only."""
 
-    async def one(track: Track) -> None:
+    async def on_one(one: ReplicaProgress) -> None:
         try:
-            await within(timeout_s, step(track))
+            await within(timeout_s, step(one))
         except InvariantBroken:
             raise
         except Exception as failure:  # whatever went wrong there, the others must get through
-            track.failure = failure
-            track.error = f"{verb}: {_text(failure, timeout_s)}"
+            one.failure = failure
+            one.error = f"{verb}: {_text(failure, timeout_s)}"
 
     async with asyncio.TaskGroup() as group:
-        for track in tracks:
-            group.create_task(one(track), name=f"{verb} {track.replica.replica_id}")
+        for one in progress:
+            group.create_task(on_one(one), name=f"{verb} {one.replica.replica_id}")
 
 
 async def within(timeout_s: float, call: Awaitable[T]) -> T:
@@ -79,14 +82,14 @@ async def within(timeout_s: float, call: Awaitable[T]) -> T:
         return await call
 
 
-def live(tracks: Sequence[Track]) -> list[Track]:
-    """Those that have not failed."""
-    return [track for track in tracks if track.error is None]
+def unfailed(progress: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
+    """Return those on which no step has failed."""
+    return [one for one in progress if one.error is None]
 
 
-def named(tracks: Sequence[Track]) -> str:
-    """Who failed, and how, in one line."""
-    return "; ".join(f"{track.replica.replica_id}: {track.error}" for track in tracks)
+def failures(progress: Sequence[ReplicaProgress]) -> str:
+    """Name the replicas and their errors in one line."""
+    return "; ".join(f"{one.replica.replica_id}: {one.error}" for one in progress)
 
 
 def _text(failure: Exception, timeout_s: float) -> str:

@@ -13,7 +13,7 @@ Ownership: one object, in the coordinator's event loop, without awaits; time is 
   counts for nothing until it has been woken;
 - until the first update, the newest version that a replica brought along is the fleet's.
 
-A `Replica` is a snapshot. Whoever acts on one over several awaits hands it back; if its process was replaced
+A `ReplicaRecord` is a snapshot. Whoever acts on one over several awaits hands it back; if its process was replaced
 in between (another `incarnation`), the verb does nothing and says so.
 """
 
@@ -64,7 +64,7 @@ class FleetConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaRecord:
     """A replica at one moment. `weight_version` None: dummy weights, or of unknown state."""
 
     registration: ReplicaRegistration
@@ -96,7 +96,7 @@ class Fleet:
 
     def __init__(self, config: FleetConfig | None = None) -> None:
         self._config = config or FleetConfig()
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, ReplicaRecord] = {}
         self._num_incarnations = 0
         self._weight_version: int | None = None
         self._is_version_pinned = False  # by a finished update: registrations no longer set it
@@ -107,18 +107,18 @@ class Fleet:
         return self._weight_version
 
     @property
-    def replicas(self) -> tuple[Replica, ...]:
+    def replicas(self) -> tuple[ReplicaRecord, ...]:
         """All of them, in order of arrival."""
         return tuple(self._replicas.values())
 
-    def get(self, replica_id: str) -> Replica | None:
+    def get(self, replica_id: str) -> ReplicaRecord | None:
         return self._replicas.get(replica_id)
 
-    def placeable(self) -> tuple[Replica, ...]:
+    def placeable(self) -> tuple[ReplicaRecord, ...]:
         """Those who take new traffic now."""
         return tuple(replica for replica in self._replicas.values() if self._takes_traffic(replica))
 
-    def behind(self) -> tuple[Replica, ...]:
+    def behind(self) -> tuple[ReplicaRecord, ...]:
         """Those that have to be brought to the fleet's weights before they take traffic."""
         states = (ReplicaState.JOINING, ReplicaState.QUARANTINED)
         return tuple(replica for replica in self._replicas.values() if replica.state in states)
@@ -128,13 +128,17 @@ class Fleet:
         fleet's version."""
         return any(
             replica.state in (ReplicaState.UPDATING, ReplicaState.SUSPECT, ReplicaState.ASLEEP)
-            or (replica.state is ReplicaState.JOINING and self._is_current(replica))
+            or (replica.state is ReplicaState.JOINING and self.is_current(replica))
             for replica in self._replicas.values()
         )
 
+    def is_current(self, replica: ReplicaRecord) -> bool:
+        """Return whether it holds the fleet's weights, as far as is known."""
+        return replica.weight_version is not None and replica.weight_version == self._weight_version
+
     # --- what replicas say ---
 
-    def register(self, registration: ReplicaRegistration, now: float) -> Replica:
+    def register(self, registration: ReplicaRegistration, now: float) -> ReplicaRecord:
         """A replica introduces itself. The same introduction again changes no state; another url, or another
         version than we hold of a READY one, means a new process, which joins anew."""
         known = self._replicas.get(registration.replica_id)
@@ -149,7 +153,7 @@ class Fleet:
                 self._offer_version(known.weight_version)
             return known
         self._num_incarnations += 1
-        joined = Replica(
+        joined = ReplicaRecord(
             registration=registration,
             incarnation=self._num_incarnations,
             state=ReplicaState.JOINING,
@@ -186,7 +190,7 @@ class Fleet:
     def expire(self, now: float) -> tuple[str, ...]:
         """Count the silence: READY becomes SUSPECT, then anyone is dead. Returns the ids of those forgotten.
 
-        An UPDATING replica is busy, and the deadlines of the weight controller speak for it.
+        An UPDATING replica is busy, and every step on it has a deadline.
         """
         dead: list[str] = []
         for replica in self.replicas:
@@ -209,45 +213,45 @@ class Fleet:
         del self._replicas[replica_id]
         return True
 
-    # --- what the weight controller decides ---
+    # --- decisions of updates and of the fleet's orders ---
 
-    def begin_update(self, replica: Replica) -> Replica | None:
+    def begin_update(self, replica: ReplicaRecord) -> ReplicaRecord | None:
         """Take it out of traffic for an update; None if it is gone or was replaced."""
         current = self._same(replica)
         if current is None or current.state is ReplicaState.UPDATING:
             return current
         return self._move(current, ReplicaState.UPDATING)
 
-    def forget_version(self, replica: Replica) -> None:
+    def forget_version(self, replica: ReplicaRecord) -> None:
         """A commit begins: until it has finished, nobody knows these weights."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, weight_version=None))
 
-    def committed(self, replica: Replica, version: int) -> None:
+    def committed(self, replica: ReplicaRecord, version: int) -> None:
         """A commit has finished on it."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, weight_version=version))
 
-    def admit(self, replica: Replica) -> bool:
+    def admit(self, replica: ReplicaRecord) -> bool:
         """UPDATING becomes READY. False if it is gone, was replaced, or the fleet has moved on meanwhile: the
         replica then is JOINING again."""
         current = self._same(replica)
         if current is None or current.state is not ReplicaState.UPDATING:
             return False
-        is_current = self._is_current(current)
+        is_current = self.is_current(current)
         current = self._put(replace(current, error=None, num_contradictions=0, num_failures=0))
         self._move(current, ReplicaState.READY if is_current else ReplicaState.JOINING)
         return is_current
 
-    def fall_asleep(self, replica: Replica) -> None:
+    def fall_asleep(self, replica: ReplicaRecord) -> None:
         """UPDATING becomes ASLEEP: it has given memory back."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
             self._move(replace(current, error=None, num_contradictions=0, num_failures=0), ReplicaState.ASLEEP)
 
-    def rejoin(self, replica: Replica, error: str) -> None:
+    def rejoin(self, replica: ReplicaRecord, error: str) -> None:
         """It did not do what all others did, and its weights are as we know them: it has to be brought up."""
         current = self._same(replica)
         if current is None:
@@ -256,19 +260,19 @@ class Fleet:
         if current.state not in (ReplicaState.JOINING, ReplicaState.QUARANTINED):
             self._move(current, ReplicaState.JOINING)
 
-    def note(self, replica: Replica, error: str) -> None:
+    def note(self, replica: ReplicaRecord, error: str) -> None:
         """Say why it takes no traffic; its state stays."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, error=error))
 
-    def put_back(self, replica: Replica) -> None:
+    def put_back(self, replica: ReplicaRecord) -> None:
         """An attempt on `replica` ended before its weights were touched: the state it had counts."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
             self._move(current, replica.state)
 
-    def quarantine(self, replica: Replica, error: str) -> None:
+    def quarantine(self, replica: ReplicaRecord, error: str) -> None:
         """No traffic, and no resume, until a commit of the fleet's version has finished on it."""
         current = self._same(replica)
         if current is None:
@@ -284,11 +288,8 @@ class Fleet:
 
     # --- inside ---
 
-    def _takes_traffic(self, replica: Replica) -> bool:
-        return replica.state is ReplicaState.READY and self._is_current(replica)
-
-    def _is_current(self, replica: Replica) -> bool:
-        return replica.weight_version is not None and replica.weight_version == self._weight_version
+    def _takes_traffic(self, replica: ReplicaRecord) -> bool:
+        return replica.state is ReplicaState.READY and self.is_current(replica)
 
     def _offer_version(self, version: int | None) -> None:
         if self._is_version_pinned or version is None:
@@ -302,13 +303,13 @@ class Fleet:
             if replica.state is ReplicaState.READY and replica.weight_version != version:
                 self._move(replica, ReplicaState.JOINING)
 
-    def _compare(self, replica: Replica, is_usable: bool) -> None:
+    def _compare(self, replica: ReplicaRecord, is_usable: bool) -> None:
         """Hold a report of a READY or SUSPECT replica against what we know of it."""
         reported = replica.load.weight_version
         if is_usable and reported in (None, replica.weight_version):
             replica = self._put(replace(replica, num_contradictions=0))
             if replica.state is ReplicaState.SUSPECT:
-                is_current = self._is_current(replica)
+                is_current = self.is_current(replica)
                 self._move(replica, ReplicaState.READY if is_current else ReplicaState.JOINING)
             return
         replica = self._put(replace(replica, num_contradictions=replica.num_contradictions + 1))
@@ -320,15 +321,15 @@ class Fleet:
         else:
             self.quarantine(replica, "its engine says that it is not usable")
 
-    def _same(self, replica: Replica) -> Replica | None:
+    def _same(self, replica: ReplicaRecord) -> ReplicaRecord | None:
         current = self._replicas.get(replica.replica_id)
         return current if current is not None and current.incarnation == replica.incarnation else None
 
-    def _move(self, replica: Replica, state: ReplicaState) -> Replica:
+    def _move(self, replica: ReplicaRecord, state: ReplicaState) -> ReplicaRecord:
         if state not in MOVES[replica.state]:
             raise InvariantBroken(f"replica {replica.replica_id} cannot go from {replica.state} to {state}")
         return self._put(replace(replica, state=state))
 
-    def _put(self, replica: Replica) -> Replica:
+    def _put(self, replica: ReplicaRecord) -> ReplicaRecord:
         self._replicas[replica.replica_id] = replica
         return replica

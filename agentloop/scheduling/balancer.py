@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet import Fleet, Replica
+from agentloop.fleet import Fleet, ReplicaRecord
 from agentloop.types import Lease
 
 
@@ -172,7 +172,7 @@ class Balancer:
         self._hold(placing)
         return placing.lease
 
-    def _choose(self, holding: _Holding, failed_id: str | None) -> Replica:
+    def _choose(self, holding: _Holding, failed_id: str | None) -> ReplicaRecord:
         placeable = self._fleet.placeable()
         candidates = [r for r in placeable if r.replica_id != failed_id] or list(placeable)
         if not candidates:
@@ -189,15 +189,15 @@ class Balancer:
         siblings = [r for r in within if homes[r.replica_id] > 0]
         return min(siblings, key=self._order) if siblings else least
 
-    def _order(self, replica: Replica) -> tuple[float, int, int]:
+    def _order(self, replica: ReplicaRecord) -> tuple[float, int, int]:
         """Least load first; equals take turns, so that a fleet of idle replicas shares short calls."""
         replica_id = replica.replica_id
         return self._load(replica), self._num_leases[replica_id], self._placed_at.get(replica_id, 0)
 
-    def _load(self, replica: Replica) -> float:
+    def _load(self, replica: ReplicaRecord) -> float:
         return self.work_tokens(replica.replica_id) / replica.capacity_tokens
 
-    def _grant(self, replica: Replica) -> Lease:
+    def _grant(self, replica: ReplicaRecord) -> Lease:
         self._num_granted += 1
         self._placed_at[replica.replica_id] = self._num_granted
         return Lease(f"{self._prefix}-{self._num_granted}", replica.replica_id, replica.url, self._epoch)

@@ -54,7 +54,7 @@ APP_NAME = "agentloop"
 
 
 class CoordinatorDeployment(Coordinator):
-    """One per service: `Fleet`, `Balancer`, `RolloutQueue` and `WeightController` in one event loop."""
+    """One per service: `Fleet`, `Balancer`, `RolloutQueue` and `ReplicaSync` in one event loop."""
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
         self._closing = AsyncExitStack()

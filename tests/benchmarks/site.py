@@ -1,4 +1,4 @@
-"""Our engine with its weight controller in this process, a trainer in another, and vLLM's own counters.
+"""Our engine with its `ReplicaSync` in this process, a trainer in another, and vLLM's own counters.
 
 The controller drives the engine itself (no HTTP between), so that times are those of the engine and the transfer.
 """
@@ -18,7 +18,7 @@ from agentloop.api.coordinator import ReplicaRegistration, ReplicaUpdate
 from agentloop.clock import RealClock
 from agentloop.engine import Delta, StageReport, WeightUpdate
 from agentloop.fleet.registry import Fleet
-from agentloop.fleet.weight_update import WeightController
+from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
@@ -105,7 +105,7 @@ class Site:
         self._counters = counters
         fleet = Fleet()
         fleet.register(ReplicaRegistration("engine", "local", engine.info, engine.weight_version), now=0.0)
-        self._controller = WeightController(fleet, lambda _: engine, RealClock())
+        self._sync = ReplicaSync(fleet, lambda _: engine, RealClock())
 
     @property
     def counts(self) -> PrefillCounts:
@@ -119,7 +119,7 @@ class Site:
         started_at = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.trainer.ask(Send(SEND_TIMEOUT_S), timeout_s=SEND_TIMEOUT_S + 10))
-            report = await self._controller.update(WeightUpdate(self.version, push=source), kv_policy)
+            report = await self._sync.update_weights(WeightUpdate(self.version, push=source), kv_policy)
         ended_at = time.perf_counter()
         (replica,) = report.replicas
         if replica.error is not None:

@@ -100,8 +100,8 @@ def fleet_problems(world: World) -> list[str]:
     """What is wrong with the fleet, asking engines rather than the registry."""
     desk = world.coordinator._fleet
     problems = []
-    if desk._weights.state is not UpdateState.IDLE or desk.is_paused:
-        problems.append(f"the controller is {desk._weights.state}, paused: {desk.is_paused}")
+    if desk._sync.update_state is not UpdateState.IDLE or desk.is_paused:
+        problems.append(f"the controller is {desk._sync.update_state}, paused: {desk.is_paused}")
     known = {replica.replica_id: replica for replica in desk._fleet.replicas}
     placeable = {replica.replica_id for replica in desk._fleet.placeable()}
     for process in world.processes.values():

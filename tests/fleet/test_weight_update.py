@@ -7,8 +7,10 @@ import pytest
 from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import HeldIn, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
+from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
-from agentloop.fleet.weight_update import MOVES, UpdateState, WeightController
+from agentloop.fleet.replica_sync import ReplicaSync
+from agentloop.fleet.weight_update import MOVES, UpdateState
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
@@ -46,12 +48,12 @@ async def test_replicas_take_traffic_while_they_stage_and_none_while_they_commit
     site.engines["a"].seconds = {"stage": 5.0, "commit": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
-    assert (site.controller.state, site.placeable()) == (UpdateState.STAGING, ["a"])
+    assert (site.sync.update_state, site.placeable()) == (UpdateState.STAGING, ["a"])
     await clock.sleep(6.0)
-    assert (site.controller.state, site.placeable()) == (UpdateState.COMMITTING, [])
+    assert (site.sync.update_state, site.placeable()) == (UpdateState.COMMITTING, [])
     assert site.fleet.may_recover_soon()
     await updating
-    assert (site.controller.state, site.placeable()) == (UpdateState.IDLE, ["a"])
+    assert (site.sync.update_state, site.placeable()) == (UpdateState.IDLE, ["a"])
 
 
 @virtual
@@ -146,7 +148,7 @@ def test_one_replica_fails_and_is_quarantined(verb, is_hung):
             assert "resume" not in bad.calls  # never resumed on unknown weights
         # It comes back through a commit of the fleet's version only.
         bad.failures, bad.hangs, bad.calls = {}, set(), []
-        assert await site.controller.catch_up("bad")
+        assert await site.late.bring_up("bad")
         assert bad.calls == ["stage", "pause:keep:keep", "commit", "resume"]
         assert site.placeable() == ["good", "bad"]
 
@@ -163,7 +165,7 @@ def test_all_replicas_fail(verb):
         with pytest.raises(WeightUpdateFailed, match=rf"a: {verb}: .*; b: {verb}: "):
             await site.update(1)
         assert site.placeable() == []
-        assert site.controller.state is UpdateState.IDLE
+        assert site.sync.update_state is UpdateState.IDLE
         assert site.fleet.weight_version == (1 if verb == "resume" else 0)
         for engine in site.engines.values():
             engine.failures.clear()
@@ -195,7 +197,7 @@ async def test_an_update_cut_short_leaves_no_replica_in_between(clock):
     with pytest.raises(asyncio.CancelledError):
         await updating
     assert site.state("a") is ReplicaState.QUARANTINED
-    assert site.controller.state is UpdateState.IDLE
+    assert site.sync.update_state is UpdateState.IDLE
     site.engines["a"].seconds = {}
     await site.update(1)
     assert site.placeable() == ["a"]
@@ -276,7 +278,7 @@ async def test_the_latest_reports_are_kept(clock):
     site = Site(clock, "a")
     for version in range(1, 6):
         await site.update(version)
-    assert [report.version for report in site.controller.reports] == [3, 4, 5]
+    assert [report.version for report in site.sync.reports] == [3, 4, 5]
 
 
 def test_every_state_can_end():
@@ -292,19 +294,20 @@ def test_with_simulated_engines(tmp_path):
         latency = LatencyModel(prefill_s=0.01, decode_s=0.01)
         engines = {name: SimulatedEngine(SimulatedSpec(latency=latency), clock=clock) for name in "ab"}
         fleet = Fleet()
-        controller = WeightController(fleet, lambda url: engines[url[-1]], clock, CONFIG)
+        sync = ReplicaSync(fleet, lambda url: engines[url[-1]], clock, CONFIG)
+        late = LateReplicas(sync, fleet, clock)
         for name, engine in engines.items():
             await engine.start()
             fleet.register(ReplicaRegistration(name, f"sim://{name}", engine.info, 0), 0.0)
-            assert await controller.catch_up(name)
+            assert await late.bring_up(name)
         request = GenerateRequest("r", (1, 2, 3), SamplingParams(max_tokens=200, min_tokens=200))
         generating = asyncio.create_task(engines["a"].generate(request))
         await clock.sleep(0.5)
         engines["b"].faults.num_failed_commits = 1
-        report = await controller.update(WeightUpdate(1, str(tmp_path)), KEEP)
+        report = await sync.update_weights(WeightUpdate(1, str(tmp_path)), KEEP)
         assert [one.error is None for one in report.replicas] == [True, False]
         assert not engines["b"].is_usable
-        assert await controller.catch_up("b")
+        assert await late.bring_up("b")
         assert [engine.weight_version for engine in engines.values()] == [1, 1]
         assert [replica.replica_id for replica in fleet.placeable()] == ["a", "b"]
         assert [span.version for span in (await generating).weight_versions] == [0, 1]
@@ -331,21 +334,22 @@ def test_a_push_to_simulated_engines_whose_trainer_dies(is_one_phase):
             return engine.start()
 
         fleet = Fleet()
-        controller = WeightController(fleet, lambda url: engines[url[-1]], clock, CONFIG)
+        sync = ReplicaSync(fleet, lambda url: engines[url[-1]], clock, CONFIG)
+        late = LateReplicas(sync, fleet, clock)
         for name in "ab":
             await register(name, 0)
-            assert await controller.catch_up(name)
+            assert await late.bring_up(name)
         dying = wire.listen(Sender(1, transfer_s=5.0, is_one_phase=is_one_phase, dies_at=2.0))
         with pytest.raises(WeightUpdateFailed if is_one_phase else CheckpointUnreadable):
-            await controller.update(WeightUpdate(1, push=dying), KEEP)
+            await sync.update_weights(WeightUpdate(1, push=dying), KEEP)
         assert len(fleet.placeable()) == (0 if is_one_phase else 2)
         alive = wire.listen(Sender(1, transfer_s=5.0, is_one_phase=is_one_phase))
-        report = await controller.update(WeightUpdate(1, push=alive), KEEP)
+        report = await sync.update_weights(WeightUpdate(1, push=alive), KEEP)
         assert report.transfer_ms == pytest.approx(5000.0)
         assert report.stall_ms == pytest.approx(5000.0 if is_one_phase else 0.0)
         assert [replica.replica_id for replica in fleet.placeable()] == ["a", "b"]
         await register("c", None)
-        assert await controller.catch_up("c")
+        assert await late.bring_up("c")
         assert engines["c"].weight_version == 1
         assert (wire.problems, wire.num_relayed) == ([], 1)
         for engine in engines.values():

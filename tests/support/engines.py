@@ -1,4 +1,4 @@
-"""Remote engines without an engine: what the weight controller asks of one, with faults to order."""
+"""Remote engines without an engine: what the fleet asks of one, with faults to order."""
 
 from __future__ import annotations
 

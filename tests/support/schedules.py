@@ -32,8 +32,8 @@ from agentloop.errors import (
     ServiceUnavailable,
     WeightUpdateFailed,
 )
-from agentloop.fleet.engines import WeightConfig
 from agentloop.fleet.registry import FleetConfig
+from agentloop.fleet.weight_update import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel
 from agentloop.types import KVPolicy, Lease, PauseMode
@@ -54,7 +54,6 @@ CONFIG = CoordinatorConfig(
     worker_timeout_s=10.0,
     placement_wait_s=1.0,
     restart_grace_s=1.0,  # workers ask twice in this time
-    catch_up_pause_s=2.0,
     fleet=FleetConfig(suspect_after_s=0.8, dead_after_s=2.0),
     weights=WeightConfig(
         stage_timeout_s=1.0,
@@ -68,6 +67,7 @@ CONFIG = CoordinatorConfig(
         max_catch_up_attempts=3,
         backoff_s=0.1,
         max_backoff_s=0.5,
+        catch_up_pause_s=2.0,
     ),
 )
 REFUSALS = (Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed, ServiceUnavailable, OSError)
@@ -226,7 +226,6 @@ class World:
     def watch(self) -> None:
         """What must be true at every moment. Raises AssertionError."""
         desk = self.coordinator._fleet
-        weights = desk._weights
         for process in self.placeable():
             engine = process.engine
             holds = engine.weight_version
@@ -234,11 +233,7 @@ class World:
                 f"{process.url} holds {holds} where {desk.weight_version} is served"
             )
             assert not engine.asleep, f"{process.url} takes traffic and is asleep"
-            if (
-                self.network.is_perfect
-                and not self.history.is_operator_paused
-                and not weights._engines.gate.locked()
-            ):
+            if self.network.is_perfect and not self.history.is_operator_paused:
                 assert not engine.is_paused, f"{process.url} takes traffic and is paused"
         blind = [url for url, link in self.links.items() if link.num_blind_resumes]
         assert not blind, f"{blind} were resumed on unknown weights"
@@ -416,9 +411,9 @@ class World:
 
     async def needs_a_push(self) -> bool:
         """Whether there is nothing that the controller could bring a replica to."""
-        weights = self.coordinator._fleet._weights
-        served = weights._engines.served()
-        if served is None or weights.asleep:
+        sync = self.coordinator._fleet._sync
+        served = sync.served()
+        if served is None or sync.desired.asleep:
             return True
         return not served[0].is_repeatable and not (self.wire.can_relay and self.placeable())
 

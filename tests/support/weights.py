@@ -1,12 +1,13 @@
-"""A fleet of fake engines and its weight controller, and a decorator that runs async tests in virtual time."""
+"""A fleet of fake engines with its `ReplicaSync`, and a decorator that runs async tests in virtual time."""
 
 from functools import wraps
 
 from agentloop.clock import VirtualClock
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
-from agentloop.fleet.engines import WeightConfig
+from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet
-from agentloop.fleet.weight_update import WeightController
+from agentloop.fleet.replica_sync import ReplicaSync
+from agentloop.fleet.weight_update import WeightConfig
 from agentloop.types import KVPolicy
 from tests.support.engines import INFO, FakeEngine
 
@@ -25,7 +26,7 @@ KEEP = KVPolicy.KEEP
 
 
 class Site:
-    """A fleet of fake engines and its controller."""
+    """A fleet of fake engines and its owner."""
 
     def __init__(self, clock, *replica_ids, version=0, info=INFO, initial=None):
         self.clock = clock
@@ -33,9 +34,8 @@ class Site:
         self.engines = {}
         self.fleet = Fleet()
         self.num_commits = 0
-        self.controller = WeightController(
-            self.fleet, self.connect, clock, CONFIG, on_commit=self.on_commit, initial=initial
-        )
+        self.sync = ReplicaSync(self.fleet, self.connect, clock, CONFIG, on_commit=self.on_commit, initial=initial)
+        self.late = LateReplicas(self.sync, self.fleet, clock)
         for replica_id in replica_ids:
             self.register(replica_id, version)
             replica = self.fleet.get(replica_id)
@@ -61,10 +61,10 @@ class Site:
         return [replica.replica_id for replica in self.fleet.placeable()]
 
     async def update(self, version, kv_policy=KEEP):
-        return await self.controller.update(WeightUpdate(version, f"dir{version}"), kv_policy)
+        return await self.sync.update_weights(WeightUpdate(version, f"dir{version}"), kv_policy)
 
     async def push(self, version, kv_policy=KEEP):
-        return await self.controller.update(WeightUpdate(version, push=push_source()), kv_policy)
+        return await self.sync.update_weights(WeightUpdate(version, push=push_source()), kv_policy)
 
     def calls(self, replica_id):
         """What the engine was asked since the last time."""

@@ -27,7 +27,7 @@ from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop.types import KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
 CALL_TIMEOUT_S = 30.0
-UPDATE_TIMEOUT_S = 1800.0  # longer than the weight controller's own deadlines together
+UPDATE_TIMEOUT_S = 1800.0  # longer than the deadlines of an update's steps together
 
 
 class CoordinatorClient:

@@ -24,7 +24,6 @@ class CoordinatorConfig:
     max_wait_s: float = 60.0  # of one `read`
     placement_wait_s: float = 20.0  # for a replica that is about to come back; below the callers' own deadline
     restart_grace_s: float = 10.0  # for workers to say what they still run, before that is given out again
-    catch_up_pause_s: float = 60.0  # between two rounds of attempts to bring a replica up
     direct_lease_ttl_s: float = 3600.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)

@@ -1,6 +1,6 @@
 """The coordinator: what replicas, workers and the front door call.
 
-    FleetDesk  Fleet: who serves · Balancer: who runs where · WeightController: updates
+    FleetDesk  Fleet: who serves · Balancer: who runs where · ReplicaSync: updates and orders
     WorkDesk   RolloutQueue: what is still owed · the store: what is durable
 
 Ownership: one event loop. The plain objects decide synchronously, the desks wait and wake, and this module owns the

@@ -1,12 +1,11 @@
 """FleetDesk: the coordinator's side towards replicas: their comings and goings, their weights, and places on them.
 
-Ownership: the Fleet, the Balancer and the WeightController, and one catch-up task for each replica that is behind.
+Ownership: the Fleet, the Balancer, the ReplicaSync and the LateReplicas.
 It notifies `changed` whenever places may have become free or taken.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from structlog.typing import FilteringBoundLogger
@@ -14,8 +13,8 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.api import ReplicaRegistration, ReplicaStatus, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import MemoryTag, WeightUpdate
-from agentloop.errors import InvariantBroken, NoHealthyReplica
-from agentloop.fleet import Connect, Fleet, Replica, ReplicaState, WeightController
+from agentloop.errors import NoHealthyReplica
+from agentloop.fleet import Connect, Fleet, LateReplicas, ReplicaState, ReplicaSync
 from agentloop.scheduling import Balancer
 from agentloop.types import KVPolicy, Lease, Load, PauseMode
 from agentloop_servers.coordinator.config import CoordinatorConfig
@@ -40,17 +39,18 @@ class FleetDesk:
         self._changed = changed
         self._fleet = Fleet(config.fleet)
         self.balancer = Balancer(self._fleet, config.balancer)
-        self._weights = WeightController(
+        self._sync = ReplicaSync(
             self._fleet,
             connect,
             clock,
             config.weights,
-            on_commit=self.balancer.begin_epoch,
-            on_staged=on_staged,
             initial=None if config.initial_weights is None else (config.initial_weights, config.kv_policy),
+            on_staged=on_staged,
+            on_commit=self.balancer.begin_epoch,
+            on_change=self._fleet_changed,
+            log=log,
         )
-        self._catching_up: dict[str, asyncio.Task[None]] = {}
-        self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
+        self._late = LateReplicas(self._sync, self._fleet, clock, on_change=self._fleet_changed, log=log)
 
     @property
     def is_ready(self) -> bool:
@@ -59,11 +59,11 @@ class FleetDesk:
 
     @property
     def is_paused(self) -> bool:
-        return self._weights.is_paused
+        return self._sync.desired.is_paused
 
     @property
     def asleep(self) -> tuple[MemoryTag, ...]:
-        return tuple(sorted(self._weights.asleep))
+        return tuple(sorted(self._sync.desired.asleep))
 
     @property
     def weight_version(self) -> int | None:
@@ -71,19 +71,14 @@ class FleetDesk:
 
     @property
     def reports(self) -> tuple[UpdateReport, ...]:
-        return self._weights.reports
+        return self._sync.reports
 
     def check_health(self) -> None:
         """Raises what ended a task that only a bug can end."""
-        for task in self._catching_up.values():
-            if task.done():
-                task.result()
+        self._late.check_health()
 
     async def close(self) -> None:
-        tasks = tuple(self._catching_up.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._late.close()
 
     # --- coming and going ---
 
@@ -93,7 +88,7 @@ class FleetDesk:
         if known is not None and known.incarnation != replica.incarnation:
             self.balancer.drop_replica(replica.replica_id)
         self._log.info("replica_registered", replica=replica.replica_id, version=registration.weight_version)
-        self._not_before.pop(replica.replica_id, None)
+        self._late.forget(replica.replica_id)
         self._fleet_changed()
 
     def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
@@ -166,81 +161,38 @@ class FleetDesk:
 
     def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
         """Before any replica registers: what an earlier coordinator was bringing the fleet to."""
-        self._weights.restore(update, kv_policy)
+        self._sync.restore(update, kv_policy)
 
     async def update(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
-        self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
         try:
-            report = await self._weights.update(update, kv_policy)
+            return await self._sync.update_weights(update, kv_policy)
         finally:
             for replica in self._fleet.replicas:
                 if replica.state is ReplicaState.QUARANTINED:
                     self.balancer.drop_replica(replica.replica_id)
                     self._log.warning("replica_quarantined", replica=replica.replica_id, error=replica.error)
-            self._fleet_changed()
-        self._log.info("update_done", version=report.version, stall_ms=round(report.stall_ms, 1))
-        return report
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._ordered(self._weights.pause(mode), f"pause {mode}")
+        await self._sync.pause(mode)
 
     async def resume(self) -> None:
-        await self._ordered(self._weights.resume(), "resume")
+        await self._sync.resume()
 
     async def sleep(self, level: int) -> None:
-        await self._ordered(self._weights.sleep(level), f"sleep {level}")
+        await self._sync.sleep(level)
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        await self._ordered(self._weights.wake(tags), f"wake {', '.join(sorted(tags))}")
+        await self._sync.wake(tags)
 
     # --- inside ---
-
-    async def _ordered(self, order: Awaitable[None], name: str) -> None:
-        try:
-            await order
-        finally:
-            self._fleet_changed()  # also for those that did not follow: they are behind now
-        self._log.info("fleet_ordered", order=name)
 
     def _forget(self, replica_id: str, reason: str) -> None:
         self._log.warning("replica_gone", replica=replica_id, reason=reason)
         self.balancer.drop_replica(replica_id)
-        self._weights.forget(replica_id)
-        self._not_before.pop(replica_id, None)
+        self._late.forget(replica_id)
         self._fleet_changed()
 
     def _fleet_changed(self) -> None:
         """Wake who waits for a place, and see to the replicas that are behind."""
         self._changed.notify()
-        now = self._clock.now()
-        for replica in self._fleet.behind():
-            replica_id = replica.replica_id
-            tried, not_before = self._not_before.get(replica_id, (None, 0.0))
-            if replica_id in self._catching_up or (tried == self._tried(replica) and now < not_before):
-                continue
-            task = asyncio.create_task(self._catch_up(replica_id), name=f"catch-up {replica_id}")
-            self._catching_up[replica_id] = task
-
-    async def _catch_up(self, replica_id: str) -> None:
-        try:
-            is_ready = await self._weights.catch_up(replica_id)
-        except InvariantBroken:
-            raise  # stays in the table, for `check_health`
-        except Exception as error:  # the weight controller has tried often enough: a round later, again
-            self._log.warning("catch_up_failed", replica=replica_id, error=repr(error))
-            is_ready = False
-        del self._catching_up[replica_id]
-        replica = self._fleet.get(replica_id)
-        if replica is None:
-            return
-        if is_ready:
-            self._log.info("replica_ready", replica=replica_id, version=replica.weight_version)
-        else:
-            next_round_at = self._clock.now() + self._config.catch_up_pause_s
-            self._not_before[replica_id] = (self._tried(replica), next_round_at)
-        self._fleet_changed()
-
-    def _tried(self, replica: Replica) -> object:
-        """What an attempt to bring a replica up depends on: if it changes, it is worth trying at once."""
-        of_replica = (replica.incarnation, replica.weight_version)
-        return of_replica, self._fleet.weight_version, self._weights.asleep, self.is_ready  # it may have a peer now
+        self._late.start()

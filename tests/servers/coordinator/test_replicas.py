@@ -204,7 +204,7 @@ async def test_pushed_weights_are_given_on_to_who_joins_late(site, coordinator):
     assert late.state == "joining"
     assert "version 1 was pushed" in late.error
     site.engines["b"].offered = push_source("relay")
-    await site.clock.sleep(CONFIG.catch_up_pause_s)
+    await site.clock.sleep(CONFIG.weights.catch_up_pause_s)
     assert (await site.states())["late"] == "ready"
 
 

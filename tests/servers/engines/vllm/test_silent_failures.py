@@ -18,9 +18,10 @@ from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.clock import RealClock
 from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import EngineUnusable, WeightUpdateFailed
-from agentloop.fleet.engines import WeightConfig
+from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
-from agentloop.fleet.weight_update import WeightController
+from agentloop.fleet.replica_sync import ReplicaSync
+from agentloop.fleet.weight_update import WeightConfig
 from agentloop.rendering.renderer import Renderer
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, KVPolicy, Message, PauseMode, SamplingParams
@@ -109,24 +110,25 @@ async def test_the_proof_sees_it_and_the_replica_is_quarantined_until_it_is_mend
     await other.start()
     engines: dict[str, Engine] = {"tied": engine, "other": other}
     fleet, clock = Fleet(), RealClock()
-    controller = WeightController(fleet, engines.__getitem__, clock, WeightConfig(max_catch_up_attempts=1))
+    sync = ReplicaSync(fleet, engines.__getitem__, clock, WeightConfig(max_catch_up_attempts=1))
+    late = LateReplicas(sync, fleet, clock)
     for name, one in engines.items():
         fleet.register(ReplicaRegistration(name, name, one.info, served), clock.now())
-        assert await controller.catch_up(name)
+        assert await late.bring_up(name)
     try:
         directory = published("v0", tmp_path / "stock", STOCK)
-        report = await controller.update(WeightUpdate(served + 1, directory), KVPolicy.RECOMPUTE)
+        report = await sync.update_weights(WeightUpdate(served + 1, directory), KVPolicy.RECOMPUTE)
         error = next(one.error for one in report.replicas if one.replica_id == "tied")
         assert error is not None
         assert "lm_head does not hold the checkpoint's weights" in error
         await assert_quarantined(engine, fleet)
 
         with pytest.raises(WeightUpdateFailed, match="lm_head"):
-            await controller.catch_up("tied")
+            await late.bring_up("tied")
         await assert_quarantined(engine, fleet)
 
         (Path(directory) / STOCK).unlink()  # from here on it is loaded as shipped
-        assert await controller.catch_up("tied")
+        assert await late.bring_up("tied")
         assert {one.replica_id for one in fleet.placeable()} == {"tied", "other"}
         assert engine.is_usable
         assert engine.weight_version == served + 1

@@ -31,12 +31,12 @@ def states(site):
 async def test_operator_pause_and_resume_are_idempotent(clock):
     site = Site(clock, "a", "b")
     for _ in range(2):
-        await site.controller.pause(PauseMode.WAIT)
-        assert site.controller.is_paused
+        await site.sync.pause(PauseMode.WAIT)
+        assert site.sync.desired.is_paused
         assert all(engine.is_paused for engine in site.engines.values())
     for _ in range(2):
-        await site.controller.resume()
-        assert not site.controller.is_paused
+        await site.sync.resume()
+        assert not site.sync.desired.is_paused
         assert not any(engine.is_paused for engine in site.engines.values())
 
 
@@ -46,7 +46,7 @@ async def test_an_operator_pause_during_an_update_comes_after_it(clock):
     site.engines["a"].seconds = {"commit": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
-    await site.controller.pause(PauseMode.KEEP)
+    await site.sync.pause(PauseMode.KEEP)
     await updating
     assert site.engines["a"].is_paused
 
@@ -57,17 +57,17 @@ def test_who_does_not_follow_an_order_is_named_and_gets_it_again_as_it_joins_ane
     async def test(clock):
         site = Site(clock, "a", "b")
         if verb == "resume":
-            await site.controller.pause(PauseMode.KEEP)
+            await site.sync.pause(PauseMode.KEEP)
         site.engines["b"].fail(verb)
         with pytest.raises(EngineLost, match=f"b: {verb}"):
-            await (site.controller.pause(PauseMode.KEEP) if verb == "pause" else site.controller.resume())
+            await (site.sync.pause(PauseMode.KEEP) if verb == "pause" else site.sync.resume())
         is_paused = verb == "pause"
         assert site.engines["a"].is_paused == is_paused
-        assert site.controller.is_paused == is_paused
+        assert site.sync.desired.is_paused == is_paused
         assert states(site) == {"a": "ready", "b": "joining"}
         assert "injected" in site.fleet.get("b").error
         site.engines["b"].failures.clear()
-        assert await site.controller.catch_up("b")
+        assert await site.late.bring_up("b")
         assert site.engines["b"].is_paused == is_paused
         assert site.fleet.get("b").error is None
         assert "stage" not in site.engines["b"].calls  # its weights were never in doubt
@@ -82,28 +82,28 @@ def test_who_does_not_follow_an_order_is_named_and_gets_it_again_as_it_joins_ane
 async def test_sleep_and_wake(clock):
     site = sleepers(clock, "a", "b")
     for _ in range(2):
-        await site.controller.sleep(1)
+        await site.sync.sleep(1)
         assert states(site) == {"a": "asleep", "b": "asleep"}
-        assert site.controller.asleep == ALL_MEMORY
+        assert site.sync.desired.asleep == ALL_MEMORY
         assert site.placeable() == []
         assert site.fleet.may_recover_soon()
     assert site.calls("a") == ["sleep:1", "sleep:1"]
     for _ in range(2):
-        await site.controller.wake(ALL_MEMORY)
+        await site.sync.wake(ALL_MEMORY)
         assert site.placeable() == ["a", "b"]
-        assert site.controller.asleep == frozenset()
+        assert site.sync.desired.asleep == frozenset()
     assert site.calls("a") == ["wake:kv_cache+weights", "resume"]
 
 
 @virtual
 async def test_a_wake_in_two_goes_goes_on_after_the_second(clock):
     site = sleepers(clock, "a")
-    await site.controller.sleep(1)
-    await site.controller.wake(WEIGHTS)
+    await site.sync.sleep(1)
+    await site.sync.wake(WEIGHTS)
     assert states(site) == {"a": "asleep"}
-    assert site.controller.asleep == KV_CACHE
+    assert site.sync.desired.asleep == KV_CACHE
     assert site.engines["a"].is_paused
-    await site.controller.wake(KV_CACHE)
+    await site.sync.wake(KV_CACHE)
     assert site.placeable() == ["a"]
     assert site.calls("a") == ["sleep:1", "wake:weights", "wake:kv_cache", "resume"]
 
@@ -111,12 +111,12 @@ async def test_a_wake_in_two_goes_goes_on_after_the_second(clock):
 @virtual
 async def test_a_fleet_that_the_operator_has_paused_wakes_paused(clock):
     site = sleepers(clock, "a")
-    await site.controller.sleep(1)
-    await site.controller.pause(PauseMode.ABORT)
-    await site.controller.wake(ALL_MEMORY)
+    await site.sync.sleep(1)
+    await site.sync.pause(PauseMode.ABORT)
+    await site.sync.wake(ALL_MEMORY)
     assert site.calls("a") == ["sleep:1", "wake:kv_cache+weights", "pause:abort:keep"]
     assert site.placeable() == ["a"]
-    await site.controller.resume()
+    await site.sync.resume()
     assert not site.engines["a"].is_paused
 
 
@@ -126,12 +126,12 @@ async def test_if_one_cannot_sleep_nobody_is_touched(clock):
     site.info = INFO
     site.register("insomniac")
     with pytest.raises(InvalidRequest, match="insomniac"):
-        await site.controller.sleep(1)
+        await site.sync.sleep(1)
     with pytest.raises(InvalidRequest, match="levels"):
-        await site.controller.sleep(3)
+        await site.sync.sleep(3)
     assert site.calls("a") == []
     assert site.placeable() == ["a"]
-    assert site.controller.asleep == frozenset()
+    assert site.sync.desired.asleep == frozenset()
 
 
 @pytest.mark.parametrize("is_hung", [False, True])
@@ -145,12 +145,12 @@ def test_who_does_not_fall_asleep_is_named_and_told_again(is_hung):
         else:
             bad.fail("sleep")
         with pytest.raises(EngineLost, match="b: sleep"):
-            await site.controller.sleep(1)
+            await site.sync.sleep(1)
         assert states(site) == {"a": "asleep", "b": "joining"}
         bad.failures, bad.hangs = {}, set()
-        assert not await site.controller.catch_up("b")
+        assert not await site.late.bring_up("b")
         assert states(site) == {"a": "asleep", "b": "asleep"}
-        await site.controller.wake(ALL_MEMORY)
+        await site.sync.wake(ALL_MEMORY)
         assert site.placeable() == ["a", "b"]
 
     test()
@@ -161,13 +161,13 @@ def test_who_does_not_wake_is_named_and_told_again(verb):
     @virtual
     async def test(clock):
         site = sleepers(clock, "a", "b")
-        await site.controller.sleep(1)
+        await site.sync.sleep(1)
         site.engines["b"].fail(verb)
         with pytest.raises(EngineLost, match=f"b: {verb}"):
-            await site.controller.wake(ALL_MEMORY)
+            await site.sync.wake(ALL_MEMORY)
         assert states(site) == {"a": "ready", "b": "joining"}
         site.engines["b"].failures.clear()
-        assert await site.controller.catch_up("b")
+        assert await site.late.bring_up("b")
         assert site.placeable() == ["a", "b"]
         assert "stage" not in site.engines["b"].calls
 
@@ -178,15 +178,15 @@ def test_who_does_not_wake_is_named_and_told_again(verb):
 async def test_a_replica_that_joins_a_sleeping_fleet_sleeps_and_is_brought_up_when_it_wakes(clock):
     site = sleepers(clock, "a")
     await site.update(1)
-    await site.controller.sleep(1)
+    await site.sync.sleep(1)
     late = site.register("late", version=0)
-    assert not await site.controller.catch_up("late")
+    assert not await site.late.bring_up("late")
     assert site.calls("late") == ["sleep:1"]  # its memory is not used to stage into
     assert states(site) == {"a": "asleep", "late": "asleep"}
-    await site.controller.wake(ALL_MEMORY)
+    await site.sync.wake(ALL_MEMORY)
     assert states(site) == {"a": "ready", "late": "joining"}
     assert late.is_paused  # old weights are not resumed
-    assert await site.controller.catch_up("late")
+    assert await site.late.bring_up("late")
     assert (late.weight_version, late.is_paused) == (1, False)
     assert site.placeable() == ["a", "late"]
 
@@ -194,19 +194,19 @@ async def test_a_replica_that_joins_a_sleeping_fleet_sleeps_and_is_brought_up_wh
 @virtual
 async def test_a_replica_that_joins_a_half_woken_fleet_gives_back_as_much(clock):
     site = sleepers(clock, "a")
-    await site.controller.sleep(1)
-    await site.controller.wake(WEIGHTS)
+    await site.sync.sleep(1)
+    await site.sync.wake(WEIGHTS)
     late = site.register("late")
-    await site.controller.catch_up("late")
+    await site.late.bring_up("late")
     assert late.asleep == KV_CACHE
-    await site.controller.wake(KV_CACHE)
+    await site.sync.wake(KV_CACHE)
     assert site.placeable() == ["a", "late"]
 
 
 @virtual
 async def test_dummy_weights_sleep_too_and_the_first_push_wakes_them(clock):
     site = sleepers(clock, "a", version=None)
-    await site.controller.sleep(1)
+    await site.sync.sleep(1)
     assert states(site) == {"a": "asleep"}
     await site.push(0)
     assert site.placeable() == ["a"]
@@ -216,8 +216,8 @@ async def test_dummy_weights_sleep_too_and_the_first_push_wakes_them(clock):
 @virtual
 async def test_dummy_weights_that_are_woken_wait_for_the_first_push_without_a_cache(clock):
     site = sleepers(clock, "a", version=None)
-    await site.controller.sleep(1)
-    await site.controller.wake(ALL_MEMORY)
+    await site.sync.sleep(1)
+    await site.sync.wake(ALL_MEMORY)
     assert states(site) == {"a": "joining"}
     assert site.calls("a") == ["sleep:1", "wake:weights"]
     await site.push(0)
@@ -231,13 +231,13 @@ async def test_quarantined_replicas_give_their_memory_back_and_stay_in_quarantin
     site.engines["b"].fail("commit", times=1)
     await site.update(1)
     site.calls("b")
-    await site.controller.sleep(1)
+    await site.sync.sleep(1)
     assert site.engines["b"].asleep == ALL_MEMORY
     assert states(site) == {"a": "asleep", "b": "quarantined"}
-    assert not await site.controller.catch_up("b")
+    assert not await site.late.bring_up("b")
     assert site.calls("b") == ["sleep:1", "sleep:1"]
-    await site.controller.wake(ALL_MEMORY)
-    assert await site.controller.catch_up("b")
+    await site.sync.wake(ALL_MEMORY)
+    assert await site.late.bring_up("b")
     assert site.calls("b") == [
         *("wake:weights", "stage", "pause:keep:keep", "commit", "wake:kv_cache+weights", "resume")
     ]
@@ -249,7 +249,7 @@ async def test_sleep_and_update_exclude_each_other(clock):
     site.engines["a"].seconds = {"stage": 5.0, "sleep": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
-    sleeping = asyncio.create_task(site.controller.sleep(1))  # waits for the update
+    sleeping = asyncio.create_task(site.sync.sleep(1))  # waits for the update
     await clock.sleep(5.0)
     assert (await updating).version == 1
     with pytest.raises(Conflict, match="a sleep"):
@@ -262,7 +262,7 @@ async def test_sleep_and_update_exclude_each_other(clock):
 async def test_a_sleep_cut_short_leaves_no_replica_in_between(clock):
     site = sleepers(clock, "a")
     site.engines["a"].seconds = {"sleep": 5.0}
-    sleeping = asyncio.create_task(site.controller.sleep(1))
+    sleeping = asyncio.create_task(site.sync.sleep(1))
     await clock.sleep(1.0)
     sleeping.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -281,37 +281,37 @@ async def test_discarded_weights_come_back_from_where_they_came(clock):
     site = sleepers(clock, "a", "b")
     await site.update(1)
     site.calls("a")
-    await site.controller.sleep(2)
+    await site.sync.sleep(2)
     assert site.engines["a"].weight_version is None
-    await site.controller.wake(WEIGHTS)
-    assert site.controller.asleep == KV_CACHE
+    await site.sync.wake(WEIGHTS)
+    assert site.sync.desired.asleep == KV_CACHE
     assert (site.engines["a"].weight_version, states(site)["a"]) == (1, "asleep")
-    await site.controller.wake(KV_CACHE)
+    await site.sync.wake(KV_CACHE)
     assert site.calls("a") == [
         *("sleep:2", "wake:weights", "stage", "pause:keep:keep", "commit", "wake:weights"),
         *("wake:kv_cache", "resume"),
     ]
     assert site.placeable() == ["a", "b"]
     assert site.fleet.weight_version == 1
-    assert [report.version for report in site.controller.reports] == [1]  # that was no update
+    assert [report.version for report in site.sync.reports] == [1]  # that was no update
 
 
 @virtual
 async def test_the_cache_does_not_wake_before_discarded_weights(clock):
     site = sleepers(clock, "a", initial=INITIAL)
-    await site.controller.sleep(2)
+    await site.sync.sleep(2)
     with pytest.raises(Conflict, match="before the KV cache"):
-        await site.controller.wake(KV_CACHE)
-    assert site.controller.asleep == ALL_MEMORY
-    await site.controller.wake(ALL_MEMORY)
+        await site.sync.wake(KV_CACHE)
+    assert site.sync.desired.asleep == ALL_MEMORY
+    await site.sync.wake(ALL_MEMORY)
     assert site.placeable() == ["a"]
 
 
 @virtual
 async def test_a_judges_weights_come_back_from_its_checkpoint(clock):
     site = sleepers(clock, "a", initial=INITIAL)
-    await site.controller.sleep(2)
-    await site.controller.wake(ALL_MEMORY)
+    await site.sync.sleep(2)
+    await site.sync.wake(ALL_MEMORY)
     engine = site.engines["a"]
     assert engine.updates == [INITIAL[0]]
     assert site.calls("a") == [
@@ -324,42 +324,42 @@ async def test_a_judges_weights_come_back_from_its_checkpoint(clock):
 async def test_discarded_weights_that_were_pushed_need_a_push(clock):
     site = sleepers(clock, "a")
     await site.push(1)
-    await site.controller.sleep(2)
+    await site.sync.sleep(2)
     for tags in (WEIGHTS, ALL_MEMORY):
         with pytest.raises(Conflict, match="push new ones, which wakes the fleet"):
-            await site.controller.wake(tags)
-    assert site.controller.asleep == ALL_MEMORY
+            await site.sync.wake(tags)
+    assert site.sync.desired.asleep == ALL_MEMORY
     site.calls("a")
     await site.push(2)
     assert site.calls("a") == [
         *("wake:weights", "stage", "pause:keep:keep", "commit", "wake:kv_cache+weights", "resume")
     ]
     assert site.placeable() == ["a"]
-    assert site.controller.asleep == frozenset()
+    assert site.sync.desired.asleep == frozenset()
 
 
 @virtual
 async def test_a_deeper_sleep_discards_and_a_lighter_one_does_not_undo_it(clock):
     site = sleepers(clock, "a")
     await site.push(1)
-    await site.controller.sleep(1)
-    await site.controller.sleep(2)
-    await site.controller.sleep(1)
+    await site.sync.sleep(1)
+    await site.sync.sleep(2)
+    await site.sync.sleep(1)
     assert site.calls("a")[-3:] == ["sleep:1", "sleep:2", "sleep:2"]
     with pytest.raises(Conflict):
-        await site.controller.wake(ALL_MEMORY)
+        await site.sync.wake(ALL_MEMORY)
 
 
 @virtual
 async def test_a_wake_whose_weights_cannot_be_read_can_be_tried_again(clock):
     site = sleepers(clock, "a", initial=INITIAL)
-    await site.controller.sleep(2)
+    await site.sync.sleep(2)
     site.engines["a"].fail("stage")
     with pytest.raises(CheckpointUnreadable):
-        await site.controller.wake(ALL_MEMORY)
-    assert (states(site), site.controller.asleep) == ({"a": "asleep"}, KV_CACHE)
+        await site.sync.wake(ALL_MEMORY)
+    assert (states(site), site.sync.desired.asleep) == ({"a": "asleep"}, KV_CACHE)
     site.engines["a"].failures.clear()
-    await site.controller.wake(ALL_MEMORY)
+    await site.sync.wake(ALL_MEMORY)
     assert site.placeable() == ["a"]
 
 
@@ -369,7 +369,7 @@ async def test_a_wake_whose_weights_cannot_be_read_can_be_tried_again(clock):
 @virtual
 async def test_an_update_wakes_the_weights_to_stage_and_the_cache_after_the_commit(clock):
     site = sleepers(clock, "a", "b")
-    await site.controller.sleep(1)
+    await site.sync.sleep(1)
     site.calls("a")
     report = await site.push(1)
     assert site.calls("a") == [
@@ -382,19 +382,19 @@ async def test_an_update_wakes_the_weights_to_stage_and_the_cache_after_the_comm
 @virtual
 async def test_an_update_that_nobody_can_stage_leaves_the_fleet_asleep(clock):
     site = sleepers(clock, "a")
-    await site.controller.sleep(1)
+    await site.sync.sleep(1)
     site.engines["a"].fail("stage")
     with pytest.raises(CheckpointUnreadable):
         await site.push(1)
-    assert (states(site), site.controller.asleep) == ({"a": "asleep"}, KV_CACHE)
-    await site.controller.wake(ALL_MEMORY)
+    assert (states(site), site.sync.desired.asleep) == ({"a": "asleep"}, KV_CACHE)
+    await site.sync.wake(ALL_MEMORY)
     assert (site.placeable(), site.fleet.weight_version) == (["a"], 0)
 
 
 @virtual
 async def test_after_an_update_who_cannot_take_its_cache_back_only_has_to_be_woken(clock):
     site = sleepers(clock, "a", "b")
-    await site.controller.sleep(1)
+    await site.sync.sleep(1)
     bad = site.engines["b"]
     bad.fail("wake", after=1)  # weights yes, cache no
     report = await site.push(1)
@@ -402,7 +402,7 @@ async def test_after_an_update_who_cannot_take_its_cache_back_only_has_to_be_wok
     assert states(site) == {"a": "ready", "b": "joining"}
     site.calls("b")
     bad.failures.clear()
-    assert await site.controller.catch_up("b")
+    assert await site.late.bring_up("b")
     assert site.calls("b") == ["wake:kv_cache+weights", "resume"]
     assert site.placeable() == ["a", "b"]
 
@@ -410,15 +410,15 @@ async def test_after_an_update_who_cannot_take_its_cache_back_only_has_to_be_wok
 @virtual
 async def test_if_all_commits_fail_the_fleet_stays_asleep_and_the_next_push_brings_it_back(clock):
     site = sleepers(clock, "a")
-    await site.controller.sleep(2)
+    await site.sync.sleep(2)
     site.engines["a"].fail("commit", times=1)
     with pytest.raises(WeightUpdateFailed):
         await site.push(1)
     assert states(site) == {"a": "quarantined"}
-    assert site.controller.asleep == KV_CACHE
+    assert site.sync.desired.asleep == KV_CACHE
     await site.push(1)
     assert site.placeable() == ["a"]
-    assert site.controller.asleep == frozenset()
+    assert site.sync.desired.asleep == frozenset()
 
 
 @virtual
@@ -429,6 +429,6 @@ async def test_a_replica_that_slept_through_the_wake_is_woken_before_it_stages(c
     engine.asleep = ALL_MEMORY  # an earlier coordinator put it to sleep, and died
     site.engines["late"] = engine
     site.fleet.register(engine.registration(), clock.now())
-    assert await site.controller.catch_up("late")
+    assert await site.late.bring_up("late")
     assert engine.calls[0] == "wake:weights"
     assert site.placeable() == ["a", "late"]

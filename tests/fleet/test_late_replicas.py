@@ -20,7 +20,7 @@ async def test_all_fail_and_the_version_before_is_brought_back(clock):
     site.engines["a"].fail("commit", times=1)
     with pytest.raises(WeightUpdateFailed):
         await site.update(2)
-    assert await site.controller.catch_up("a")
+    assert await site.late.bring_up("a")
     assert site.engines["a"].weight_version == 1
     assert site.placeable() == ["a"]
 
@@ -31,7 +31,7 @@ async def test_a_late_joiner_is_brought_to_the_fleets_version(clock):
     await site.update(1, KVPolicy.RECOMPUTE)
     late = site.register("late", version=0)
     assert site.placeable() == ["a"]
-    assert await site.controller.catch_up("late")
+    assert await site.late.bring_up("late")
     assert late.calls == ["stage", "pause:keep:recompute", "commit", "resume"]
     assert late.weight_version == 1
     assert site.placeable() == ["a", "late"]
@@ -42,10 +42,10 @@ async def test_a_replica_at_the_fleets_version_is_only_resumed(clock):
     site = Site(clock)
     engine = site.register("a", version=0)  # its own version is the fleet's, because there is no other
     engine.is_paused = True  # an earlier coordinator died with the replica paused
-    assert await site.controller.catch_up("a")
+    assert await site.late.bring_up("a")
     assert engine.calls == ["resume"]
     assert site.placeable() == ["a"]
-    assert await site.controller.catch_up("a")  # nothing to do
+    assert await site.late.bring_up("a")  # nothing to do
     assert engine.calls == ["resume"]
 
 
@@ -53,8 +53,8 @@ async def test_a_replica_at_the_fleets_version_is_only_resumed(clock):
 async def test_without_an_update_there_is_nothing_to_catch_up_to(clock):
     site = Site(clock, "a")
     site.register("dummy", version=None)
-    assert not await site.controller.catch_up("dummy")
-    assert not await site.controller.catch_up("unknown")
+    assert not await site.late.bring_up("dummy")
+    assert not await site.late.bring_up("unknown")
     assert site.state("dummy") is ReplicaState.JOINING
 
 
@@ -64,7 +64,7 @@ async def test_catching_up_is_tried_again_with_a_pause_in_between(clock):
     await site.update(1)
     late = site.register("late")
     late.fail("stage", times=2)
-    assert await site.controller.catch_up("late")
+    assert await site.late.bring_up("late")
     assert late.calls.count("stage") == 3
 
 
@@ -85,7 +85,7 @@ def test_catching_up_ends_after_its_attempts(verb, state):
         late = site.register("late")
         late.hangs = {verb}
         with pytest.raises(TimeoutError):
-            await site.controller.catch_up("late")
+            await site.late.bring_up("late")
         assert sum(call.startswith(verb) for call in late.calls) == CONFIG.max_catch_up_attempts
         assert site.state("late") is state
         assert site.placeable() == ["a"]
@@ -100,7 +100,7 @@ async def test_a_replica_that_joins_during_an_update_gets_the_new_version(clock)
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
     late = site.register("late")
-    catching_up = asyncio.create_task(site.controller.catch_up("late"))
+    catching_up = asyncio.create_task(site.late.bring_up("late"))
     await clock.sleep(1.0)
     assert late.calls == []
     await updating
@@ -114,7 +114,7 @@ async def test_an_update_during_a_catch_up_ends_with_everybody_at_the_newest(clo
     await site.update(1)
     late = site.register("late")
     late.seconds = {"stage": 5.0}
-    catching_up = asyncio.create_task(site.controller.catch_up("late"))
+    catching_up = asyncio.create_task(site.late.bring_up("late"))
     await clock.sleep(1.0)
     report = await site.update(2)
     assert [one.replica_id for one in report.replicas] == ["a"]
@@ -136,26 +136,26 @@ async def test_a_replica_restarted_during_an_update_is_not_taken_for_the_new_pro
     site.fleet.register(type(registration)("b", registration.url, registration.info, 0), clock.now())
     await updating
     assert site.state("b") is ReplicaState.JOINING
-    assert await site.controller.catch_up("b")
+    assert await site.late.bring_up("b")
     assert fresh.weight_version == 1
 
 
 @virtual
 async def test_an_update_during_an_operator_pause_leaves_the_fleet_paused(clock):
     site = Site(clock, "a")
-    await site.controller.pause(PauseMode.KEEP)
+    await site.sync.pause(PauseMode.KEEP)
     await site.update(1)
     late = site.register("late", version=0)
-    await site.controller.catch_up("late")
+    await site.late.bring_up("late")
     same = site.register("same", version=1)
-    await site.controller.catch_up("same")
+    await site.late.bring_up("same")
     for engine in site.engines.values():
         assert engine.is_paused
         assert engine.weight_version == 1
         assert "resume" not in engine.calls
     assert same.calls == ["pause:keep:keep"]
     assert late.calls[-1] == "pause:keep:keep"
-    await site.controller.resume()
+    await site.sync.resume()
     assert not any(engine.is_paused for engine in site.engines.values())
 
 
@@ -172,7 +172,7 @@ async def test_a_replica_that_registers_anew_during_its_commit_is_not_believed(c
     assert (await updating).replicas[1].error is not None
     assert site.fleet.get("b").weight_version is None  # its commit was cut: only another one makes it known
     bad.seconds = {}
-    assert await site.controller.catch_up("b")
+    assert await site.late.bring_up("b")
     assert bad.weight_version == 2
 
 
@@ -190,7 +190,7 @@ async def test_pushed_weights_come_from_a_replica_that_holds_them(clock):
     await site.push(1, KVPolicy.RECOMPUTE)
     offering(site, "b")
     late = site.register("late", version=0)
-    assert await site.controller.catch_up("late")
+    assert await site.late.bring_up("late")
     assert site.engines["a"].calls[-1] == site.engines["b"].calls[-1] == "offer"  # a had none to give
     (update,) = late.updates
     assert (update.version, update.push.token, update.push.num_receivers) == (1, "relay", SLEEPER.num_workers)
@@ -203,7 +203,7 @@ async def test_without_a_peer_it_waits_for_the_next_update_and_says_so(clock):
     site = Site(clock, "a", info=SLEEPER)
     await site.push(1)
     late = site.register("late", version=0)
-    assert not await site.controller.catch_up("late")
+    assert not await site.late.bring_up("late")
     assert late.calls == []
     error = site.fleet.get("late").error
     assert "version 1 was pushed" in error
@@ -223,7 +223,7 @@ def test_a_peer_of_another_kind_is_not_asked(change):
         offering(site, "a")
         site.info = replace(SLEEPER, **change)
         site.register("late", version=0)
-        assert not await site.controller.catch_up("late")
+        assert not await site.late.bring_up("late")
         assert "offer" not in site.engines["a"].calls
         assert "no peer" in site.fleet.get("late").error
 
@@ -238,7 +238,7 @@ async def test_a_peer_that_does_not_answer_is_passed_over(clock):
     offering(site, "b").fail("offer")
     offering(site, "c", token="c")
     late = site.register("late", version=0)
-    assert await site.controller.catch_up("late")
+    assert await site.late.bring_up("late")
     assert late.updates[0].push.token == "c"
 
 
@@ -248,7 +248,7 @@ async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
     await site.push(1)
     offering(site, "a").seconds = {"offer": 5.0}
     late = site.register("late", version=0)
-    catching_up = asyncio.create_task(site.controller.catch_up("late"))
+    catching_up = asyncio.create_task(site.late.bring_up("late"))
     await clock.sleep(1.0)
     await site.push(2)
     assert await catching_up
@@ -259,13 +259,13 @@ async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
 @virtual
 async def test_after_a_restart_pushed_weights_come_from_those_who_hold_them(clock):
     site = Site(clock)
-    site.controller.restore(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
+    site.sync.restore(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
     holder = site.register("holder", version=4)
     late = site.register("late", version=0)
-    assert not await site.controller.catch_up("late")
-    assert await site.controller.catch_up("holder")
+    assert not await site.late.bring_up("late")
+    assert await site.late.bring_up("holder")
     offering(site, "holder")
-    assert await site.controller.catch_up("late")
+    assert await site.late.bring_up("late")
     assert late.updates[0].push.token == "relay"
     assert holder.weight_version == late.weight_version == 4
 
@@ -281,7 +281,7 @@ async def test_a_failed_first_push_does_not_quarantine_for_ever(clock):
     with pytest.raises(WeightUpdateFailed):
         await site.push(1)
     assert site.state("a") is ReplicaState.QUARANTINED
-    assert await site.controller.catch_up("a")
+    assert await site.late.bring_up("a")
     assert site.engines["a"].updates[-1] == base
     assert (site.placeable(), site.fleet.weight_version) == (["a"], 0)
 
@@ -290,6 +290,6 @@ async def test_a_failed_first_push_does_not_quarantine_for_ever(clock):
 async def test_the_weights_at_the_start_count_for_their_own_version_only(clock):
     site = Site(clock, "a", version=3, initial=(WeightUpdate(0, "/models/base"), KVPolicy.KEEP))
     site.register("dummy", version=None)
-    assert not await site.controller.catch_up("dummy")
+    assert not await site.late.bring_up("dummy")
     await site.push(4)
     assert site.placeable() == ["a", "dummy"]

@@ -1,0 +1,208 @@
+"""Late replicas: each one that is behind is brought to the fleet's weights and into traffic, in the background.
+
+Its weights come from where the fleet's came from, or, if that was a push that is over, from another replica that
+holds them. In a sleeping fleet it is put to sleep as it is, and brought up when the fleet has woken: until then its
+memory is used by others.
+
+Ownership: one object beside the `ReplicaSync`, with one task for each replica that is behind; that replica is
+claimed from the stage to the end. Invariant: a quarantined replica comes back through a commit of the fleet's
+version only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+from structlog.typing import FilteringBoundLogger
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from agentloop.clock import Clock
+from agentloop.engine import WeightUpdate
+from agentloop.errors import AgentLoopError, Conflict, InvariantBroken
+from agentloop.fleet.parallel_step import within
+from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
+from agentloop.fleet.replica_sync import ReplicaSync
+from agentloop.fleet.weight_update import WEIGHTS
+from agentloop.types import KVPolicy, PauseMode
+
+
+class LateReplicas:
+    """Call `start` whenever something has changed, and `close` at the end."""
+
+    def __init__(
+        self,
+        sync: ReplicaSync,
+        fleet: Fleet,
+        clock: Clock,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        log: FilteringBoundLogger | None = None,
+    ) -> None:
+        """`on_change` is called after every round of attempts."""
+        self._sync = sync
+        self._fleet = fleet
+        self._clock = clock
+        self._log = structlog.get_logger("fleet") if log is None else log
+        self._on_change = on_change
+        self._config = sync.config
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, tuple[object, float]] = {}  # replica id -> (what was tried, next round at)
+
+    def check_health(self) -> None:
+        """Raises what ended a task that only a bug can end."""
+        for task in self._tasks.values():
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        """End the tasks. Idempotent."""
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def start(self) -> None:
+        """Begin to bring up every replica that is behind, unless nothing has changed since it could not be."""
+        now = self._clock.now()
+        for replica in self._fleet.behind():
+            replica_id = replica.replica_id
+            tried, not_before = self._not_before.get(replica_id, (None, 0.0))
+            if replica_id in self._tasks or (tried == self._tried(replica) and now < not_before):
+                continue
+            self._tasks[replica_id] = asyncio.create_task(self._run(replica_id), name=f"bring up {replica_id}")
+
+    def forget(self, replica_id: str) -> None:
+        """Drop what was tried on a replica that has registered, or is gone."""
+        self._not_before.pop(replica_id, None)
+
+    async def bring_up(self, replica_id: str) -> bool:
+        """Bring a JOINING or QUARANTINED replica to the fleet's weights and into traffic, with retries.
+
+        A replica that already holds them is only resumed (or paused, if the operator has paused the fleet). False
+        if it is gone or asleep with all others, or if nothing can give it the weights (its `error` then says so):
+        the next update will. Raises the last attempt's error.
+        """
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(Exception),
+            stop=stop_after_attempt(self._config.max_catch_up_attempts),
+            wait=wait_random_exponential(multiplier=self._config.backoff_s, max=self._config.max_backoff_s),
+            sleep=self._clock.sleep,
+            reraise=True,
+        )
+        return await retrying(self._attempt, replica_id)
+
+    async def _run(self, replica_id: str) -> None:
+        try:
+            is_ready = await self.bring_up(replica_id)
+        except InvariantBroken:
+            raise  # stays in the table, for `check_health`
+        except Exception as error:  # tried often enough: a round later, again
+            self._log.warning("catch_up_failed", replica=replica_id, error=repr(error))
+            is_ready = False
+        del self._tasks[replica_id]
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return
+        if is_ready:
+            self._log.info("replica_ready", replica=replica_id, version=replica.weight_version)
+        else:
+            self._not_before[replica_id] = (self._tried(replica), self._clock.now() + self._config.catch_up_pause_s)
+        self._on_change()
+
+    def _tried(self, replica: ReplicaRecord) -> object:
+        """Return what an attempt to bring it up depends on: if that changes, it is worth trying at once."""
+        of_replica = (replica.incarnation, replica.weight_version)
+        has_peers = bool(self._fleet.placeable())
+        return of_replica, self._fleet.weight_version, self._sync.desired.asleep, has_peers
+
+    async def _attempt(self, replica_id: str) -> bool:
+        await self._sync.until_idle()
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return False
+        if replica.state not in (ReplicaState.JOINING, ReplicaState.QUARANTINED):
+            return replica.state is ReplicaState.READY
+        with self._sync.claim([replica], "bringing it up was cut short"):
+            is_serving = await self._update(replica)
+        now = self._fleet.get(replica_id)
+        if is_serving is None or now is None or now.state is ReplicaState.ASLEEP:
+            return False
+        if not is_serving:
+            raise Conflict(f"the fleet has moved on while {replica_id} was brought up")
+        return True
+
+    async def _update(self, replica: ReplicaRecord) -> bool | None:
+        """Return whether it takes traffic now; None if there is nothing to be done for it yet."""
+        is_asleep = bool(self._sync.desired.asleep)
+        is_quarantined = replica.state is ReplicaState.QUARANTINED
+        if is_asleep and is_quarantined:
+            await self._sync.apply_in_quarantine(replica)
+            return None
+        source = None
+        if not is_asleep and (is_quarantined or not self._fleet.is_current(replica)):
+            source = await self._available_source(replica)
+            if source is None:
+                return None
+            await self._stage(replica, source[0])
+        if self._fleet.begin_update(replica) is None:
+            return False
+        if source is not None:
+            await self._commit(replica, *source)
+        return await self._sync.apply(replica)
+
+    async def _stage(self, replica: ReplicaRecord, update: WeightUpdate) -> None:
+        engine = self._sync.connect(replica.url)
+        if replica.registration.info.can_sleep:  # it may have slept through the fleet's wake
+            await within(self._config.wake_timeout_s, engine.wake(WEIGHTS))
+        await within(self._config.stage_timeout_s, engine.stage(update))
+
+    async def _commit(self, replica: ReplicaRecord, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        engine = self._sync.connect(replica.url)
+        await within(self._config.pause_timeout_s, engine.pause(PauseMode.KEEP, kv_policy))
+        self._fleet.forget_version(replica)
+        await within(self._config.commit_timeout_s, engine.commit(update.version))
+        self._fleet.committed(replica, update.version)
+
+    # --- where its weights come from ---
+
+    async def _available_source(self, replica: ReplicaRecord) -> tuple[WeightUpdate, KVPolicy] | None:
+        """Return the fleet's weights from a source that is there; None if there is none now."""
+        served = self._sync.served()
+        if served is None or served[0].is_repeatable:
+            return served
+        update, kv_policy = served
+        refusals = []
+        for peer in self._peers(replica):
+            try:
+                return await self._relayed(update.version, peer, replica), kv_policy
+            except (AgentLoopError, TimeoutError, OSError) as error:
+                refusals.append(f"{peer.replica_id}: {error or 'no answer'}")
+        if self._sync.served() != served:
+            raise Conflict("the fleet has moved on while its replicas were asked for their weights")
+        tried = "; ".join(refusals) or "no peer"
+        self._fleet.note(replica, f"version {update.version} was pushed, and nobody can give it on ({tried})")
+        return None
+
+    def _peers(self, replica: ReplicaRecord) -> list[ReplicaRecord]:
+        """Return the replicas that hold the fleet's weights in the form in which `replica` needs them."""
+        info = replica.registration.info
+        return [
+            peer
+            for peer in self._fleet.placeable()
+            if peer.replica_id != replica.replica_id
+            and peer.registration.info.name == info.name
+            and peer.registration.info.num_workers == info.num_workers
+        ]
+
+    async def _relayed(self, version: int, peer: ReplicaRecord, replica: ReplicaRecord) -> WeightUpdate:
+        """Raises Conflict if the peer cannot give these weights, or what the call raised."""
+        offer = await within(self._config.offer_timeout_s, self._sync.connect(peer.url).offer())
+        if offer is None:
+            raise Conflict("it cannot")
+        now = self._fleet.get(peer.replica_id)
+        if now is None or now.weight_version != version or self._fleet.weight_version != version:
+            raise Conflict("its weights changed while it made the offer")
+        return WeightUpdate(version, push=replace(offer, num_receivers=replica.registration.info.num_workers))

@@ -1,0 +1,434 @@
+"""The desired state of the fleet, and its owner, which brings every replica to it.
+
+`DesiredState` names the weights and their source, the operator's pause, and the memory that is given back.
+Fleet-wide orders (an update, pause and resume, sleep and wake) change it and reach all replicas at once. Replicas
+that came late, failed a step or did not follow an order are brought to it one by one (`LateReplicas`).
+
+Ownership: one object, in the coordinator's event loop. It alone writes the desired state. Engines come from
+`connect`, which gives the same one for the same URL; every call to one has a deadline. Three rules keep the
+procedures apart:
+- fleet-wide: one update, sleep or wake at a time; bringing a replica up begins only while there is none;
+- claimed: the replicas that a procedure has, from its first step to its end; no other procedure touches these;
+- gate: held over every stretch in which engines freeze or go on, so that the desired state read when it is taken is
+  still true when it is left. Taken after fleet-wide, never before. Only the memory to stage into is taken back
+  without it.
+Invariants:
+- a procedure that is cut short leaves no replica in UPDATING;
+- a replica that did not follow an order joins anew and gets the order again, so none is forgotten frozen or asleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import structlog
+from structlog.typing import FilteringBoundLogger
+
+from agentloop.api import UpdateReport
+from agentloop.clock import Clock
+from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
+from agentloop.errors import (
+    Conflict,
+    EngineLost,
+    InvalidRequest,
+    NoHealthyReplica,
+)
+from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
+from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
+from agentloop.fleet.weight_update import WEIGHTS, FleetUpdate, UpdateState, WeightConfig
+from agentloop.types import KVPolicy, PauseMode
+
+Connect = Callable[[str], EngineControl]
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState:
+    """The state that every replica is brought to. The version is the registry's: `Fleet.weight_version`."""
+
+    source: tuple[WeightUpdate, KVPolicy] | None = None  # the update that made the fleet's version, if there is one
+    operator_pause: PauseMode | None = None
+    asleep: frozenset[MemoryTag] = frozenset()
+    sleep_level: int = 0  # 2: the weights were discarded
+
+    @property
+    def is_paused(self) -> bool:
+        return self.operator_pause is not None
+
+    def put_to_sleep(self, level: int) -> DesiredState:
+        """Give all memory back; a lighter sleep does not bring back weights that a deeper one has discarded."""
+        has_weights = MemoryTag.WEIGHTS not in self.asleep
+        level = level if has_weights else max(level, self.sleep_level)
+        return replace(self, asleep=ALL_MEMORY, sleep_level=level)
+
+    def awake_to_stage(self) -> DesiredState:
+        """Take back the memory of the weights; what was in it may still be discarded."""
+        return replace(self, asleep=self.asleep - WEIGHTS)
+
+    def woken(self, tags: frozenset[MemoryTag]) -> DesiredState:
+        asleep = self.asleep - tags
+        return replace(self, asleep=asleep, sleep_level=self.sleep_level if asleep else 0)
+
+
+class ReplicaSync:
+    """Updates and the operator's orders, and one replica as all others."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        connect: Connect,
+        clock: Clock,
+        config: WeightConfig | None = None,
+        *,
+        initial: tuple[WeightUpdate, KVPolicy] | None = None,
+        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
+        on_commit: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
+        log: FilteringBoundLogger | None = None,
+    ) -> None:
+        """`initial` is what engines load at their start. `on_staged` is awaited once an update can only go forward:
+        from there a restarted coordinator goes on with it (`restore`). `on_commit` is called when the fleet has
+        begun to serve the new version, `on_change` after every order, also one that failed."""
+        self._fleet = fleet
+        self.connect = connect
+        self.config = config or WeightConfig()
+        self._clock = clock
+        self._on_staged = on_staged
+        self._on_commit = on_commit
+        self._on_change = on_change
+        self._log = structlog.get_logger("fleet") if log is None else log
+        self._desired = DesiredState(source=initial)
+        self._ongoing: str | None = None  # the fleet-wide procedure
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._gate = asyncio.Lock()
+        self._claimed: set[str] = set()
+        self._update: FleetUpdate | None = None  # the last one begun
+        self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
+
+    @property
+    def desired(self) -> DesiredState:
+        return self._desired
+
+    @property
+    def update_state(self) -> UpdateState:
+        return UpdateState.IDLE if self._update is None else self._update.state
+
+    @property
+    def reports(self) -> tuple[UpdateReport, ...]:
+        """The latest updates, oldest first."""
+        return tuple(self._reports)
+
+    def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Take over what an earlier coordinator was bringing the fleet to; replicas catch up as they register."""
+        self._serve(update, kv_policy)
+
+    # --- the operator's orders ---
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause every replica until `resume`; replicas that join or update meanwhile end paused. Idempotent.
+
+        Raises EngineLost naming those that did not follow; the pause holds for all others.
+        """
+        with self._order(f"pause {mode}"):
+            async with self._gate:
+                self._desired = replace(self._desired, operator_pause=mode)
+                await self._order_all(
+                    "pause", lambda engine: engine.pause(mode), self.config.operator_pause_timeout_s
+                )
+
+    async def resume(self) -> None:
+        """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow."""
+        with self._order("resume"):
+            async with self._gate:
+                self._desired = replace(self._desired, operator_pause=None)
+                await self._order_all("resume", lambda engine: engine.resume(), self.config.resume_timeout_s)
+
+    async def sleep(self, level: int) -> None:
+        """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
+
+        Raises InvalidRequest, with nothing touched, if a replica cannot sleep; EngineLost naming those that did not
+        follow. Waits for a weight update to end.
+        """
+        with self._order(f"sleep {level}"):
+            if level not in (1, 2):
+                raise InvalidRequest(f"sleep levels are 1 and 2, not {level}", param="level")
+            await self.until_idle()
+            with self._fleet_wide("a sleep"):
+                async with self._gate:
+                    replicas = self._fleet.replicas
+                    if unable := [one.replica_id for one in replicas if not one.registration.info.can_sleep]:
+                        raise InvalidRequest(f"cannot sleep: {', '.join(unable)}")
+                    self._desired = self._desired.put_to_sleep(level)
+                    await self._sleep_all()
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        """Take memory back; once all of it is, go on. Idempotent. Waits for a weight update to end.
+
+        After a sleep(2) the weights are staged and committed again. Replicas of unknown weights keep their KV cache
+        asleep until a commit has ended that. Raises Conflict if the weights cannot be had again, EngineLost naming
+        the replicas that did not follow (all others are awake), or what an update raises.
+        """
+        with self._order(f"wake {', '.join(sorted(tags))}"):
+            await self.until_idle()
+            with self._fleet_wide("a wake"):
+                replicas = self._unclaimed(ReplicaState.ASLEEP)
+                if self._desired.sleep_level != 2 or all(self._fleet.is_current(one) for one in replicas):
+                    async with self._gate:
+                        self._desired = self._desired.woken(tags)
+                        await self._wake_all(tags)
+                    return
+                if MemoryTag.WEIGHTS not in tags:
+                    raise Conflict("the weights were discarded: wake them before the KV cache")
+                source = self.served()
+                if source is None or not source[0].is_repeatable:
+                    raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
+                await self._run_update(replicas, *source, tags)
+
+    async def _order_all(
+        self, verb: str, ask: Callable[[EngineControl], Awaitable[None]], timeout_s: float
+    ) -> None:
+        states = (ReplicaState.READY, ReplicaState.SUSPECT)
+        progress = [ReplicaProgress(one) for one in self._fleet.replicas if one.state in states]
+
+        async def follow(one: ReplicaProgress) -> None:
+            await ask(self.connect(one.replica.url))
+
+        await on_all(progress, verb, follow, timeout_s)
+        self._raise_failed(progress)
+
+    async def _sleep_all(self) -> None:
+        states = (ReplicaState.READY, ReplicaState.SUSPECT, ReplicaState.JOINING, ReplicaState.ASLEEP)
+        replicas = self._unclaimed(*states)
+        for replica in replicas:
+            self._fleet.begin_update(replica)
+        progress = [ReplicaProgress(one) for one in (*replicas, *self._unclaimed(ReplicaState.QUARANTINED))]
+
+        async def sleep(one: ReplicaProgress) -> None:
+            await self._put_to_sleep(one.replica)
+            self._fleet.fall_asleep(one.replica)  # not those in quarantine
+
+        with self.claim(replicas, "the sleep was cut short"):
+            await on_all(progress, "sleep", sleep, self.config.sleep_timeout_s)
+            self._raise_failed(progress)
+
+    async def _wake_all(self, tags: frozenset[MemoryTag]) -> None:
+        """Wake all that sleep, and have them go on once all memory is awake."""
+        replicas = self._unclaimed(ReplicaState.ASLEEP)
+        progress = [ReplicaProgress(one) for one in replicas]
+
+        async def wake(one: ReplicaProgress) -> None:
+            await self.connect(one.replica.url).wake(self._wakeable(one.replica, tags))
+
+        async def go_on(one: ReplicaProgress) -> None:
+            await self._go_on(one.replica)
+
+        with self.claim(replicas, "the wake was cut short"):
+            await on_all(progress, "wake", wake, self.config.wake_timeout_s)
+            if not self._desired.asleep:
+                woken = unfailed(progress)
+                for one in woken:
+                    self._fleet.begin_update(one.replica)
+                await on_all(woken, "resume", go_on, self._go_on_timeout_s)
+            self._raise_failed(progress)
+
+    def _raise_failed(self, progress: Sequence[ReplicaProgress]) -> None:
+        """Have those that did not follow join anew. Raises EngineLost naming them."""
+        failed = [one for one in progress if one.error is not None]
+        for one in failed:
+            self._fleet.rejoin(one.replica, one.error or "")
+        if failed:
+            raise EngineLost(failures(failed))
+
+    # --- updates ---
+
+    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
+        """Bring all replicas to `update`, and wake them. Those that fail are quarantined and named in the report.
+
+        Raises InvalidRequest (a version that does not grow, a source that engines do not know), Conflict (another
+        update, a sleep or a wake is going on, or the version is served already), NoHealthyReplica,
+        CheckpointUnreadable (no replica can read it; nothing has changed) or WeightUpdateFailed (no replica took
+        it).
+        """
+        with self._order():
+            self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
+            started_at, previous_version = self._clock.now(), self._fleet.weight_version
+            with self._fleet_wide("a weight update"):
+                replicas = self._takers(update)
+                if update.push is not None:
+                    num_receivers = sum(replica.registration.info.num_workers for replica in replicas)
+                    update = replace(update, push=replace(update.push, num_receivers=num_receivers))
+                progress = await self._run_update(replicas, update, kv_policy, ALL_MEMORY, self._on_staged)
+            report = UpdateReport(
+                version=update.version,
+                previous_version=previous_version,
+                kv_policy=kv_policy,
+                replicas=tuple(one.report() for one in progress),
+                total_ms=(self._clock.now() - started_at) * 1000.0,
+            )
+            self._reports.append(report)
+        self._log.info("update_done", version=report.version, stall_ms=round(report.stall_ms, 1))
+        return report
+
+    def _takers(self, update: WeightUpdate) -> list[ReplicaRecord]:
+        served = self._fleet.weight_version
+        is_held = any(self._fleet.is_current(replica) for replica in self._fleet.replicas)
+        if served == update.version and is_held:
+            raise Conflict(f"version {served} is what the fleet serves", param="version")
+        if update.version < 0 or (served is not None and update.version < served):
+            raise InvalidRequest(f"versions grow: {update.version} after {served}", param="version")
+        replicas = self._unclaimed(
+            ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.ASLEEP
+        )
+        if not replicas:
+            raise NoHealthyReplica("no replica can take new weights now")
+        return replicas
+
+    async def _run_update(
+        self,
+        replicas: Sequence[ReplicaRecord],
+        update: WeightUpdate,
+        kv_policy: KVPolicy,
+        tags: frozenset[MemoryTag],
+        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
+    ) -> list[ReplicaProgress]:
+        """Take these replicas through all steps. Of the memory that is asleep, `tags` are woken."""
+        run = self._update = FleetUpdate(self._fleet, self.connect, self._clock, self.config, replicas)
+        with self.claim(replicas, "the update was cut short"):
+            try:
+                await run.wake_weights(self._desired.asleep)
+                self._desired = self._desired.awake_to_stage()
+                await run.stage(update)
+                if on_staged is not None:
+                    await on_staged(update, kv_policy)
+                async with self._gate:
+                    await run.pause(kv_policy)
+                    await run.commit(update.version)
+                    self._serve(update, kv_policy)
+                    self._on_commit()
+                    asleep, self._desired = self._desired.asleep, self._desired.woken(tags)
+                    await run.wake_rest(asleep, tags)
+                    await run.resume(is_asleep=bool(self._desired.asleep), is_paused=self._desired.is_paused)
+            finally:
+                run.end()
+        return run.progress
+
+    def _serve(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        self._desired = replace(self._desired, source=(update, kv_policy))
+        self._fleet.set_weight_version(update.version)
+
+    # --- one replica to the desired state ---
+
+    async def apply(self, replica: ReplicaRecord) -> bool:
+        """Make an UPDATING replica what all others are: asleep, paused or serving. True if it takes traffic now."""
+        async with self._gate:
+            if self._desired.asleep:
+                await self._put_to_sleep(replica)
+                self._fleet.fall_asleep(replica)
+                return False
+            if replica.registration.info.can_sleep:
+                await within(self.config.wake_timeout_s, self.connect(replica.url).wake(ALL_MEMORY))
+            return await self._go_on(replica)
+
+    async def apply_in_quarantine(self, replica: ReplicaRecord) -> None:
+        """Have a replica that is not brought up before the fleet wakes give its memory back."""
+        async with self._gate:
+            if self._desired.asleep:
+                await self._put_to_sleep(replica)
+
+    async def _put_to_sleep(self, replica: ReplicaRecord) -> None:
+        """Have it give back the memory that the fleet has given back."""
+        engine, level = self.connect(replica.url), self._desired.sleep_level
+        if level == 2:
+            self._fleet.forget_version(replica)
+        await within(self.config.sleep_timeout_s, engine.sleep(level))
+        if awake := self._wakeable(replica, ALL_MEMORY - self._desired.asleep):  # an update may stage by now
+            await within(self.config.wake_timeout_s, engine.wake(awake))
+
+    def _wakeable(self, replica: ReplicaRecord, tags: frozenset[MemoryTag]) -> frozenset[MemoryTag]:
+        """Return what a replica can take back now: a KV cache is of known weights."""
+        now = self._fleet.get(replica.replica_id)
+        is_known = now is not None and now.weight_version is not None
+        return tags if is_known else tags - {MemoryTag.KV_CACHE}
+
+    async def _go_on(self, replica: ReplicaRecord) -> bool:
+        """Have it sample again, unless its weights are not the fleet's: it then stays frozen until brought up."""
+        mode = self._desired.operator_pause
+        now = self._fleet.get(replica.replica_id)
+        if now is not None and self._fleet.is_current(now):
+            engine = self.connect(replica.url)
+            await within(self._go_on_timeout_s, engine.resume() if mode is None else engine.pause(mode))
+        return self._fleet.admit(replica)
+
+    @property
+    def _go_on_timeout_s(self) -> float:
+        config = self.config
+        return config.operator_pause_timeout_s if self._desired.is_paused else config.resume_timeout_s
+
+    # --- shared by all procedures ---
+
+    @contextmanager
+    def _order(self, name: str | None = None) -> Iterator[None]:
+        """Tell of a change at the end, and log an order with a name."""
+        try:
+            yield
+        finally:
+            self._on_change()  # also after a failure: those that did not follow are behind now
+        if name is not None:
+            self._log.info("fleet_ordered", order=name)
+
+    @contextmanager
+    def _fleet_wide(self, name: str) -> Iterator[None]:
+        """One at a time. Raises Conflict naming the one that is going on."""
+        if self._ongoing is not None:
+            raise Conflict(f"{self._ongoing} is going on")
+        self._ongoing = name
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._ongoing = None
+            self._is_idle.set()
+
+    async def until_idle(self) -> None:
+        """Wait until nothing fleet-wide goes on; bounded, because all its steps have deadlines."""
+        while self._ongoing is not None:
+            await self._is_idle.wait()
+
+    @contextmanager
+    def claim(self, replicas: Sequence[ReplicaRecord], error: str) -> Iterator[None]:
+        """Keep other procedures away from these replicas, and leave none of them in UPDATING. Raises Conflict."""
+        replica_ids = {replica.replica_id for replica in replicas}
+        if taken := replica_ids & self._claimed:
+            raise Conflict(f"replica {', '.join(sorted(taken))} is being brought up already")
+        self._claimed |= replica_ids
+        try:
+            yield
+        finally:
+            for replica in replicas:
+                self._settle(replica, error)
+            self._claimed -= replica_ids
+
+    def _settle(self, replica: ReplicaRecord, error: str) -> None:
+        """End a procedure on `replica`: with weights as they were it gets its state back."""
+        now = self._fleet.get(replica.replica_id)
+        if now is not None and now.incarnation != replica.incarnation and now.url == replica.url:
+            self._fleet.forget_version(now)  # it left and came back meanwhile: what it said may precede our commit
+        if now is None or now.state is not ReplicaState.UPDATING:
+            return
+        is_untouched = now.weight_version == replica.weight_version and now.weight_version is not None
+        if replica.state in (ReplicaState.JOINING, ReplicaState.ASLEEP) and is_untouched:
+            self._fleet.put_back(replica)
+        else:
+            self._fleet.quarantine(replica, error)
+
+    def _unclaimed(self, *states: ReplicaState) -> list[ReplicaRecord]:
+        return [one for one in self._fleet.replicas if one.state in states and one.replica_id not in self._claimed]
+
+    def served(self) -> tuple[WeightUpdate, KVPolicy] | None:
+        """Return the update that made what the fleet serves, if we know it."""
+        source = self._desired.source
+        return source if source is not None and source[0].version == self._fleet.weight_version else None
