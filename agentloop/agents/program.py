@@ -1,40 +1,56 @@
 """A user's agent as something to run: an async function, a plain one, or a command; never on our event loop.
 
 All three get the same: a task, and the base URL and key of a session. None of them needs to know of agentloop.
+- Async functions share one event loop in one thread: they may block it, and may keep clients and locks that belong
+  to one loop. A loop with an agent on it that ignored its cancellation is given up: what runs there goes on until
+  it ends or its own deadline comes, and newcomers get a new loop.
+- A plain function has a thread for each run.
+- A command runs in a process group of its own. Invariant: when `run_command` leaves, on any path, no process of the
+  group lives: first they are asked (SIGTERM), after the grace they are killed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import math
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import orjson
+import structlog
 
 from agentloop import codec
-from agentloop.agents.loop_thread import AgentThread
-from agentloop.agents.subprocess import run_command
-from agentloop.aio import in_daemon_thread
+from agentloop.aio import in_daemon_thread, ordinary, settle
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.types import RolloutTask
 
-GRACE_S = 5.0
+AGENT_GRACE_S = 5.0
 MAX_ENVIRONMENT_BYTES = 120_000  # of one variable; the kernel takes 128 KiB
+SLOW_START_S = 1.0  # a loop that begins a job so late was blocked meanwhile
+TAIL_BYTES = 4096  # of a command's output, for its error message
+MAX_LINE_CHARS = 500
 
 _MARK = re.compile(r"\{(prompt|task_id|base_url)\}")
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPlace:
-    """What one run of an agent is given. `base_url` ends with /v1; the model to name is "default"."""
+    """The place of one run of an agent. `base_url` ends with /v1; the model to name is "default"."""
 
     task: RolloutTask
     base_url: str
@@ -50,7 +66,7 @@ class Runner(Protocol):
     """One way to run user code. A cancellation ends the run within a grace, whatever the code does."""
 
     async def run(self, place: AgentPlace) -> object:
-        """What the code returned; raises what it raised."""
+        """Return what the code returned; raises what it raised."""
 
     def close(self) -> None:
         """Let go of threads. Idempotent."""
@@ -64,7 +80,7 @@ class AgentProgram:
         self._runner = runner
 
     @classmethod
-    def load(cls, path: str, *, grace_s: float = GRACE_S) -> AgentProgram:
+    def load(cls, path: str, *, grace_s: float = AGENT_GRACE_S) -> AgentProgram:
         """The function `run(task, base_url, api_key)` that `my_module:run` names; it returns a reward or None.
 
         If it is `async def`, its runs share one event loop in one thread; a plain `def` has a thread for each run.
@@ -76,7 +92,9 @@ class AgentProgram:
         return cls.of(cast(Callable[..., Any], found), name=path, grace_s=grace_s)
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *, name: str | None = None, grace_s: float = GRACE_S) -> AgentProgram:
+    def of(
+        cls, function: Callable[..., Any], *, name: str | None = None, grace_s: float = AGENT_GRACE_S
+    ) -> AgentProgram:
         """The function itself; else as `load`. Raises InvalidRequest if it does not take three arguments."""
         name = name or str(getattr(function, "__name__", type(function).__name__))
         try:
@@ -85,11 +103,11 @@ class AgentProgram:
             wanted = f"{name} must be callable as run(task, base_url, api_key): {error}"
             raise InvalidRequest(wanted, param="agent") from error
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        return cls(name, _OnOneLoop(function, grace_s) if is_async else _InThreads(function))
+        return cls(name, _OnLoopThread(function, grace_s) if is_async else _InThreads(function))
 
     @classmethod
     def command(
-        cls, template: str, *, grace_s: float = GRACE_S, withheld: frozenset[str] = frozenset()
+        cls, template: str, *, grace_s: float = AGENT_GRACE_S, withheld: frozenset[str] = frozenset()
     ) -> AgentProgram:
         """A command line, run once for each sample; `withheld` are environment variables that it must not see.
 
@@ -142,16 +160,96 @@ def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Ma
     }
 
 
-class _OnOneLoop:
+class _OnLoopThread:
+    """Runs an async function on an event loop of its own, in a thread of its own."""
+
     def __init__(self, function: Callable[..., Awaitable[object]], grace_s: float) -> None:
         self._function = function
-        self._thread = AgentThread(grace_s)
+        self._grace_s = grace_s
+        self._thread: _LoopThread | None = None
+        self._given_up: list[_LoopThread] = []  # at most one for each job that ignored its cancellation
 
     async def run(self, place: AgentPlace) -> object:
-        return await self._thread.run(self._function, place.task, place.base_url, place.api_key)
+        """As `Runner.run`: a cancellation is passed on and waited for, but no longer than the grace."""
+        if self._thread is None:
+            self._thread = _LoopThread()
+        thread = self._thread
+        job = _Job(self._function, place)
+        thread.call(job.start)
+        try:
+            return await asyncio.shield(job.outcome)
+        except asyncio.CancelledError:
+            thread.call(job.cancel)
+            await asyncio.wait({job.outcome}, timeout=self._grace_s)
+            if not job.outcome.done() and self._thread is thread:
+                _log.warning("agent_ignores_cancellation", agent=getattr(self._function, "__name__", "agent"))
+                self._given_up.append(thread)
+                self._thread = None
+            raise
 
     def close(self) -> None:
-        self._thread.close()
+        """Cancel what still runs there, and let the threads end; does not wait for them. Idempotent."""
+        for thread in (self._thread, *self._given_up):
+            if thread is not None:
+                thread.stop()
+        self._thread = None
+        self._given_up.clear()
+
+
+class _LoopThread:
+    """One event loop and its daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        threading.Thread(target=self._serve, name="agents", daemon=True).start()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have it called over there, after what was handed over before."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there any more
+            self._loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        self.call(self._stopping.set)
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its exit cancels what still runs
+            runner.run(self._until_stopped())
+
+    async def _until_stopped(self) -> None:
+        await self._stopping.wait()
+
+
+class _Job:
+    """One run on a loop thread. `outcome` belongs to the loop that made the job; the rest happens over there."""
+
+    def __init__(self, function: Callable[..., Awaitable[object]], place: AgentPlace) -> None:
+        self._home = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[object] = self._home.create_future()
+        self._function = function
+        self._place = place
+        self._queued_at = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        delay_s = time.monotonic() - self._queued_at
+        if delay_s > SLOW_START_S:
+            hint = "an async agent blocks its event loop; write it as a plain def to give each run its own thread"
+            _log.warning("agent_started_late", delay_s=round(delay_s, 1), hint=hint)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        value, error = None, None
+        try:
+            value = await self._function(self._place.task, self._place.base_url, self._place.api_key)
+        except BaseException as raised:  # carried home, where an exit or a cancellation must not act
+            error = ordinary(raised)
+        with contextlib.suppress(RuntimeError):  # home is closed: nobody waits for this any more
+            self._home.call_soon_threadsafe(settle, self.outcome, value, error)
 
 
 class _InThreads:
@@ -184,6 +282,50 @@ class _Command:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class CommandExit:
+    """The end of a command: a negative `status` is the signal that killed it; the tails are of what it wrote."""
+
+    status: int
+    output_tail: str
+    error_tail: str
+
+    def describe(self) -> str:
+        """One line for people, with the last line of the error output, or else of the other."""
+        ending = f"exit status {self.status}" if self.status >= 0 else f"killed by signal {-self.status}"
+        for tail in (self.error_tail, self.output_tail):
+            lines = [line.strip() for line in tail.splitlines() if line.strip()]
+            if lines:
+                return f"{ending}: {lines[-1][-MAX_LINE_CHARS:]}"
+        return ending
+
+
+async def run_command(arguments: Sequence[str], environment: Mapping[str, str], *, grace_s: float) -> CommandExit:
+    """Run it without a shell and without input. A cancellation ends it. Raises OSError if it cannot be started."""
+    # Two unnamed files: what a program has buffered of its output is written last, after the error that ended it.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        try:
+            status = await process.wait()
+        except asyncio.CancelledError:
+            _signal_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await process.wait()
+            raise
+        finally:
+            _signal_group(process.pid, signal.SIGKILL)  # also what the command left behind
+            await process.wait()
+        return CommandExit(status, _tail(output), _tail(errors))
+
+
 def _filled(argument: str, place: AgentPlace) -> str:
     """One pass, so that a prompt which holds such a mark itself stays as it is."""
     values = {"prompt": place.task.messages[-1].content, "task_id": place.task.task_id, "base_url": place.base_url}
@@ -201,3 +343,14 @@ def _checked(value: object) -> float | None:
     if not math.isfinite(reward):
         raise AgentLoopError(f"the agent returned {reward}; a reward is finite")
     return reward
+
+
+def _signal_group(group_id: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group_id, number)
+
+
+def _tail(output: IO[bytes]) -> str:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - TAIL_BYTES))
+    return output.read().decode(errors="replace")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from agentloop.agents.program import GRACE_S, AgentPlace, AgentProgram
+from agentloop.agents.program import AGENT_GRACE_S, AgentPlace, AgentProgram
 from agentloop.api import MAX_TIMEOUT_S
 from agentloop.client import AgentSession, RolloutClient, SessionEnd, describe
 from agentloop.errors import AgentLoopError, InvalidRequest
@@ -32,7 +32,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
-    """How many runs at once, and deadlines beside the task's own."""
+    """The number of runs at once, and deadlines beside the task's own."""
 
     concurrency: int = 16
     reward_timeout_s: float = 30.0
@@ -45,7 +45,7 @@ class AgentLimits:
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
-    """What became of one sample. Without a `trajectory` the service could not be reached, and `error` says how.
+    """The record of one sample. Without a `trajectory` the service could not be reached, and `error` says how.
 
     `reward_error` is set if the task's reward function failed: the trajectory then has no reward.
     """
@@ -88,12 +88,12 @@ async def run_agents(
     """
     rollout_id = rollout_id or f"r-{uuid.uuid4().hex[:16]}"
     rewards = {task.reward: load_reward(task.reward) for task in tasks if task.reward is not None}
-    crew = _Crew(client, program, rollout_id, limits, rewards)
+    runner = _SampleRunner(client, program, rollout_id, limits, rewards)
     samples = _samples(tasks, num_samples, rollout_id)
 
     async def work() -> None:
         for sample in samples:  # shared by all: each takes the next
-            record = await crew.run(sample)
+            record = await runner.run(sample)
             tally.add(record)
             if on_record is not None:
                 on_record(record)
@@ -114,7 +114,7 @@ class _Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _RunEnd:
     value: float | None = None
     error: str = ""
     end: SessionEnd = "completed"
@@ -138,8 +138,8 @@ def _samples(tasks: Sequence[RolloutTask], num_samples: int, rollout_id: str) ->
             yield _Sample(task, f"{rollout_id}-{place:06d}", index)
 
 
-class _Crew:
-    """What all runs share."""
+class _SampleRunner:
+    """The agent and all that its runs share."""
 
     def __init__(
         self,
@@ -161,16 +161,16 @@ class _Crew:
         trajectory, reward_error = None, None
         try:
             async with self._session(sample) as session:
-                outcome = await self._drive(session, sample.task)
-                trajectory, reward_error = await self._finish(session, sample.task, outcome)
-        except AgentLoopError as error:  # the service: what the agent raised is in the outcome
-            outcome = _Outcome(error=f"{error.code}: {error}", end="loop_failed")
+                run_end = await self._drive(session, sample.task)
+                trajectory, reward_error = await self._finish(session, sample.task, run_end)
+        except AgentLoopError as error:  # the service: what the agent raised is in the end of its run
+            run_end = _RunEnd(error=f"{error.code}: {error}", end="loop_failed")
         record = AgentRecord(
             task_id=sample.task.task_id,
             group_id=sample.group_id,
             sample_index=sample.index,
             trajectory=trajectory,
-            error=outcome.error or None,
+            error=run_end.error or None,
             reward_error=reward_error,
             duration_s=time.monotonic() - started_at,
         )
@@ -178,7 +178,7 @@ class _Crew:
             "agent_finished",
             group=sample.group_id,
             sample=sample.index,
-            end=outcome.end,
+            end=run_end.end,
             error=record.error,
             reward=trajectory.reward if trajectory is not None else None,
             reward_error=reward_error,
@@ -188,7 +188,7 @@ class _Crew:
 
     def _session(self, sample: _Sample) -> AgentSession:
         limits, timeout_s = self._limits, sample.task.limits.timeout_s
-        needed_s = timeout_s + GRACE_S + limits.reward_timeout_s + limits.settle_s + _SPARE_TTL_S
+        needed_s = timeout_s + AGENT_GRACE_S + limits.reward_timeout_s + limits.settle_s + _SPARE_TTL_S
         return self._client.session(
             rollout_id=self._rollout_id,
             group_id=sample.group_id,
@@ -197,30 +197,30 @@ class _Crew:
             ttl_s=min(needed_s, MAX_TIMEOUT_S),
         )
 
-    async def _drive(self, session: AgentSession, task: RolloutTask) -> _Outcome:
+    async def _drive(self, session: AgentSession, task: RolloutTask) -> _RunEnd:
         """Run the agent and name how it ended. A cancellation from outside is none of its endings."""
         place = AgentPlace(task, session.base_url, session.api_key)
         timeout_s = task.limits.timeout_s
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                return _Outcome(await self._program.run(place))
+                return _RunEnd(await self._program.run(place))
         except Exception as error:  # user code raises anything
             if isinstance(error, TimeoutError) and deadline.expired():
-                return _Outcome(error=f"the agent did not end within {timeout_s:g} s", end="deadline")
+                return _RunEnd(error=f"the agent did not end within {timeout_s:g} s", end="deadline")
             text = str(error) if type(error) is AgentLoopError else describe(error)
-            return _Outcome(error=text or "the agent failed", end="loop_failed")
+            return _RunEnd(error=text or "the agent failed", end="loop_failed")
 
     async def _finish(
-        self, session: AgentSession, task: RolloutTask, outcome: _Outcome
+        self, session: AgentSession, task: RolloutTask, run_end: _RunEnd
     ) -> tuple[Trajectory, str | None]:
-        if outcome.error:
-            return await session.finish(error=outcome.error, stop_reason=outcome.end), None
-        reward, reward_error = outcome.value, None
+        if run_end.error:
+            return await session.finish(error=run_end.error, stop_reason=run_end.end), None
+        reward, reward_error = run_end.value, None
         if reward is None and task.reward is not None:
             reward, reward_error = await self._score(session, task, self._rewards[task.reward])
         settle_s = self._limits.settle_s
         trajectory = await session.finish(
-            reward=reward, reward_error=reward_error or "", stop_reason=outcome.end, wait_s=settle_s
+            reward=reward, reward_error=reward_error or "", stop_reason=run_end.end, wait_s=settle_s
         )
         return trajectory, reward_error
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.agents.program import AgentPlace, AgentProgram, environment
+from agentloop.agents.program import AgentPlace, AgentProgram, environment, run_command
 from agentloop.agents.runner import AgentLimits, AgentRecord, AgentRun, run_agents
-from agentloop.agents.subprocess import run_command
 from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.types import Message, RolloutTask, StopReason
