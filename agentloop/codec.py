@@ -14,6 +14,9 @@ from agentloop.errors import InvalidRequest
 
 T = TypeVar("T")
 
+MSGPACK = "application/msgpack"
+"""The media type of what `encode` writes."""
+
 _DTYPES = {"<i4": np.int32, "<f4": np.float32, "|b1": np.bool_}
 
 

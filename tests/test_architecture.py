@@ -62,6 +62,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.trajectory",
     },
     "agentloop.sessions": {
+        "agentloop.api",
         "agentloop.chat",
         "agentloop.generation",
         "agentloop.parsers",

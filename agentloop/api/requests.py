@@ -1,8 +1,8 @@
-"""The HTTP request bodies that client and front door share, and every cap on them.
+"""The HTTP request bodies that client and ingress share, and every cap on them.
 
 Request bodies are strict: a string is no number, a bool is no integer, unknown fields and numbers that are not
 finite are refused, and each list and string has a bound. Duplicate keys: the last one counts. The shapes are
-those of `types.py` and `control.py`, so conversion is `codec`; what is not in a dataclass is not on the wire.
+those of `types.py` and `engine.py`, so conversion is `codec`; what is not in a dataclass is not on the wire.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ MAX_PROMPT_TOKENS = 1 << 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_TASKS = 4096  # of one submit; a client sends more in several
 MAX_SAMPLES = 1024
-MAX_MESSAGES = 1024
-MAX_CONTENT_CHARS = 1 << 20
-MAX_TOOLS = 128
+MAX_TASK_MESSAGES = 1024
+MAX_TASK_CONTENT_CHARS = 1 << 20
+MAX_TASK_TOOLS = 128
 MAX_TOOL_CALLS = 256
 MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -69,14 +69,14 @@ Id = Annotated[str, Field(pattern=ID_PATTERN)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
-Text = Annotated[str, Field(max_length=MAX_CONTENT_CHARS)]
+Text = Annotated[str, Field(max_length=MAX_TASK_CONTENT_CHARS)]
 _Addend = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has lists only; what is in it stays strict
 Directory = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 def _storable(value: JsonValue) -> JsonValue:
-    """JSON that also the binary codec can hold: bounded nesting, integers of 64 bits."""
+    """Check that the binary codec can hold a JSON value too: bounded nesting, integers of 64 bits."""
     level, depth = [value], 0
     while level:
         if depth > MAX_REFERENCE_DEPTH:
@@ -113,7 +113,7 @@ class Body(BaseModel):
 
 
 def parse_body(data: bytes, kind: type[B]) -> B:
-    """The body that `data` holds. Raises InvalidRequest for what is no UTF-8 JSON and for what is no `kind`.
+    """Read the body that `data` holds. Raises InvalidRequest for what is no UTF-8 JSON and for what is no `kind`.
 
     The parser refuses lone surrogates, nesting beyond 200 and integers beyond 4,300 digits by itself.
     """
@@ -125,7 +125,7 @@ def parse_body(data: bytes, kind: type[B]) -> B:
 
 
 def check_body(value: Any, kind: type[B]) -> B:
-    """`value` as a `kind`. Raises InvalidRequest with at most ten problems; `param` names the first."""
+    """Check that `value` is a `kind`. Raises InvalidRequest with at most ten problems; `param` names the first."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -134,7 +134,7 @@ def check_body(value: Any, kind: type[B]) -> B:
 
 
 def invalid_request(problems: Sequence[tuple[tuple[int | str, ...], str]]) -> InvalidRequest:
-    """One error of many problems (place, message), bounded in number and length."""
+    """Make one error of many problems (place, message), bounded in number and length."""
     lines = []
     for place, message in problems[:MAX_PROBLEMS]:
         where = ".".join(map(str, place))
@@ -173,14 +173,14 @@ class SamplingBody(Body):
 
 
 class GenerateBody(Body):
-    """Token ids in: what `POST /generate` takes."""
+    """The body of `POST /generate`: token ids in."""
 
     token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
     sampling: SamplingBody
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_TIMEOUT_S)
 
     def to_request(self, request_id: str) -> GenerateRequest:
-        """The request as an engine takes it."""
+        """Return the request as an engine takes it."""
         sampling = codec.from_builtins(self.sampling.model_dump(), SamplingParams)
         return GenerateRequest(request_id, tuple(self.token_ids), sampling, timeout_s=self.timeout_s)
 
@@ -231,8 +231,8 @@ class TaskBody(Body):
     """`RolloutTask`: also a line of a task file."""
 
     task_id: Name
-    messages: Annotated[list[MessageBody], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Name] = Field(default_factory=list, max_length=MAX_TOOLS)
+    messages: Annotated[list[MessageBody], FailFast()] = Field(min_length=1, max_length=MAX_TASK_MESSAGES)
+    tools: list[Name] = Field(default_factory=list, max_length=MAX_TASK_TOOLS)
     loop: ImportName = _TASK.loop
     reward: ImportName | None = None
     reference: Json = None
@@ -243,12 +243,12 @@ class TaskBody(Body):
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
 
     def to_task(self) -> RolloutTask:
-        """The task as the service holds it."""
+        """Return the task as the service holds it."""
         return codec.from_builtins(self.model_dump(), RolloutTask)
 
 
 class SubmitBody(Body):
-    """What `POST /rollouts` takes: tasks, each sampled `num_samples` times.
+    """The body of `POST /rollouts`: tasks, each sampled `num_samples` times.
 
     With a `rollout_id` of the caller's own, a submit whose answer was lost can be sent again: it counts once.
     `max_staleness` is in weight versions; without it, the fields of `StalenessLimit` after it mean nothing.
@@ -281,13 +281,13 @@ class SubmitBody(Body):
 
 
 class PauseBody(Body):
-    """What `POST /admin/pause` takes."""
+    """The body of `POST /admin/pause`."""
 
     mode: Literal["abort", "wait", "keep"] = PauseMode.KEEP.value
 
 
 def _one_source(schema: dict[str, Any]) -> None:
-    """Say in the schema what `WeightUpdate` checks."""
+    """Say in the schema what `WeightUpdate` checks: exactly one source."""
     schema["oneOf"] = [
         {"required": [name], "properties": {name: {"type": kind}}}
         for name, kind in (("directory", "string"), ("push", "object"), ("adapter", "string"))
@@ -303,7 +303,7 @@ class TensorBody(Body):
 
 
 class PushBody(Body):
-    """`PushSource`: where a process listens, and what it has."""
+    """`PushSource`: the addresses of a listening process, and the tensors it has."""
 
     addresses: list[Address] = Field(min_length=1, max_length=MAX_ADDRESSES)
     token: str = Field(pattern=r"^[\x21-\x7e]{1,512}$")
@@ -311,12 +311,12 @@ class PushBody(Body):
     names: Literal["checkpoint", "runtime"] = TensorNames.CHECKPOINT.value
 
     def to_source(self) -> PushSource:
-        """The source as engines take it."""
+        """Return the source as engines take it."""
         return codec.from_builtins(self.model_dump(), PushSource)
 
 
 class WeightsBody(Body):
-    """What `POST /admin/weights` takes: one source of new weights, and the version they become.
+    """The body of `POST /admin/weights`: one source of new weights, and the version they become.
 
     `directory` and `adapter` are absolute paths of directories that the service may read.
     """
@@ -335,19 +335,19 @@ class WeightsBody(Body):
         return KVPolicy(self.kv_policy) if self.kv_policy is not None else None
 
     def to_update(self) -> WeightUpdate:
-        """The update as the fleet takes it. Raises InvalidRequest unless it has exactly one source."""
+        """Return the update as the fleet takes it. Raises InvalidRequest unless it has exactly one source."""
         push = self.push.to_source() if self.push is not None else None
         return WeightUpdate(self.version, self.directory, push, self.adapter)
 
 
 class SleepBody(Body):
-    """What `POST /admin/sleep` takes. Level 1 keeps the weights in host memory, level 2 discards them."""
+    """The body of `POST /admin/sleep`. Level 1 keeps the weights in host memory, level 2 discards them."""
 
     level: int = Field(default=1, ge=1, le=2)
 
 
 class WakeBody(Body):
-    """What `POST /admin/wake` takes: the memory to take back, or nothing for all of it."""
+    """The body of `POST /admin/wake`: the memory to take back, or nothing for all of it."""
 
     tags: list[Literal["weights", "kv_cache"]] | None = Field(default=None, min_length=1, max_length=2)
 

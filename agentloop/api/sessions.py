@@ -1,4 +1,4 @@
-"""The HTTP bodies of the session routes, shared by client and front door; strict, as those of `wire.py`.
+"""The HTTP bodies of the session routes, shared by client and ingress; strict, as those of `requests.py`.
 
 A session is opened, used through the chat routes, given a reward and finished. `finish` and `trajectories` answer
 alike: a JSON list of trajectories, or with `Accept: application/msgpack` the binary form of the same list.
@@ -21,7 +21,7 @@ MAX_SAMPLE_INDEX = (1 << 31) - 1
 
 
 class NewSessionBody(Body):
-    """What `POST /sessions` takes. The record of the session goes to `rollout_id`, as a sample of `group_id`.
+    """The body of `POST /sessions`. The record of the session goes to `rollout_id`, as a sample of `group_id`.
 
     With a `session_id` of the caller's own, a create whose answer was lost can be sent again: it makes one session.
     """
@@ -35,13 +35,13 @@ class NewSessionBody(Body):
 
 
 class RewardBody(Body):
-    """What `POST /sessions/{id}/reward` takes. A later reward replaces it."""
+    """The body of `POST /sessions/{id}/reward`. A later reward replaces it."""
 
     reward: float
 
 
 class FinishBody(Body):
-    """What `POST /sessions/{id}/finish` takes; with an `error` the record is incomplete.
+    """The body of `POST /sessions/{id}/finish`; with an `error` the record is incomplete.
 
     `reward_error`: why there is no reward, where a reward function failed. `wait_s`: how long open calls may go on;
     those that are open then are lost.
@@ -55,14 +55,14 @@ class FinishBody(Body):
 
     @property
     def reason(self) -> StopReason:
-        """Why the session ended: what was said, or else whether there is an error."""
+        """The reason for the session's end: the one given, or else whether there is an error."""
         if self.stop_reason is not None:
             return StopReason(self.stop_reason)
         return StopReason.LOOP_FAILED if self.error else StopReason.COMPLETED
 
 
 class NewSessionAnswer(BaseModel):
-    """Where a new session is. `direct_url` leads to its process without a proxy, from this host only."""
+    """The place of a new session. `direct_url` leads to its process without a proxy, from this host only."""
 
     session_id: str
     base_url: str
@@ -98,10 +98,10 @@ class DeletedAnswer(BaseModel):
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """The binary form of what `finish` and `trajectories` answer."""
+    """Write the binary form of what `finish` and `trajectories` answer."""
     return codec.encode(list(trajectories))
 
 
 def decode_trajectories(data: bytes) -> list[Trajectory]:
-    """The inverse of `encode_trajectories`. Raises InvalidRequest if `data` holds something else."""
+    """Read what `encode_trajectories` writes. Raises InvalidRequest if `data` holds something else."""
     return codec.decode(data, list[Trajectory])

@@ -78,7 +78,10 @@ _ERROR_TYPES = {
 
 
 def chat_call(body: MessagesBody, parser: Parser, timeout_s: float) -> ChatCall:
-    """What the body asks. Raises UnsupportedParameter for what would change the answer, InvalidRequest."""
+    """Return the call that a body asks for.
+
+    Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
+    """
     if body.container is not None:
         raise UnsupportedParameter("`container` is not supported", param="container")
     messages, tools = prompt(body)

@@ -1,6 +1,6 @@
-"""What a chat call asks and what it gets, whatever dialect it came in. Values only.
+"""A chat call and its result, whatever dialect it came in. Values only.
 
-A dialect (`openai_chat.py`, `anthropic.py`, ...) turns its body into a `ChatCall` and a `ChatResult` (or the
+A dialect (`openai.py`, `anthropic.py`, ...) turns its body into a `ChatCall` and a `ChatResult` (or the
 `ChatPiece`s of a stream) into its answer; a `Session` does what is between.
 """
 
@@ -15,7 +15,7 @@ from agentloop.types import JSON, Message, SamplingParams, TopLogprobs, WeightVe
 
 
 class ToolChoice(StrEnum):
-    """Whether the policy must call a tool."""
+    """The policy's freedom to call tools."""
 
     AUTO = "auto"
     NONE = "none"  # it must not
@@ -23,7 +23,7 @@ class ToolChoice(StrEnum):
 
 
 class ChatFinish(StrEnum):
-    """Why a choice ended, as OpenAI says it."""
+    """The reason for a choice's end, as OpenAI says it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -59,7 +59,7 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """What makes a repeat of a call recognisable: a retry has a count above 0 and the same body."""
+    """The identity of a call, by which a repeat is recognised: a retry has a count above 0 and the same body."""
 
     digest: bytes
     retry_count: int = 0
@@ -88,7 +88,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatPiece:
-    """What one choice of a streamed answer has more than before; the `ChatResult` comes last.
+    """The next part of one choice of a streamed answer; the `ChatResult` comes last.
 
     Pieces concatenate to the node's reply: text to `message.content` and `message.reasoning`, ids to `token_ids`.
     """

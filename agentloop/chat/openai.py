@@ -112,7 +112,7 @@ def conversation_of(
 def sampling_of(
     body: CallBase, max_tokens: int | None, vocab_size: int, num_top: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """How to sample. Raises InvalidRequest."""
+    """Return the sampling parameters of a body. Raises InvalidRequest."""
     sampling = sampling_params(
         body.temperature,
         body.top_p,
@@ -142,7 +142,7 @@ def stops_of(body: CallBase) -> tuple[str, ...]:
 
 
 def _wanted(body: ChatBody) -> Constraint | None:
-    """What an answer must be by the response format."""
+    """Return the constraint of the response format."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None

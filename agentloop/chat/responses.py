@@ -58,7 +58,10 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def chat_call(body: ResponsesBody, parser: Parser, timeout_s: float) -> ChatCall:
-    """What the body asks. Raises UnsupportedParameter for what would change the answer, InvalidRequest."""
+    """Return the call that a body asks for.
+
+    Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
+    """
     _refuse_unsupported(body)
     tools = _tools(body)
     choice, forced = _tool_choice(body)
@@ -255,7 +258,7 @@ class ResponseWriter:
         raise InvariantBroken("a stream ended without its result")
 
     def error_event(self, error: AgentLoopError) -> dict[str, Any]:
-        """What a failure amid a stream looks like. The nested envelope is what makes the client library raise."""
+        """Write the event of a failure amid a stream; the nested envelope makes the client library raise."""
         return self._event("error", code=error.code, message=error.message, param=error.param, **error.to_wire())
 
     def _step(self, step: BlockStep, finish: ChatFinish | None = None) -> Iterator[dict[str, Any]]:

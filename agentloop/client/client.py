@@ -53,7 +53,6 @@ T = TypeVar("T")
 
 _log = structlog.stdlib.get_logger(__name__)
 
-_MSGPACK = "application/msgpack"
 _FIRST_WAIT_S = 0.1
 _FORGET_TIMEOUT_S = 5.0
 _MAX_PIECE_BYTES = 8 << 20  # of one submit; the service takes 32 MiB
@@ -185,7 +184,7 @@ class RolloutClient:
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
         """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""
         path = f"/rollouts/{rollout_id}/trajectories?after={after}&limit={limit}&wait_s={wait_s:g}"
-        return codec.decode(await self._transport.call("GET", path, accept=_MSGPACK, extra_s=wait_s), Page)
+        return codec.decode(await self._transport.call("GET", path, accept=codec.MSGPACK, extra_s=wait_s), Page)
 
     def session(
         self,

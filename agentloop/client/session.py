@@ -28,6 +28,7 @@ from agentloop.api import (
 )
 from agentloop.checks import is_loopback
 from agentloop.client.transport import Transport
+from agentloop.codec import MSGPACK
 from agentloop.errors import AgentLoopError, InvalidRequest, NotFound
 from agentloop.types import Trajectory
 
@@ -36,7 +37,6 @@ A = TypeVar("A", bound=BaseModel)
 SessionEnd: TypeAlias = Literal["completed", "deadline", "cancelled", "loop_failed"]
 
 MAX_ERROR_CHARS = 2000
-_MSGPACK = "application/msgpack"
 _LEAVE_TIMEOUT_S = 30.0  # for finishing behind an exception that is already on its way
 _READ_WAIT_S = 20.0
 _READ_GAP_S = 0.5  # between two reads that found nothing at once
@@ -123,7 +123,7 @@ class AgentSession:
 
     async def trajectories(self) -> list[Trajectory]:
         """What the session recorded so far; incomplete while calls are open."""
-        content = await self._transport.call("GET", f"{self._path}/trajectories", accept=_MSGPACK)
+        content = await self._transport.call("GET", f"{self._path}/trajectories", accept=MSGPACK)
         return decode_trajectories(content)
 
     async def trajectory(self) -> Trajectory:
@@ -153,7 +153,7 @@ class AgentSession:
         }
         body = check_body(values, FinishBody)
         content = await self._transport.call(
-            "POST", f"{self._path}/finish", body=body, accept=_MSGPACK, extra_s=wait_s
+            "POST", f"{self._path}/finish", body=body, accept=MSGPACK, extra_s=wait_s
         )
         self._is_finished = True
         return _only(decode_trajectories(content))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from agentloop.sessions.facts import DEFAULT_ROLLOUT_ID, Journal, SessionFacts, SessionParts, SessionState
+from agentloop.sessions.facts import Journal, SessionFacts, SessionParts, SessionState
 from agentloop.sessions.journal import to_its_end
 from agentloop.sessions.prompts import Prompt
 from agentloop.sessions.session import Session
 
 __all__ = [
-    "DEFAULT_ROLLOUT_ID",
     "Journal",
     "Prompt",
     "Session",

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from agentloop.api import SESSIONS_ROLLOUT_ID
 from agentloop.clock import Clock, RealClock
 from agentloop.generation import TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop.trajectory import CallRecord, Node
 from agentloop.types import KVPolicy, StopReason
-
-DEFAULT_ROLLOUT_ID = "sessions"
 
 
 class SessionState(StrEnum):
@@ -39,7 +38,7 @@ class SessionFacts:
     ttl_s: float
     owner: str = ""  # a digest of the key that made it; empty where the service asks for no keys
     state: SessionState = SessionState.OPEN
-    rollout_id: str = DEFAULT_ROLLOUT_ID
+    rollout_id: str = SESSIONS_ROLLOUT_ID
     group_id: str = ""  # empty: a group of its own, named as the session
     task_id: str = ""
     sample_index: int = 0

@@ -37,7 +37,7 @@ from agentloop_servers.http import (
 E = TypeVar("E")
 
 Events: TypeAlias = Callable[[AsyncIterator[ChatPiece | ChatResult]], AsyncGenerator[E, None]]
-"""What turns the pieces of an answer into the events of a dialect."""
+"""The type of functions that turn the pieces of an answer into the events of a dialect."""
 
 LONG_CONVERSATION = 512
 """Messages of a body that is turned into a call in a thread."""
@@ -69,7 +69,7 @@ class CallHandler:
         return cls(request, endpoint, session, await call_key(request))
 
     async def answer(self, chat: ChatCall, render: Callable[[ChatResult], Any]) -> Response:
-        """The whole answer as JSON; `render` gives what `orjson` takes. Cancels the call if the client leaves."""
+        """Answer the whole as JSON; `render` gives what `orjson` takes. Cancels the call if the client leaves."""
         with self.endpoint.admitted():
             result = await unless_client_leaves(self.request, self.session.call(self._bounded(chat), self.key))
         if result is None:
@@ -87,7 +87,7 @@ class CallHandler:
         events: Callable[[AsyncIterator[ChatPiece | ChatResult]], AsyncIterator[bytes]],
         error_event: Callable[[AgentLoopError], bytes],
     ) -> Response:
-        """The answer as server-sent events, with keep-alive comments.
+        """Answer with server-sent events, with keep-alive comments.
 
         `events` turns pieces into events, its end mark included. A failure before the first event is an ordinary
         error answer; later it is `error_event`, which has the end mark too.
@@ -116,7 +116,7 @@ class CallHandler:
                         yield event
 
     def _bounded(self, chat: ChatCall) -> ChatCall:
-        """The call, ending no later than the client stops waiting for it."""
+        """Return the call, ending no later than the client stops waiting for it."""
         hint_s = _read_timeout_s(self.request)
         return chat if hint_s is None or hint_s >= chat.timeout_s else replace(chat, timeout_s=hint_s)
 
@@ -148,12 +148,12 @@ async def session_of(request: Request, endpoint: Endpoint, body_session_id: str 
 
 
 async def as_call(reading: Callable[[], ChatCall], num_messages: int) -> ChatCall:
-    """The call that a body means; a long conversation is read in a thread."""
+    """Return the call that a body means; a long conversation is read in a thread."""
     return await asyncio.to_thread(reading) if num_messages > LONG_CONVERSATION else reading()
 
 
 def typed_events(write: Events[dict[str, Any]]) -> Events[bytes]:
-    """The events of a dialect that names each by its `type`, as they are sent."""
+    """Return the events of a dialect that names each by its `type`, as they are sent."""
 
     async def events(pieces: AsyncIterator[ChatPiece | ChatResult]) -> AsyncGenerator[bytes, None]:
         async with aclosing(write(pieces)) as found:
@@ -164,7 +164,7 @@ def typed_events(write: Events[dict[str, Any]]) -> Events[bytes]:
 
 
 async def call_key(request: Request) -> CallKey:
-    """What makes a repeat of this request recognisable: its path, its body and the client's count of tries."""
+    """Return the identity of this request: its path, its body and the client's count of tries."""
     digest = blake2b(request.scope["path"].encode(), digest_size=_DIGEST_BYTES)
     digest.update(b"\0")
     digest.update(await request.body())
@@ -174,7 +174,7 @@ async def call_key(request: Request) -> CallKey:
 
 
 def _read_timeout_s(request: Request) -> float | None:
-    """How long the OpenAI and Anthropic clients wait for an answer, where they say it."""
+    """Return how long the OpenAI and Anthropic clients wait for an answer, where they say it."""
     text = request.headers.get(READ_TIMEOUT_HEADER)
     if text is None:
         return None

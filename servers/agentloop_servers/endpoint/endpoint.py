@@ -1,4 +1,4 @@
-"""What the routes of the endpoint work with, and its bounds. `app.py` makes the one `Endpoint` of a process.
+"""The endpoint as its routes see it, and its bounds. `app.py` makes the one `Endpoint` of a process.
 
 Ownership: sessions belong to `registry.py`, conversations to `agentloop/sessions/session.py`; routes hold neither.
 The Protocols say what routes ask of them.
@@ -68,14 +68,14 @@ class RecordedSession(CallableSession, Protocol):
     def is_complete(self) -> bool: ...
 
     def trajectory(self) -> Trajectory:
-        """What is recorded by now."""
+        """Return what is recorded by now."""
 
     async def set_reward(self, reward: float) -> None:
         """Durable on return. Raises SessionFinished."""
 
 
 class SessionRegistry(Protocol):
-    """Where sessions are found: `sessions.Sessions`, whose docstrings say what each method raises.
+    """The registry of sessions: `registry.Sessions`, whose docstrings say what each method raises.
 
     `owner` is "" where the service asks for no keys, and None where a session key proved the right to the session.
     """
@@ -109,7 +109,7 @@ class SessionRegistry(Protocol):
 
 @dataclass(slots=True)
 class Endpoint:
-    """The OpenAI-compatible front door of one process, over one model."""
+    """The OpenAI-compatible endpoint of one process, over one model."""
 
     sessions: SessionRegistry
     renderer: Renderer

@@ -134,7 +134,7 @@ class DialectRoutes:
         return await self._turn(request, body, anthropic.chat_call, len(body.messages), writer, error_body)
 
     async def count_tokens(self, request: Request, body: Counted) -> Response:
-        """How many tokens the prompt has: in a named session as its history has them, else rendered whole."""
+        """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
         self._endpoint.check_model(body.model)
         messages, tools = anthropic.prompt(body)
         if names_session(request):

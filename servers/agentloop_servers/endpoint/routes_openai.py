@@ -147,7 +147,7 @@ class OpenAiRoutes:
         return await handler.answer(call, lambda result: openai_chat.render_chat(result, body, self._texts))
 
     async def complete(self, request: Request, body: AskedCompletion) -> Response:
-        """What follows a raw prompt."""
+        """Continue a raw prompt."""
         endpoint = self._endpoint
         endpoint.check_model(body.model)
         reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)

@@ -115,7 +115,7 @@ class SessionRoutes:
         return json_response(_described(await self._found(request)))
 
     async def trajectories(self, request: Request) -> Response:
-        """What it has recorded by now; incomplete while a call is open. JSON, or msgpack if accepted."""
+        """Return what it has recorded by now; incomplete while a call is open. JSON, or msgpack if accepted."""
         session = await self._found(request)
         return await _written(request, await asyncio.to_thread(session.trajectory))
 

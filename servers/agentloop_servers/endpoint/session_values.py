@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agentloop.api import SESSIONS_ROLLOUT_ID
 from agentloop.errors import Gone, SessionNotFound
-from agentloop.sessions import DEFAULT_ROLLOUT_ID, Session
+from agentloop.sessions import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class NewSession:
 
     session_id: str | None = None  # None: one is made up
     ttl_s: float | None = None
-    rollout_id: str = DEFAULT_ROLLOUT_ID
+    rollout_id: str = SESSIONS_ROLLOUT_ID
     group_id: str = ""  # empty: a group of its own
     task_id: str = ""
     sample_index: int = 0

@@ -1,4 +1,4 @@
-"""What every HTTP edge of ours shares: guards, bounds, errors, disconnects, event streams."""
+"""The public HTTP edge's tools: guard, authentication, answers, event streams and the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class MethodNotAllowed(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Every bound of the front door."""
+    """Every bound of the public HTTP edge."""
 
     max_header_bytes: int = 64 << 10
     max_headers: int = 256
@@ -99,7 +99,7 @@ class HttpLimits:
 def json_body(
     kind: type[B], parse: Callable[[bytes, type[B]], B] = parse_body
 ) -> Callable[[Request], Awaitable[B]]:
-    """A route dependency that reads the body as a `kind`, strictly. The guard bounds its size and time."""
+    """Make a route dependency that reads the body as a `kind`, strictly. The guard bounds its size and time."""
 
     async def read(request: Request) -> B:
         return await read_json_body(request, lambda body: parse(body, kind))
@@ -108,7 +108,7 @@ def json_body(
 
 
 async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
-    """What `parse` makes of a JSON body; a long one is parsed in a thread. Raises InvalidRequest."""
+    """Parse a JSON body with `parse`; a long one in a thread. Raises InvalidRequest."""
     content_type = request.headers.get("content-type", "").lower()
     media_type, _, parameters = content_type.partition(";")
     charset = parameters.strip().removeprefix("charset=").strip('"')
@@ -160,7 +160,7 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
 
 
 def _methods_at(request: Request) -> set[str]:
-    """What the path of a request may be asked with."""
+    """Return the methods that the path of a request takes."""
     found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return {method for route in found for method in getattr(route, "methods", None) or ()}
 
@@ -168,7 +168,7 @@ def _methods_at(request: Request) -> set[str]:
 def error_response(
     error: AgentLoopError, retry_after_s: int = 1, envelope: Envelope = AgentLoopError.to_wire
 ) -> Response:
-    """The envelope, with the headers that the status calls for.
+    """Return the envelope, with the headers that the status calls for.
 
     The OpenAI and Anthropic clients repeat a 409 and every 5xx unless `x-should-retry` says otherwise.
     """
@@ -183,8 +183,10 @@ def error_response(
 
 
 def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Request], Awaitable[None]]:
-    """A route dependency, to stand first: errors of this route are written by `envelope`, and every answer has its
-    request's id also under `id_header`."""
+    """Make a route dependency, to stand first: `envelope` writes the errors of this route.
+
+    Every answer has its request's id also under `id_header`.
+    """
 
     async def declare(request: Request) -> None:
         request.scope["state"].update(envelope=envelope, id_header=id_header)
@@ -193,7 +195,7 @@ def speaks(envelope: Envelope, id_header: str | None = None) -> Callable[[Reques
 
 
 def envelope_of(scope: Scope) -> Envelope:
-    """What writes the errors of this request."""
+    """Return what writes the errors of this request."""
     envelope: Envelope = scope.get("state", {}).get("envelope", AgentLoopError.to_wire)
     return envelope
 

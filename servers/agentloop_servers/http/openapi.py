@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the routes, and what the routes read and write by themselves."""
+"""The OpenAPI document: FastAPI's own, completed by what the routes read and write by themselves."""
 
 from __future__ import annotations
 

@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from agentloop.codec import MSGPACK
 from agentloop.errors import DeadlineExceeded
 
 T = TypeVar("T")
-
-MSGPACK = "application/msgpack"
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -39,7 +39,7 @@ ADMIN_BODIES = (PauseBody, SleepBody, WakeBody, WeightsBody)
 
 @dataclass(frozen=True, slots=True)
 class ModeRules:
-    """What the service's mode allows beyond pause and resume; `mode` is its name, for the refusals."""
+    """The commands that the service's mode allows beyond pause and resume; `mode` is its name, for the refusals."""
 
     mode: str = "standalone"
     allows_weights: bool = True  # new weights of any source

@@ -67,7 +67,7 @@ WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a replica takes traffic."""
+    """The answer to a health check: a replica takes traffic, or none does."""
 
     is_ready: bool
 

@@ -12,7 +12,7 @@ import orjson
 import structlog
 from aiohttp import web
 
-from agentloop.codec import encode
+from agentloop.codec import MSGPACK, encode
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, Unauthorized
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, FencingToken
 from agentloop_servers.private_http.keep_alive import listening_socket
@@ -97,7 +97,7 @@ def token_of(request: web.Request) -> FencingToken:
 
 def answer(value: object) -> web.Response:
     """Return an answer that holds the codec's bytes of a value."""
-    return web.Response(body=encode(value), content_type="application/msgpack")
+    return web.Response(body=encode(value), content_type=MSGPACK)
 
 
 def _error_answer(error: AgentLoopError) -> web.Response:
