@@ -181,12 +181,12 @@ class SimulatedEngine:
             while not live.done.done():
                 await has_progress.wait()
                 has_progress.clear()
-                if len(live.token_ids) > start:
-                    delta = live.delta(start)
+                if len(live.sampled) > start:
+                    delta = live.sampled.since(start)
                     start += len(delta.token_ids)
                     yield delta
-            if len(live.token_ids) > start:
-                yield live.delta(start)
+            if len(live.sampled) > start:
+                yield live.sampled.since(start)
             yield live.done.result()
         finally:
             self._drop(live)
@@ -300,8 +300,9 @@ class SimulatedEngine:
     def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """Answer a request and forget it."""
         self._drop(live)
-        generation = live.generation(reason, self.load())
-        if live.malformation is not None and live.token_ids:
+        request_id, load = live.request.request_id, self.load()
+        generation = live.sampled.generation(request_id, reason, cached_tokens=live.cached_tokens, load=load)
+        if live.malformation is not None and live.sampled:
             generation = malformed(generation, live.malformation, self._spec.vocab_size)
         if not live.done.done():
             live.done.set_result(generation)

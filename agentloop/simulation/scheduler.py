@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentloop.engine import Delta
+from agentloop.sampled_tokens import SampledTokens
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 from agentloop.simulation.policy import Malformation, TokenStream
-from agentloop.types import FinishReason, GenerateRequest, Generation, Load, WeightVersionSpan
+from agentloop.types import FinishReason, GenerateRequest, Generation
 
 _PREFILL_TOKENS_PER_STEP = 4096  # admission stops there, as a real scheduler's budget does
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request from its arrival to its end. What is known of its tokens grows together, in `sample`."""
+    """A request from its arrival to its end."""
 
     request: GenerateRequest
     stream: TokenStream
@@ -31,56 +31,25 @@ class LiveRequest:
     malformation: Malformation | None
     has_progress: asyncio.Event | None  # set for a streamed request whenever there is something to read
     sequence: KVSequence
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty unless asked for
-    version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+    sampled: SampledTokens = field(default_factory=SampledTokens)
     has_run: bool = False
     cached_tokens: int = 0
     num_lost_tokens: int = 0  # tokens whose KV the last preemption took
 
     def sample(self, version: int) -> FinishReason | None:
         """Append one sampled token. Returns how the request ended, if it did."""
-        sampling, state = self.request.sampling, self.sequence.state
+        sampling, state, sampled = self.request.sampling, self.sequence.state, self.sampled
+        alternatives = None
         if sampling.num_top_logprobs:
-            self.top_logprobs.append(self.stream.alternatives(state, version)[: sampling.num_top_logprobs])
+            alternatives = self.stream.alternatives(state, version)[: sampling.num_top_logprobs]
         token_id, logprob = self.stream.sample(state, version)
-        if not self.version_starts or self.version_starts[-1][0] != version:
-            self.version_starts.append((version, len(self.token_ids)))
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
+        sampled.append(token_id, logprob, version, alternatives)
         if self.has_progress is not None:
             self.has_progress.set()
-        if token_id in sampling.stop_token_ids and len(self.token_ids) >= sampling.min_tokens:
+        num_tokens = len(sampled.token_ids)
+        if token_id in sampling.stop_token_ids and num_tokens >= sampling.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
-
-    def spans(self, start: int, end: int) -> tuple[WeightVersionSpan, ...]:
-        """Versions of sampled tokens [start, end), as offsets from `start`."""
-        lasts = [first for _, first in self.version_starts[1:]] + [len(self.token_ids)]
-        cut = [
-            (version, max(first, start) - start, min(last, end) - start)
-            for (version, first), last in zip(self.version_starts, lasts, strict=False)
-        ]
-        return tuple(WeightVersionSpan(version, a, b) for version, a, b in cut if a < b)
-
-    def delta(self, start: int) -> Delta:
-        """Everything from token `start` on."""
-        ids, logprobs = tuple(self.token_ids[start:]), tuple(self.logprobs[start:])
-        return Delta(ids, logprobs, self.spans(start, len(self.token_ids)), tuple(self.top_logprobs[start:]))
-
-    def generation(self, reason: FinishReason, load: Load) -> Generation:
-        """The answer, as it is now."""
-        return Generation(
-            request_id=self.request.request_id,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            weight_versions=self.spans(0, len(self.token_ids)),
-            finish_reason=reason,
-            cached_tokens=self.cached_tokens,
-            load=load,
-            top_logprobs=tuple(self.top_logprobs),
-        )
+        return FinishReason.LENGTH if num_tokens >= self.max_tokens else None
 
 
 class Scheduler:
@@ -151,7 +120,7 @@ class Scheduler:
             live = self._waiting[0]
             if num_prefilled >= _PREFILL_TOKENS_PER_STEP or (only_begun and not live.has_run):
                 break
-            ids = (*live.request.token_ids, *live.token_ids)
+            ids = (*live.request.token_ids, *live.sampled.token_ids)
             num_cached = self._acquire(live, ids, version)
             if num_cached is None:
                 break
@@ -175,7 +144,7 @@ class Scheduler:
 
     def decoding_tokens(self) -> tuple[int, int]:
         """How many requests decode in the next step (not counting those just prefilled), and their KV tokens."""
-        lengths = [live.sequence.num_tokens for live in self._running.values() if live.token_ids]
+        lengths = [live.sequence.num_tokens for live in self._running.values() if live.sampled.token_ids]
         return len(lengths), sum(lengths)
 
     def step(self, version: int, max_burst: int) -> list[tuple[LiveRequest, FinishReason]]:
@@ -200,7 +169,7 @@ class Scheduler:
             return None, 0  # it gave way to one that came earlier in this step
         prompt_len, sequence = len(live.request.token_ids), live.sequence
         for num_sampled in range(max_tokens):
-            if sequence.num_tokens < prompt_len + len(live.token_ids) and not self._grow(live, version):
+            if sequence.num_tokens < prompt_len + len(live.sampled.token_ids) and not self._grow(live, version):
                 return None, num_sampled
             reason = live.sample(version)
             if reason is not None:
@@ -209,7 +178,7 @@ class Scheduler:
 
     def _grow(self, live: LiveRequest, version: int) -> bool:
         """Compute the KV of the last sampled token. False if the request itself had to give way."""
-        last = live.token_ids[-1]
+        last = live.sampled.token_ids[-1]
         state = live.stream.advance(live.sequence.state, (last,), version)
         while not self._kv.append(live.sequence, last, state):
             victim = next(reversed(self._running.values()))

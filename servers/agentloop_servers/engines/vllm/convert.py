@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -13,9 +12,11 @@ from agentloop.errors import (
     EngineLost,
     EnginePaused,
     InvalidRequest,
+    InvariantBroken,
     MalformedEngineResponse,
     Overloaded,
 )
+from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -32,43 +33,40 @@ MAX_JSON_WHITESPACE_CHARS = 8
 """In a row, between the parts of constrained JSON: enough to indent it."""
 
 
-@dataclass(slots=True)
-class Sampled:
-    """The tokens of one request so far. Its lists grow together, in `add`."""
+def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: int) -> None:
+    """Append what one vLLM CompletionOutput brings; `stamp` tells its versions.
 
-    num_top_logprobs: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # empty unless asked for
+    Raises MalformedEngineResponse if its logprobs are not those of its tokens.
+    """
+    token_ids, flat = list(completion.token_ids), completion.logprobs
+    if not token_ids:
+        return
+    starts = range(len(token_ids)) if not num_top_logprobs or flat is None else flat.start_indices
+    if flat is None or [flat.token_ids[start] for start in starts] != token_ids:
+        raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
+    tops: TopLogprobs = ()
+    if num_top_logprobs:
+        tops = tuple(map(_alternatives, repeat(flat), starts, flat.end_indices, repeat(num_top_logprobs)))
+    sampled.extend(token_ids, [flat.logprobs[start] for start in starts], tops)
 
-    def add(self, completion: Any) -> None:
-        """Append what one vLLM CompletionOutput brings."""
-        token_ids, flat = list(completion.token_ids), completion.logprobs
-        if not token_ids:
-            return
-        starts = range(len(token_ids)) if not self.num_top_logprobs or flat is None else flat.start_indices
-        if flat is None or [flat.token_ids[start] for start in starts] != token_ids:
-            raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
-        self.token_ids += token_ids
-        self.logprobs += [flat.logprobs[start] for start in starts]
-        if self.num_top_logprobs:
-            self.top_logprobs += map(self._alternatives, repeat(flat), starts, flat.end_indices)
 
-    def _alternatives(self, flat: Any, start: int, end: int) -> tuple[tuple[int, float], ...]:
-        """One position of vLLM's FlatLogprobs: the sampled token, then the likeliest ones; it is not repeated
-        among these where vLLM has merged pieces."""
-        first = start + (end - start > self.num_top_logprobs)
-        places = sorted(range(first, end), key=flat.ranks.__getitem__)
-        # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
-        return tuple(
-            (flat.token_ids[place], flat.logprobs[place])
-            for place in places
-            if flat.logprobs[place] > LOGPROB_SENTINEL
-        )
+def _alternatives(flat: Any, start: int, end: int, num_top_logprobs: int) -> tuple[tuple[int, float], ...]:
+    """Return one position of vLLM's FlatLogprobs: the sampled token, then the likeliest ones; it is not repeated
+    among these where vLLM has merged pieces."""
+    first = start + (end - start > num_top_logprobs)
+    places = sorted(range(first, end), key=flat.ranks.__getitem__)
+    # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
+    return tuple(
+        (flat.token_ids[place], flat.logprobs[place]) for place in places if flat.logprobs[place] > LOGPROB_SENTINEL
+    )
 
-    def part(self, start: int) -> tuple[tuple[int, ...], tuple[float, ...], TopLogprobs]:
-        """Ids, logprobs and alternatives from token `start` on."""
-        return tuple(self.token_ids[start:]), tuple(self.logprobs[start:]), tuple(self.top_logprobs[start:])
+
+def stamp(sampled: SampledTokens, spans: tuple[WeightVersionSpan, ...]) -> None:
+    """Set the versions of all tokens so far. Raises MalformedEngineResponse if the spans do not tile them."""
+    try:
+        sampled.set_spans(spans)
+    except InvariantBroken as error:
+        raise MalformedEngineResponse(f"vLLM's {error.message}") from error
 
 
 def sampling_params(
@@ -141,12 +139,6 @@ def spans_from_starts(starts: list[tuple[str, int]], end: int) -> tuple[WeightVe
     return tuple(WeightVersionSpan(int(label), start, stop) for (label, start), stop in pairs if start < stop)
 
 
-def clip(spans: tuple[WeightVersionSpan, ...], start: int, end: int) -> tuple[WeightVersionSpan, ...]:
-    """The part of `spans` over `[start, end)`, as offsets from `start`."""
-    cut = ((span.version, max(span.start, start), min(span.end, end)) for span in spans)
-    return tuple(WeightVersionSpan(version, a - start, b - start) for version, a, b in cut if a < b)
-
-
 def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
     """How vLLM says a generation ended. Raises EngineError for what is not an end."""
     reason = completion.finish_reason
@@ -183,26 +175,22 @@ def is_unbegun(llm: Any, request_id: str) -> bool:
     return bool(states) and all(state is not None and state.is_prefilling for state in states)
 
 
-def to_generation(request: GenerateRequest, output: Any, sampled: Sampled, load: Load) -> Generation:
-    """The finished vLLM RequestOutput as a Generation; its tokens may have come in pieces."""
+def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load) -> Generation:
+    """Return the finished vLLM RequestOutput as a Generation; its tokens may have come in pieces.
+
+    `output` is None for a request that was aborted before vLLM saw it.
+    """
+    if output is None:
+        return sampled.generation(request.request_id, FinishReason.ABORT, load=load)
     completion = output.outputs[0]
-    token_ids, logprobs, top_logprobs = sampled.part(0)
-    return Generation(
-        request_id=request.request_id,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        weight_versions=final_spans(completion),
-        finish_reason=finish_reason(request, completion),
+    stamp(sampled, final_spans(completion))
+    return sampled.generation(
+        request.request_id,
+        finish_reason(request, completion),
         # A request that was preempted and prefilled again reports that prefill's hits, past its prompt too.
         cached_tokens=min(output.num_cached_tokens or 0, len(request.token_ids)),
         load=load,
-        top_logprobs=top_logprobs,
     )
-
-
-def nothing(request: GenerateRequest, load: Load) -> Generation:
-    """The answer to a request that was aborted before vLLM saw it."""
-    return Generation(request.request_id, (), (), (), FinishReason.ABORT, load=load)
 
 
 def translate(error: Exception) -> AgentLoopError:

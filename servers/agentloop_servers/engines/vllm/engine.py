@@ -36,10 +36,11 @@ from agentloop.errors import (
     InvalidRequest,
     WeightUpdateFailed,
 )
+from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig, prepare_environment
-from agentloop_servers.engines.vllm.process import VllmProcess, control_call
+from agentloop_servers.engines.vllm.process import VllmProcess, vllm_call
 from agentloop_servers.engines.vllm.requests import Call, Calls
 from agentloop_servers.engines.vllm.weights import VllmWeights
 
@@ -104,7 +105,7 @@ class VllmEngine:
 
     async def check_health(self) -> None:
         self._lifecycle.require_alive()
-        async with control_call("health check", self._config.control_timeout_s):
+        async with vllm_call("health check", self._config.control_timeout_s):
             await self._process.llm.check_health()
 
     # --- requests -----------------------------------------------------------------------------------------
@@ -119,16 +120,14 @@ class VllmEngine:
                     output = await anext(outputs, None)
             except TimeoutError as error:
                 raise _too_late(request) from error
-        if output is None:
-            return values.nothing(request, self.load())
-        sampled = values.Sampled(request.sampling.num_top_logprobs)
-        sampled.add(output.outputs[0])
+        sampled = SampledTokens()
+        if output is not None:
+            values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
         return values.to_generation(request, output, sampled, self.load())
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
         deadline_at = asyncio.get_running_loop().time() + request.timeout_s
-        sampled = values.Sampled(request.sampling.num_top_logprobs)
-        num_sent, output = 0, None
+        sampled, num_sent, output = SampledTokens(), 0, None
         with self._registered(request) as call:
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
                 while True:
@@ -140,18 +139,14 @@ class VllmEngine:
                     if piece is None:
                         break
                     output = piece
-                    sampled.add(output.outputs[0])
-                    num_tokens = len(sampled.token_ids)
-                    spans = values.spans_so_far(self._process.llm, request.request_id, output, num_tokens)
-                    if spans is None or num_tokens == num_sent:
+                    values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
+                    spans = values.spans_so_far(self._process.llm, request.request_id, output, len(sampled))
+                    if spans is None or len(sampled) == num_sent:
                         continue  # it finished meanwhile: the last piece has the spans of this one too
-                    token_ids, logprobs, top_logprobs = sampled.part(num_sent)
-                    spans, num_sent = values.clip(spans, num_sent, num_tokens), num_tokens
-                    yield Delta(token_ids, logprobs, spans, top_logprobs)
-        if output is None:
-            yield values.nothing(request, self.load())
-        else:
-            yield values.to_generation(request, output, sampled, self.load())
+                    values.stamp(sampled, spans)
+                    delta, num_sent = sampled.since(num_sent), len(sampled)
+                    yield delta
+        yield values.to_generation(request, output, sampled, self.load())
 
     async def abort(self, request_id: str) -> None:
         await self._calls.abort(self._calls.find(request_id))
@@ -222,7 +217,7 @@ class VllmEngine:
             lifecycle.paused(kv_policy)
 
     async def _freeze(self, *, is_cache_cleared: bool) -> None:
-        async with control_call("pause", self._config.control_timeout_s):
+        async with vllm_call("pause", self._config.control_timeout_s):
             if not self.is_paused:
                 self._lifecycle.freezing()
                 await self._process.pause(is_cache_cleared=is_cache_cleared)
@@ -234,7 +229,7 @@ class VllmEngine:
         async with lifecycle.control:
             lifecycle.check_resume()
             if lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
-                async with control_call("resume", self._config.control_timeout_s):
+                async with vllm_call("resume", self._config.control_timeout_s):
                     await self._process.llm.resume_generation()
             lifecycle.resumed()
             self._calls.wake_all()
@@ -273,7 +268,7 @@ class VllmEngine:
         async with self._lifecycle.control:
             if not self._lifecycle.has_to_sleep(level):
                 return
-            async with control_call("sleep", self._config.commit_timeout_s):
+            async with vllm_call("sleep", self._config.commit_timeout_s):
                 if self.asleep:  # vLLM only falls asleep as a whole
                     await self._process.llm.wake_up(sorted(tag.value for tag in self.asleep))
                 await self._weights.release()
@@ -288,7 +283,7 @@ class VllmEngine:
             wanted = self._lifecycle.wakeable(tags)
             if not wanted:
                 return
-            async with control_call("wake", self._config.commit_timeout_s):
+            async with vllm_call("wake", self._config.commit_timeout_s):
                 if await self._process.llm.wake_up(sorted(tag.value for tag in wanted)):
                     await self._process.pause(is_cache_cleared=False)
             self._lifecycle.woken(wanted)

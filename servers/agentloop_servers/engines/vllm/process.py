@@ -46,6 +46,18 @@ class SchedulerStats:
     def record_sleep_state(self, *_: Any) -> None: ...
 
 
+@contextlib.asynccontextmanager
+async def vllm_call(action: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+    """Make a call to vLLM, under a deadline; what it raises becomes ours."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise EngineError(f"vLLM did not answer a {action} in time") from error
+    except Exception as error:
+        raise translate(error) from error
+
+
 class VllmProcess:
     """One AsyncLLM (`llm`, valid after `start`), which is its engine process's only client."""
 
@@ -97,9 +109,12 @@ class VllmProcess:
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension in every worker; results in the order of their ranks.
 
-        Arguments and results are plain: strings, numbers, lists, dicts of them.
+        Arguments and results are plain: strings, numbers, lists, dicts of them. Raises our error for what a worker
+        or vLLM raised.
         """
-        engines = await self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, arguments, None)
+        async with vllm_call(method):
+            call = self.llm.engine_core.call_utility_all_async
+            engines = await call("collective_rpc", method, None, arguments, None)
         return [result for engine in engines for result in engine]
 
     async def pause(self, *, is_cache_cleared: bool) -> None:
@@ -154,15 +169,3 @@ class VllmProcess:
                 importlib.import_module("xgrammar")  # here, because the first constraint's trial has a deadline
             arguments = AsyncEngineArgs(**engine_arguments(self._config, endpoint))
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self.stats])
-
-
-@contextlib.asynccontextmanager
-async def control_call(action: str, timeout_s: float) -> AsyncIterator[None]:
-    """A call to vLLM under a deadline; what it raises becomes ours."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as error:
-        raise EngineError(f"vLLM did not answer a {action} in time") from error
-    except Exception as error:
-        raise translate(error) from error

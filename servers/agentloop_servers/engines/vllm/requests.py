@@ -15,8 +15,8 @@ from agentloop.engine_lifecycle import EngineLifecycle
 from agentloop.errors import AgentLoopError, Conflict, EngineLost
 from agentloop.types import GenerateRequest
 from agentloop_servers.engines.vllm.constraints import ConstraintTrials
-from agentloop_servers.engines.vllm.convert import is_unbegun, translate
-from agentloop_servers.engines.vllm.process import VllmProcess
+from agentloop_servers.engines.vllm.convert import is_unbegun
+from agentloop_servers.engines.vllm.process import VllmProcess, vllm_call
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,5 @@ class Calls:
 
     async def _abort_in_vllm(self, calls: Sequence[Call]) -> None:
         if calls:
-            try:
+            async with vllm_call("abort"):
                 await self._process.llm.abort([call.request.request_id for call in calls])
-            except Exception as error:
-                raise translate(error) from error

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
-from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.lora import LoraAdapters
 from agentloop_servers.engines.vllm.process import VllmProcess
@@ -51,7 +50,7 @@ class VllmWeights:
         form = self._served_form()
         known = form.tensors
         directory = self._config.model if self._config.load_format != "dummy" else None
-        await self._on_workers(
+        await self._process.on_workers(
             "weights_prepare",
             directory,
             _plain(known),
@@ -119,7 +118,7 @@ class VllmWeights:
         if self._lora is not None:
             return None
         token = secrets.token_hex(16)
-        offers = await self._on_workers("weights_offer", token)
+        offers = await self._process.on_workers("weights_offer", token)
         if any(offer is None for offer in offers):
             return None
         tensors = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in offers[0]["tensors"])
@@ -130,7 +129,7 @@ class VllmWeights:
         """Give back all memory that is not vLLM's: what is staged, and the buffers of transfers."""
         async with self._stage_lock:
             self._staged = None
-            await self._on_workers("weights_release")
+            await self._process.on_workers("weights_release")
 
     # --- inside ---
 
@@ -164,9 +163,9 @@ class VllmWeights:
         is_held = False
         try:
             async with asyncio.timeout(self._config.stage_timeout_s):
-                await self._on_workers("weights_stage", number, source)
+                await self._process.on_workers("weights_stage", number, source)
                 while True:
-                    states = await self._on_workers("weights_poll", number)
+                    states = await self._process.on_workers("weights_poll", number)
                     failed = next((state for state in states if state["state"] == FAILED), None)
                     if failed is not None:
                         raise CheckpointUnreadable(failed["error"], param="directory")
@@ -178,7 +177,7 @@ class VllmWeights:
             raise CheckpointUnreadable(f"not received within {self._config.stage_timeout_s:g} s") from error
         finally:
             if not is_held and self._process.llm is not None:
-                await asyncio.shield(self._on_workers("weights_drop", number))
+                await asyncio.shield(self._process.on_workers("weights_drop", number))
 
     async def _stage_adapter(self, directory: str) -> StageReport:
         if self._lora is None:
@@ -186,16 +185,10 @@ class VllmWeights:
         num_bytes = await asyncio.to_thread(self._lora.check, directory)
         return StageReport(HeldIn.FILES, "adapter", num_bytes)
 
-    async def _on_workers(self, method: str, *arguments: Any) -> list[Any]:
-        try:
-            return await self._process.on_workers(method, *arguments)
-        except Exception as error:
-            raise values.translate(error) from error
-
     async def _swap(self, number: int, update: WeightUpdate) -> CommitReport:
         if update.adapter is not None and self._lora is not None:
             return await self._lora.commit(update.adapter, self._process)
-        return _commit_report(await self._on_workers("weights_commit", number))
+        return _commit_report(await self._process.on_workers("weights_commit", number))
 
     async def _label(self, version: int) -> None:
         await self._process.llm.update_weight_version(str(version))
