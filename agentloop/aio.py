@@ -1,15 +1,111 @@
-"""User code that may block, away from the event loop."""
+"""asyncio's missing parts: signals of change, tasks that outlive their callers, user code that may block."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
+import functools
 import threading
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+import structlog
 
 from agentloop.errors import AgentLoopError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class ChangeSignal:
+    """Wakes everybody who waits now for a change of shared state.
+
+    Nothing is remembered: look at the state, and wait without an await in between. Every wait has a deadline.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait_until(self, deadline_at: float) -> bool:
+        """Wait for the next `notify`. False: the loop time `deadline_at` came first."""
+        return await is_set_by(self._event, deadline_at)
+
+
+async def is_set_by(event: asyncio.Event, deadline_at: float) -> bool:
+    """Wait for an event. False: the loop time `deadline_at` came first."""
+    try:
+        async with asyncio.timeout_at(deadline_at):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def deadline_after(wait_s: float, bound_s: float) -> float:
+    """Return the loop time `wait_s` from now, or `bound_s` if that is sooner."""
+    return asyncio.get_running_loop().time() + min(max(wait_s, 0.0), bound_s)
+
+
+class OwnedTasks:
+    """Tasks that go on without their callers, held until they end; `close` waits for all of them."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of the tasks, in the log too."""
+        self._name = name
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin `work`. A failure that no caller waits for is logged."""
+        task = asyncio.create_task(work, name=self._name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns. A cancelled caller leaves at once, and `work` goes on."""
+        return await asyncio.shield(self.start(work))
+
+    async def close(self, *, cancels: bool = False) -> None:
+        """Wait until all have ended, those too that begin meanwhile; or cancel them."""
+        while self._tasks:
+            for task in self._tasks if cancels else ():
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.debug("task_failed", task=self._name, error=repr(task.exception()))
+
+
+class HasTasks(Protocol):
+    """An object whose methods may be `to_its_end`."""
+
+    @property
+    def tasks(self) -> OwnedTasks:
+        """Where its calls run."""
+
+
+S = TypeVar("S", bound=HasTasks)
+
+
+def to_its_end(
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Make a method run on, once begun, whatever becomes of its caller."""
+
+    @functools.wraps(method)
+    async def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.tasks.run(method(self, *args, **kwargs))
+
+    return run
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: object) -> asyncio.Future[Any]:

@@ -92,6 +92,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.fleet",
         "agentloop.scheduling",
         "agentloop.storage",
+        "agentloop_servers.private_http",
     },
     "agentloop_servers.endpoint": {
         "agentloop.api",

@@ -16,12 +16,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from agentloop.api import FrontPort
 from agentloop.checks import is_loopback
 from agentloop.clock import RealClock
-from agentloop.errors import EngineLost, InvalidRequest
+from agentloop.errors import EngineLost, InvalidRequest, ServiceUnavailable
 from agentloop.generation import TurnReader
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.parsers import get_parser
@@ -30,7 +32,7 @@ from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
 from agentloop.sessions import Journal, SessionParts
 from agentloop.storage import STORE_NAME, TrajectoryStore
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig
+from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
     DirectServer,
@@ -53,15 +55,15 @@ from agentloop_tools import SHIPPED_TOOLS
 APP_NAME = "agentloop"
 
 
-class CoordinatorDeployment(Coordinator):
-    """One per service: `Fleet`, `Balancer`, `RolloutQueue` and `ReplicaSync` in one event loop."""
+class CoordinatorDeployment:
+    """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
         clients = EngineClients(secret)
         self._closing.push_async_callback(clients.close)
-        super().__init__(
+        self._coordinator = Coordinator(
             store=TrajectoryStore(run_dir / STORE_NAME),
             connect=clients.connect,
             config=CoordinatorConfig(
@@ -71,12 +73,38 @@ class CoordinatorDeployment(Coordinator):
             ),
             clock=RealClock(),
         )
-        self._closing.push_async_callback(self.close)
-        await self.start()
+        self._closing.push_async_callback(self._coordinator.close)
+        await self._coordinator.start()
+        self._server = CoordinatorServer(self._coordinator, secret, config.host)
+        self._closing.push_async_callback(self._server.close)
+        await self._server.start()
         settle_heap()
+
+    async def address(self) -> str:
+        """Return the URL of the private port, which every other call goes to."""
+        return self._server.url
+
+    async def check_health(self) -> None:
+        await self._coordinator.check_health()
 
     async def __del__(self) -> None:
         await self._closing.aclose()
+
+
+def coordinator_client(handle: DeploymentHandle, secret: str) -> CoordinatorClient:
+    """Return the coordinator behind a Serve handle, which is asked for its address alone.
+
+    A handle's call costs the coordinator a millisecond and more, and its answer to a caller whose host has vanished
+    blocks the coordinator's event loop for a minute.
+    """
+
+    async def find() -> str:
+        try:
+            return str(await handle.address.remote())
+        except (RayError, RayServeException) as error:
+            raise ServiceUnavailable(f"the coordinator is not there ({type(error).__name__})") from error
+
+    return CoordinatorClient(find, secret)
 
 
 class EngineReplicaDeployment:
@@ -88,9 +116,9 @@ class EngineReplicaDeployment:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._replica = Replica(
-            replica_id, build_engine(config), CoordinatorClient(coordinator), secret, config.host
-        )
+        client = coordinator_client(coordinator, secret)
+        self._closing.push_async_callback(client.close)
+        self._replica = Replica(replica_id, build_engine(config), client.replicas, secret, config.host)
         self._closing.push_async_callback(self._replica.close)
         await self._replica.start()
 
@@ -113,11 +141,13 @@ class AgentLoopWorkerDeployment:
         settings = config.workers
         clients = EngineClients(secret)
         self._closing.push_async_callback(clients.close)
+        client = coordinator_client(coordinator, secret)
+        self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
         self._closing.push_async_callback(toolbox.close)
         worker = Worker(
             serve.get_replica_context().replica_id.unique_id,
-            CoordinatorClient(coordinator),
+            client.workers,
             clients.connect,
             build_renderer(config),
             get_parser(settings.parser),
@@ -155,7 +185,9 @@ class IngressDeployment:
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
-        self._process = IngressProcess(config, run_dir, secret, CoordinatorClient(coordinator))
+        client = coordinator_client(coordinator, secret)
+        self._closing.push_async_callback(client.close)
+        self._process = IngressProcess(config, run_dir, secret, client.front)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(serve.get_replica_context().rank.rank)
         settle_heap()
@@ -322,7 +354,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         CoordinatorDeployment,
         name="Coordinator",
         num_replicas=1,
-        max_ongoing_requests=10_000,
+        max_ongoing_requests=1000,  # each asks for the address
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,
     ).bind(*common)

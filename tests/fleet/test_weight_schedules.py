@@ -55,7 +55,7 @@ async def _schedule(world: World) -> Counter[str]:
                 group.create_task(call, name="lasting") for call in (world.heartbeat(), *(w.run() for w in workers))
             ]
             work = make_work(world.rng)
-            num_accepted = (await world.ask(lambda c: c.submit("r", work))).num_accepted
+            num_accepted = (await world.ask(lambda c: c.rollouts.submit("r", work))).num_accepted
             trouble = [group.create_task(call) for call in (world.train(), world.operate(), world.befall())]
             await world.clock.sleep(world.trouble_s)
             await world.heal()
@@ -98,7 +98,7 @@ async def _until_quiet(world: World, num_accepted: int) -> None:
 
 def fleet_problems(world: World) -> list[str]:
     """What is wrong with the fleet, asking engines rather than the registry."""
-    desk = world.coordinator._fleet
+    desk = world.coordinator.replicas
     problems = []
     if desk._sync.update_state is not UpdateState.IDLE or desk.is_paused:
         problems.append(f"the controller is {desk._sync.update_state}, paused: {desk.is_paused}")
@@ -126,7 +126,7 @@ def fleet_problems(world: World) -> list[str]:
 def version_problems(world: World) -> list[str]:
     """What is wrong with the version that the fleet has come to."""
     history, store = world.history, world.store
-    version = world.coordinator._fleet.weight_version
+    version = world.coordinator.replicas.weight_version
     committed = {done for link in world.links.values() for done in link.commits}
     reported = max((report.version for report in history.reports), default=None)
     problems = []
@@ -144,7 +144,7 @@ def version_problems(world: World) -> list[str]:
 def check_records(world: World, num_accepted: int) -> None:
     """Every trajectory is there, once, and its spans tile what was sampled."""
     assert len(world.store.records) == num_accepted
-    world.coordinator._work.queue.check()
+    world.coordinator.rollouts.queue.check()
     for name, record in world.store.records.items():
         (path,) = record.paths
         at = [index for span in path.weight_versions for index in range(span.start, span.end)]

@@ -31,8 +31,8 @@ from agentloop.types import (
     RolloutTask,
     StalenessLimit,
 )
-from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from tests.support.memory_store import MemoryStore
 from tests.support.scripted import RENDERER, turns
 
@@ -100,15 +100,15 @@ class LiveRun:
         self, rollout_id: str, num_groups: int, num_samples: int, task: RolloutTask, limit: StalenessLimit | None
     ) -> int:
         groups = [RolloutGroup(f"g{n}", task, num_samples, rollout_id, limit) for n in range(num_groups)]
-        return (await self.coordinator.submit(rollout_id, tuple(groups))).num_accepted
+        return (await self.coordinator.rollouts.submit(rollout_id, tuple(groups))).num_accepted
 
     async def update(self, version: int, kv_policy: KVPolicy = KVPolicy.RECOMPUTE) -> None:
-        await self.coordinator.update_weights(WeightUpdate(version, self.checkpoint), kv_policy)
+        await self.coordinator.replicas.update_weights(WeightUpdate(version, self.checkpoint), kv_policy)
         self.updates.append((version, self.clock.now()))
 
     async def until_done(self, rollout_id: str, timeout_s: float = 300.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while not (await self.coordinator.read(rollout_id, 1 << 40, 1, 1.0)).status.is_done:
+            while not (await self.coordinator.rollouts.read(rollout_id, 1 << 40, 1, 1.0)).status.is_done:
                 pass
 
 
@@ -145,13 +145,13 @@ async def live_run(
     for url, engine in engines.items():
         await engine.start()
         registration = ReplicaRegistration(url.removeprefix("sim://"), url, engine.info, engine.weight_version)
-        await coordinator.register(registration)
+        await coordinator.replicas.register(registration)
     toolbox = Toolbox([])
     worker_config = WorkerConfig(capacity, poll_s=1.0, kv_policy=kv_policy)
     workers = [
         Worker(
             f"w{number}",
-            coordinator,
+            coordinator.rollouts,
             engines.__getitem__,
             RENDERER,
             get_parser("hermes"),
@@ -174,7 +174,7 @@ async def live_run(
             for worker in workers:
                 worker.close()
     await coordinator.check_health()
-    coordinator._work.queue.check()
+    coordinator.rollouts.queue.check()
     await toolbox.close()
     await coordinator.close()
     for engine in engines.values():
@@ -184,5 +184,5 @@ async def live_run(
 async def _heartbeat(run: LiveRun) -> None:
     while True:
         for url, engine in run.engines.items():
-            await run.coordinator.heartbeat(url.removeprefix("sim://"), engine.load(), engine.is_usable)
+            await run.coordinator.replicas.heartbeat(url.removeprefix("sim://"), engine.load(), engine.is_usable)
         await run.clock.sleep(0.25)

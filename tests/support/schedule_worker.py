@@ -50,7 +50,7 @@ class ScheduleWorker:
             while True:
                 report = WorkerReport(self.worker_id, 4 - len(self._running), tuple(self._running))
                 try:
-                    orders = await self._world.ask(lambda c, report=report: c.take(report, 0.5))
+                    orders = await self._world.ask(lambda c, report=report: c.rollouts.take(report, 0.5))
                 except ServiceUnavailable:
                     await self._world.clock.sleep(0.05)
                     continue
@@ -64,7 +64,7 @@ class ScheduleWorker:
             trajectory = await self._trajectory(assignment)
             for _ in range(MAX_ATTEMPTS):
                 try:
-                    await self._world.ask(lambda c: c.finish(self.worker_id, trajectory))
+                    await self._world.ask(lambda c: c.rollouts.finish(self.worker_id, trajectory))
                     return
                 except (OSError, ServiceUnavailable):
                     await self._world.clock.sleep(0.2)

@@ -37,8 +37,8 @@ from agentloop.fleet.weight_update import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel
 from agentloop.types import KVPolicy, Lease, PauseMode
-from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.private_http import FencingToken
 from tests.support.faulty_link import Caller, FaultyLink, Network
 from tests.support.memory_store import MemoryStore
@@ -156,9 +156,9 @@ class World:
             call.cancel()
         await self.coordinator.close()
         await self.clock.sleep(self.rng.uniform(0.0, 0.5))
-        served = self.coordinator._fleet.weight_version
+        served = self.coordinator.replicas.weight_version
         await self.start_coordinator()
-        restored = self.coordinator._fleet.weight_version
+        restored = self.coordinator.replicas.weight_version
         if served:  # 0 is what replicas brought along, and will bring again
             assert (restored or 0) >= served, f"{served} before the crash, then {restored}"
         self._is_down = False
@@ -207,11 +207,11 @@ class World:
                 if self._is_down or not process.is_heard or self.clock.now() < process.silent_until:
                     continue
                 coordinator, engine = self.coordinator, process.engine
-                if known.get(process.url) is coordinator and await coordinator.heartbeat(
+                if known.get(process.url) is coordinator and await coordinator.replicas.heartbeat(
                     process.replica_id, engine.load(), engine.is_usable
                 ):
                     continue
-                await coordinator.register(process.registration())
+                await coordinator.replicas.register(process.registration())
                 known[process.url] = coordinator
             version = (await self.coordinator.status()).weight_version
             if version is not None and version not in self.history.served[-1:]:
@@ -220,12 +220,12 @@ class World:
 
     def placeable(self) -> list[Process]:
         """The processes that take traffic and are alive."""
-        urls = {replica.url for replica in self.coordinator._fleet._fleet.placeable()}
+        urls = {replica.url for replica in self.coordinator.replicas._fleet.placeable()}
         return [process for process in self.processes.values() if process.is_alive and process.url in urls]
 
     def watch(self) -> None:
         """What must be true at every moment. Raises AssertionError."""
-        desk = self.coordinator._fleet
+        desk = self.coordinator.replicas
         for process in self.placeable():
             engine = process.engine
             holds = engine.weight_version
@@ -268,9 +268,9 @@ class World:
         if is_readable:
             self.history.pushed.add(version)
         update, sender = self._source(version, is_readable)
-        was_asleep = bool(self.coordinator._fleet.asleep)
+        was_asleep = bool(self.coordinator.replicas.asleep)
         try:
-            report = await self.ask(lambda c: c.update_weights(update, self.kv_policy))
+            report = await self.ask(lambda c: c.replicas.update_weights(update, self.kv_policy))
         finally:
             if sender is not None:  # its process ends, whatever came of it
                 sender.dies_at = min(sender.dies_at, self.clock.now())
@@ -299,7 +299,7 @@ class World:
                 continue
             self.history.is_operator_paused, paused = True, self.coordinator
             try:
-                await self.ask(lambda c: c.pause(self.rng.choice(tuple(PauseMode))))
+                await self.ask(lambda c: c.replicas.pause(self.rng.choice(tuple(PauseMode))))
                 self.history.counts["operator paused"] += 1
             except (EngineLost, ServiceUnavailable):
                 paused = None  # it holds for the others only
@@ -313,7 +313,7 @@ class World:
     async def _sleep_and_wake(self) -> None:
         level = self.rng.choice((1, 1, 2))
         try:
-            await self.ask(lambda c: c.sleep(level))
+            await self.ask(lambda c: c.replicas.sleep(level))
             self.history.counts[f"slept {level}"] += 1
         except (EngineLost, ServiceUnavailable):
             self.history.counts["sleep failed"] += 1
@@ -327,7 +327,7 @@ class World:
         """Until it is done, or only new weights can do it."""
         for _ in range(100):
             try:
-                await self.ask(lambda c: c.wake(tags))
+                await self.ask(lambda c: c.replicas.wake(tags))
             except Conflict:
                 self.history.counts["wake needs new weights"] += 1
                 return
@@ -342,7 +342,7 @@ class World:
     async def resume(self) -> None:
         for _ in range(100):
             try:
-                await self.ask(lambda c: c.resume())
+                await self.ask(lambda c: c.replicas.resume())
             except (EngineLost, ServiceUnavailable):
                 await self.clock.sleep(0.2)
             else:
@@ -392,7 +392,7 @@ class World:
         process.silent_until = self.clock.now() + self.rng.choice((1.0, 3.0))
 
     async def _leave(self, process: Process) -> None:
-        await self.coordinator.deregister(process.replica_id)
+        await self.coordinator.replicas.deregister(process.replica_id)
 
     async def _crash(self, process: Process) -> None:
         if self.rng.random() < 0.3:
@@ -411,7 +411,7 @@ class World:
 
     async def needs_a_push(self) -> bool:
         """Whether there is nothing that the controller could bring a replica to."""
-        sync = self.coordinator._fleet._sync
+        sync = self.coordinator.replicas._sync
         served = sync.served()
         if served is None or sync.desired.asleep:
             return True
@@ -447,7 +447,7 @@ class World:
     async def moved(self, assignment_id: str, lease: Lease) -> Lease:
         """Another lease, or the same one if there is no other now."""
         try:
-            return await self.ask(lambda c: c.move(assignment_id, lease, True))
+            return await self.ask(lambda c: c.rollouts.move(assignment_id, lease, True))
         except AgentLoopError as error:
             if not error.retryable:
                 raise

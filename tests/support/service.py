@@ -11,8 +11,8 @@ from agentloop.clock import VirtualClock
 from agentloop.fleet.registry import FleetConfig
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Load, StopReason
-from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from tests.support.engines import INFO, FakeEngine
 from tests.support.samples import make_trajectory
 
@@ -65,7 +65,7 @@ class Service:
 
     async def stop(self):
         await self.coordinator.check_health()
-        self.coordinator._work.queue.check()
+        self.coordinator.rollouts.queue.check()
         self.heartbeats.cancel()
         await asyncio.gather(self.heartbeats, return_exceptions=True)
         await self.coordinator.close()
@@ -77,7 +77,7 @@ class Service:
     async def join(self, *replica_ids, version=0):
         for replica_id in replica_ids:
             self.engines[replica_id] = FakeEngine(self.clock, f"fake://{replica_id}", version, self.info)
-            await self.coordinator.register(self.engines[replica_id].registration())
+            await self.coordinator.replicas.register(self.engines[replica_id].registration())
         await self.clock.sleep(0.1)
 
     async def heartbeat(self):
@@ -85,8 +85,8 @@ class Service:
             for replica_id, engine in self.engines.items():
                 if replica_id not in self.silent:
                     load = Load(weight_version=engine.weight_version)
-                    if not await self.coordinator.heartbeat(replica_id, load, engine.is_usable):
-                        await self.coordinator.register(engine.registration())
+                    if not await self.coordinator.replicas.heartbeat(replica_id, load, engine.is_usable):
+                        await self.coordinator.replicas.register(engine.registration())
             await self.clock.sleep(1.0)
 
     async def states(self):

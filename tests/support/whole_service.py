@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentloop.api import FrontPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
 from agentloop.parsers.by_name import get_parser
@@ -17,8 +18,7 @@ from agentloop.rollout.worker import Worker, WorkerConfig
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.app import IngressProcess, build_renderer, tool_names
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.coordinator.config import CoordinatorConfig
-from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.engine_parts import build_engine, initial_weights, model_facts
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.replica import Replica
@@ -43,12 +43,13 @@ class Site:
     config: ServiceConfig
     run_dir: Path
     coordinator: Coordinator
+    front: FrontPort
     urls: tuple[str, ...]
     ingresses: list[IngressProcess]
 
     def ingress(self, **options: Any) -> IngressProcess:
         """Another ingress process of this service, not started."""
-        return IngressProcess(self.config, self.run_dir, SECRET, self.coordinator, **options)
+        return IngressProcess(self.config, self.run_dir, SECRET, self.front, **options)
 
 
 @asynccontextmanager
@@ -76,8 +77,17 @@ async def whole_site(
         )
         closing.push_async_callback(coordinator.close)
         await coordinator.start()
+        server = CoordinatorServer(coordinator, SECRET, config.host)
+        closing.push_async_callback(server.close)
+        await server.start()
+
+        async def find() -> str:
+            return server.url
+
+        client = CoordinatorClient(find, SECRET)
+        closing.push_async_callback(client.close)
         for index in range(config.replicas):
-            replica = Replica(f"replica-{index}", build(config), coordinator, SECRET, config.host)
+            replica = Replica(f"replica-{index}", build(config), client.replicas, SECRET, config.host)
             closing.push_async_callback(replica.close)
             await replica.start()
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))
@@ -85,7 +95,7 @@ async def whole_site(
         facts = model_facts(config)
         worker = Worker(
             "worker",
-            coordinator,
+            client.workers,
             clients.connect,
             build_renderer(config),
             get_parser(config.workers.parser),
@@ -100,11 +110,11 @@ async def whole_site(
         urls = []
         ingresses: list[IngressProcess] = []
         for index in range(config.ingress_replicas):
-            ingresses.append(IngressProcess(config, run_dir, SECRET, coordinator, **options))
+            ingresses.append(IngressProcess(config, run_dir, SECRET, client.front, **options))
             closing.push_async_callback(ingresses[index].close)
             await ingresses[index].start(index)
             urls.append(await closing.enter_async_context(serving(ingresses[index].app)))
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.replicas:
                 await asyncio.sleep(0.01)
-        yield Site(config, run_dir, coordinator, tuple(urls), ingresses)
+        yield Site(config, run_dir, coordinator, client.front, tuple(urls), ingresses)

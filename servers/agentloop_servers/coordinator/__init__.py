@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from agentloop_servers.coordinator.client import CoordinatorClient
-from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
+from agentloop_servers.coordinator.server import CoordinatorServer
 
-__all__ = ["Coordinator", "CoordinatorClient", "CoordinatorConfig"]
+__all__ = ["Coordinator", "CoordinatorClient", "CoordinatorConfig", "CoordinatorServer"]

@@ -1,116 +1,106 @@
-"""The coordinator behind a Serve handle, as its ports: deadlines and our own errors on every call.
+"""The coordinator over its HTTP port: its ports as typed objects over one call, with deadlines.
 
-A Serve handle waits for ever when there is no replica, and wraps errors: here a call that gets no answer raises
-ServiceUnavailable, and the coordinator's errors arrive as themselves.
+Whoever constructs the client knows how to find the coordinator. Its URL is asked for once, and again when it cannot
+be reached there: a coordinator that was started again has another port. A call whose connection breaks is sent once
+more, since every call is idempotent or keyed; a command to the fleet only if it cannot have arrived.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, cast
 
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
-from agentloop.api import (
-    Orders,
-    Page,
-    ReplicaRegistration,
-    RolloutStatus,
-    ServiceStatus,
-    UpdateReport,
-    WorkerReport,
-)
-from agentloop.engine import MemoryTag, WeightUpdate
+from agentloop.api import FrontPort, ReplicaPort, WorkerPort
+from agentloop.codec import decode, encode
 from agentloop.errors import AgentLoopError, ServiceUnavailable
-from agentloop.types import KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
+from agentloop_servers.coordinator.server import COMMANDS, SERVER_NAME, CallType, calls_of
+from agentloop_servers.private_http import NO_HEADERS, SERVER_HEADER, Misdirected, NumberedCommands, PrivateHttp
 
 CALL_TIMEOUT_S = 30.0
 UPDATE_TIMEOUT_S = 1800.0  # longer than the deadlines of an update's steps together
 
 
 class CoordinatorClient:
-    """The ports over a Serve handle."""
+    """The coordinator's ports, as one process has them. Close it in the end."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+    def __init__(self, find: Callable[[], Awaitable[str]], secret: str) -> None:
+        """`find` returns the coordinator's URL, or raises ServiceUnavailable."""
+        self._find = find
+        self._http = PrivateHttp(secret, lost=ServiceUnavailable, late=ServiceUnavailable)
+        self._commands = NumberedCommands()
+        self._url: str | None = None
+        self._finding = asyncio.Lock()
+        self.replicas = cast(ReplicaPort, _Port(ReplicaPort, self._call))
+        self.workers = cast(WorkerPort, _Port(WorkerPort, self._call))
+        self.front = cast(FrontPort, _Port(FrontPort, self._call))
 
-    async def register(self, registration: ReplicaRegistration) -> None:
-        await self._call("register", registration)
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._http.close()
 
-    async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
-        return bool(await self._call("heartbeat", replica_id, load, is_usable))
-
-    async def deregister(self, replica_id: str) -> None:
-        await self._call("deregister", replica_id)
-
-    async def take(self, report: WorkerReport, wait_s: float) -> Orders:
-        answer: Orders = await self._call("take", report, wait_s, timeout_s=CALL_TIMEOUT_S + wait_s)
-        return answer
-
-    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
-        answer: Lease = await self._call("move", assignment_id, lease, is_failed)
-        return answer
-
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
-        await self._call("finish", worker_id, trajectory)
-
-    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
-        answer: RolloutStatus = await self._call("submit", rollout_id, groups)
-        return answer
-
-    async def record(self, trajectory: Trajectory) -> None:
-        await self._call("record", trajectory)
-
-    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
-        answer: Page = await self._call("read", rollout_id, after, limit, wait_s, timeout_s=CALL_TIMEOUT_S + wait_s)
-        return answer
-
-    async def cancel(self, rollout_id: str) -> RolloutStatus:
-        answer: RolloutStatus = await self._call("cancel", rollout_id)
-        return answer
-
-    async def lease(self, session_id: str, num_tokens: int) -> Lease:
-        answer: Lease = await self._call("lease", session_id, num_tokens)
-        return answer
-
-    async def release(self, lease: Lease) -> None:
-        await self._call("release", lease)
-
-    async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
-        answer: dict[int, str] = await self._call("join_endpoint", rank, url)
-        return answer
-
-    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
-        answer: UpdateReport = await self._call("update_weights", update, kv_policy, timeout_s=UPDATE_TIMEOUT_S)
-        return answer
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._call("pause", mode, timeout_s=UPDATE_TIMEOUT_S)
-
-    async def resume(self) -> None:
-        await self._call("resume", timeout_s=UPDATE_TIMEOUT_S)
-
-    async def sleep(self, level: int) -> None:
-        await self._call("sleep", level, timeout_s=UPDATE_TIMEOUT_S)
-
-    async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        await self._call("wake", tags, timeout_s=UPDATE_TIMEOUT_S)
-
-    async def status(self) -> ServiceStatus:
-        answer: ServiceStatus = await self._call("status")
-        return answer
-
-    async def _call(self, method: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _call(self, call: CallType, *arguments: Any, **named: Any) -> Any:
+        """Raises what the coordinator raises, and ServiceUnavailable if it fails or does not answer."""
+        arguments += tuple(named[name] for name in call.parameters[len(arguments) :])
+        timeout_s = UPDATE_TIMEOUT_S if call.name in COMMANDS else CALL_TIMEOUT_S
+        if "wait_s" in call.parameters:
+            timeout_s += arguments[call.parameters.index("wait_s")]
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_was_not_received if call.name in COMMANDS else _was_cut),
+            stop=stop_after_attempt(2),
+            reraise=True,
+        )
         try:
             async with asyncio.timeout(timeout_s):
-                return await getattr(self._handle, method).remote(*arguments)
-        except RayTaskError as error:
-            if isinstance(error.cause, AgentLoopError):
-                raise error.cause from None
-            raise ServiceUnavailable(f"the coordinator failed in {method}: {error.cause!r}") from error
+                return await retrying(self._send, call, encode(arguments))
         except TimeoutError as error:
-            raise ServiceUnavailable(f"the coordinator did not answer {method} within {timeout_s:g} s") from error
-        except (RayError, RayServeException) as error:
-            raise ServiceUnavailable(f"the coordinator is not there ({type(error).__name__})") from error
+            raise ServiceUnavailable(
+                f"the coordinator did not answer {call.name} within {timeout_s:g} s"
+            ) from error
+        except Misdirected as error:
+            raise ServiceUnavailable(f"the coordinator is not there ({error})") from error
+
+    async def _send(self, call: CallType, body: bytes) -> Any:
+        url = await self._found_url()
+        headers = {
+            **(self._commands.next_headers() if call.name in COMMANDS else NO_HEADERS),
+            SERVER_HEADER: SERVER_NAME,
+        }
+        try:
+            async with self._http.open("POST", f"{url}/{call.name}", body, headers=headers) as opened:
+                return decode(await opened.read(), call.answer)
+        except AgentLoopError as error:
+            if _was_cut(error) and self._url == url:
+                self._url = None
+            if type(error) is AgentLoopError:  # not one that it raises on purpose
+                raise ServiceUnavailable(f"the coordinator failed in {call.name}: {error}") from error
+            raise
+
+    async def _found_url(self) -> str:
+        if self._url is None:
+            async with self._finding:
+                if self._url is None:
+                    self._url = await self._find()
+        return self._url
+
+
+class _Port:
+    """One port: each of its calls as a method."""
+
+    def __init__(self, port: type, ask: Callable[..., Awaitable[Any]]) -> None:
+        for name, call in calls_of(port).items():
+            setattr(self, name, partial(ask, call))
+
+
+def _was_not_received(error: BaseException) -> bool:
+    return isinstance(error, Misdirected) or isinstance(error.__cause__, aiohttp.ClientConnectorError)
+
+
+def _was_cut(error: BaseException) -> bool:
+    return _was_not_received(error) or isinstance(
+        error.__cause__, aiohttp.ClientError | asyncio.IncompleteReadError
+    )

@@ -1,28 +1,49 @@
-"""FleetDesk: the coordinator's side towards replicas: their comings and goings, their weights, and places on them.
+"""Replicas: the coordinator's side towards replicas and operators, and places on replicas.
 
-Ownership: the Fleet, the Balancer, the ReplicaSync and the LateReplicas.
-It notifies `changed` whenever places may have become free or taken.
+Ownership: the Fleet (who serves), the Balancer (who runs where), the ReplicaSync (updates and orders) and the
+LateReplicas. It notifies `changed` whenever places may have become free or taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from structlog.typing import FilteringBoundLogger
 
+from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api import ReplicaRegistration, ReplicaStatus, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet import Connect, Fleet, LateReplicas, ReplicaState, ReplicaSync
-from agentloop.scheduling import Balancer
+from agentloop.fleet import Connect, Fleet, FleetConfig, LateReplicas, ReplicaState, ReplicaSync, WeightConfig
+from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions
 from agentloop.types import KVPolicy, Lease, Load, PauseMode
-from agentloop_servers.coordinator.config import CoordinatorConfig
-from agentloop_servers.coordinator.wakeup import Wakeup, deadline_after
 
 
-class FleetDesk:
-    """Construct, then call `look` now and then; `close` ends the catch-ups."""
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """The bounds and deadlines of the control plane. All finite."""
+
+    kv_policy: KVPolicy = KVPolicy.RECOMPUTE  # of updates that do not say
+    initial_weights: WeightUpdate | None = None  # what engines load at their start, under the version they say
+    max_queued_trajectories: int = 100_000
+    max_attempts: int = 3  # of one trajectory, over lost workers
+    max_page: int = 1000
+    heartbeat_interval_s: float = 1.0
+    worker_timeout_s: float = 30.0  # silence after which a worker is lost; `take` waits half as long at most
+    max_wait_s: float = 60.0  # of one `read`
+    placement_wait_s: float = 20.0  # for a replica that is about to come back; below the callers' own deadline
+    restart_grace_s: float = 10.0  # for workers to say what they still run, before that is given out again
+    direct_lease_ttl_s: float = 3600.0
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    balancer: BalancerConfig = field(default_factory=BalancerConfig)
+    weights: WeightConfig = field(default_factory=WeightConfig)
+
+
+class Replicas:
+    """A ReplicaPort and a FleetPort. Construct, then call `look` now and then, and in the end `close`."""
 
     def __init__(
         self,
@@ -30,9 +51,11 @@ class FleetDesk:
         config: CoordinatorConfig,
         clock: Clock,
         log: FilteringBoundLogger,
-        changed: Wakeup,
+        changed: ChangeSignal,
+        tasks: OwnedTasks,
         on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]],
     ) -> None:
+        self.tasks = tasks
         self._config = config
         self._clock = clock
         self._log = log
@@ -51,10 +74,12 @@ class FleetDesk:
             log=log,
         )
         self._late = LateReplicas(self._sync, self._fleet, clock, on_change=self._fleet_changed, log=log)
+        # Versions that updates under way are to bring; a refused one is here for a moment.
+        self._coming: list[int] = []
 
     @property
     def is_ready(self) -> bool:
-        """Whether anybody takes traffic."""
+        """Whether a replica takes traffic."""
         return bool(self._fleet.placeable())
 
     @property
@@ -70,6 +95,11 @@ class FleetDesk:
         return self._fleet.weight_version
 
     @property
+    def versions(self) -> FleetVersions:
+        """The version that the fleet serves, and the one that it is being brought to."""
+        return FleetVersions(self._fleet.weight_version, max(self._coming, default=None))
+
+    @property
     def reports(self) -> tuple[UpdateReport, ...]:
         return self._sync.reports
 
@@ -82,7 +112,7 @@ class FleetDesk:
 
     # --- coming and going ---
 
-    def register(self, registration: ReplicaRegistration) -> None:
+    async def register(self, registration: ReplicaRegistration) -> None:
         known = self._fleet.get(registration.replica_id)
         replica = self._fleet.register(registration, self._clock.now())
         if known is not None and known.incarnation != replica.incarnation:
@@ -91,7 +121,7 @@ class FleetDesk:
         self._late.forget(replica.replica_id)
         self._fleet_changed()
 
-    def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
+    async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
         before = self._fleet.get(replica_id)
         is_known = self._fleet.heartbeat(replica_id, load, is_usable, self._clock.now())
         after = self._fleet.get(replica_id)
@@ -100,7 +130,7 @@ class FleetDesk:
             self._fleet_changed()
         return is_known
 
-    def deregister(self, replica_id: str) -> None:
+    async def deregister(self, replica_id: str) -> None:
         if self._fleet.deregister(replica_id):
             self._forget(replica_id, "left")
 
@@ -163,28 +193,45 @@ class FleetDesk:
         """Before any replica registers: what an earlier coordinator was bringing the fleet to."""
         self._sync.restore(update, kv_policy)
 
-    async def update(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
-        try:
-            return await self._sync.update_weights(update, kv_policy)
-        finally:
-            for replica in self._fleet.replicas:
-                if replica.state is ReplicaState.QUARANTINED:
-                    self.balancer.drop_replica(replica.replica_id)
-                    self._log.warning("replica_quarantined", replica=replica.replica_id, error=replica.error)
+    @to_its_end
+    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
+        policy = self._config.kv_policy if kv_policy is None else kv_policy
+        with self._update_under_way(update.version):
+            try:
+                return await self._sync.update_weights(update, policy)
+            finally:
+                for replica in self._fleet.replicas:
+                    if replica.state is ReplicaState.QUARANTINED:
+                        self.balancer.drop_replica(replica.replica_id)
+                        self._log.warning("replica_quarantined", replica=replica.replica_id, error=replica.error)
 
+    @to_its_end
     async def pause(self, mode: PauseMode) -> None:
         await self._sync.pause(mode)
 
+    @to_its_end
     async def resume(self) -> None:
         await self._sync.resume()
 
+    @to_its_end
     async def sleep(self, level: int) -> None:
         await self._sync.sleep(level)
 
+    @to_its_end
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         await self._sync.wake(tags)
 
     # --- inside ---
+
+    @contextmanager
+    def _update_under_way(self, version: int) -> Iterator[None]:
+        """While this lasts, nothing is begun that the update would make too stale; then it goes out at once."""
+        self._coming.append(version)
+        try:
+            yield
+        finally:
+            self._coming.remove(version)
+            self._changed.notify()
 
     def _forget(self, replica_id: str, reason: str) -> None:
         self._log.warning("replica_gone", replica=replica_id, reason=reason)

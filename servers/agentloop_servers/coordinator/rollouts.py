@@ -1,28 +1,26 @@
-"""WorkDesk: the coordinator's side towards clients and workers: what was accepted, who runs it, what became of it.
+"""Rollouts: the coordinator's side towards clients and workers: accepted work, who runs it, and its records.
 
 Ownership: the RolloutQueue and the store. A submission is durable before it is queued, a record before it counts as
-finished; the queue alone decides who owns a sample. Leases come from, and go back to, the FleetDesk.
+finished; the queue alone decides who owns a sample. Leases come from, and go back to, the Replicas. A call that
+must not stop half-way (a submission, a hand-in) runs on, whatever becomes of its caller.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from structlog.typing import FilteringBoundLogger
 
 from agentloop import codec
+from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api import Orders, Page, RolloutStatus, WorkerReport
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound
-from agentloop.scheduling import COORDINATOR, FleetVersions, Handout, Owed, RolloutQueue, assignment_id, group_key
+from agentloop.scheduling import COORDINATOR, Handout, Owed, RolloutQueue, assignment_id, group_key
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
-from agentloop_servers.coordinator.config import CoordinatorConfig
-from agentloop_servers.coordinator.replicas import FleetDesk
-from agentloop_servers.coordinator.wakeup import Wakeup, deadline_after, is_set_by
+from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
@@ -36,20 +34,25 @@ class _Poll:
     number: int = 0
 
 
-class WorkDesk:
-    """Construct, `await restore()`, then call `look` and `write_owed` now and then."""
+class Rollouts:
+    """A WorkerPort, a RolloutPort and a LeasePort.
+
+    Construct, `await restore()`, then call `look` and `write_owed` now and then.
+    """
 
     def __init__(
         self,
         store: TrajectoryStore,
-        fleet: FleetDesk,
+        replicas: Replicas,
         config: CoordinatorConfig,
         clock: Clock,
         log: FilteringBoundLogger,
-        changed: Wakeup,
+        changed: ChangeSignal,
+        tasks: OwnedTasks,
     ) -> None:
+        self.tasks = tasks
         self._store = store
-        self._fleet = fleet
+        self._replicas = replicas
         self._config = config
         self._clock = clock
         self._log = log
@@ -62,9 +65,6 @@ class WorkDesk:
         self._polls: dict[str, _Poll] = {}
         self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
         self._grace_until: float | None = None
-        self._coming: list[
-            int
-        ] = []  # versions that updates under way are to bring; a refused one is here for a moment
 
     @property
     def num_workers(self) -> int:
@@ -86,16 +86,6 @@ class WorkDesk:
         if by_rollout:
             self._grace_until = now + self._config.restart_grace_s
             self._log.info("work_restored", num_rollouts=len(by_rollout), num_queued=self.queue.num_queued)
-
-    @contextmanager
-    def update_under_way(self, version: int) -> Iterator[None]:
-        """While this lasts, nothing is begun that the update would make too stale; then it goes out at once."""
-        self._coming.append(version)
-        try:
-            yield
-        finally:
-            self._coming.remove(version)
-            self._changed.notify()
 
     # --- workers ---
 
@@ -123,6 +113,7 @@ class WorkDesk:
         self.queue.cancels_told(worker_id, cancel)
         return Orders(start, cancel)
 
+    @to_its_end
     async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
         name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
         if not self.queue.is_live(name):
@@ -146,7 +137,7 @@ class WorkDesk:
 
     def look(self, now: float) -> None:
         """Count the silence of workers, and end the grace of a restart."""
-        self._tell_versions()
+        self.queue.set_versions(self._replicas.versions)
         for worker_id, poll in list(self._polls.items()):
             if now - poll.seen_at >= self._config.worker_timeout_s:
                 del self._polls[worker_id]
@@ -168,6 +159,7 @@ class WorkDesk:
 
     # --- clients ---
 
+    @to_its_end
     async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
         num_new = sum(group.num_samples for group in groups)
         try:
@@ -190,6 +182,7 @@ class WorkDesk:
         self._log.info("rollout_accepted", rollout=rollout_id, num_groups=len(groups), num_trajectories=num_new)
         return await self._status(rollout_id)
 
+    @to_its_end
     async def record(self, trajectory: Trajectory) -> None:
         """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
         if await self._store.record(self._aged(trajectory)):
@@ -214,6 +207,7 @@ class WorkDesk:
                 cursor = rows[-1][0] if rows else after
                 return Page(tuple(codec.decode(record, Trajectory) for _, record in rows), cursor, status)
 
+    @to_its_end
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         await self._status(rollout_id)  # raises NotFound
         cancellation = self.queue.cancel(rollout_id)
@@ -225,9 +219,26 @@ class WorkDesk:
 
     # --- leases of trajectories and sessions ---
 
-    def move(self, name: str, lease: Lease, is_failed: bool) -> Lease:
+    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+        def grant() -> Lease:
+            expires_at = self._clock.now() + self._config.direct_lease_ttl_s
+            return self._replicas.balancer.acquire_direct(session_holder(session_id), num_tokens, expires_at)
+
+        return await self._replicas.placed(grant)
+
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
         """Raises NoHealthyReplica, or NotFound for a holder that has nothing to move."""
-        balancer = self._fleet.balancer
+        if is_failed:
+            self._replicas.report_failure(lease)
+        return await self._replicas.placed(lambda: self._moved(assignment_id, lease, is_failed))
+
+    async def release(self, lease: Lease) -> None:
+        self._replicas.balancer.release(lease)
+
+    # --- inside ---
+
+    def _moved(self, name: str, lease: Lease, is_failed: bool) -> Lease:
+        balancer = self._replicas.balancer
         holder_id = name if self.queue.is_live(name) else session_holder(name)
         held = balancer.lease_of(holder_id)
         if held is None and holder_id != name:
@@ -238,19 +249,17 @@ class WorkDesk:
             return held  # it has moved already; that answer was lost
         return balancer.move(lease, is_failed)
 
-    # --- inside ---
-
     def _assign(self, worker_id: str, num_free: int) -> tuple[Assignment, ...]:
         """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
-        if self._grace_until is not None or not self._fleet.is_ready:
+        if self._grace_until is not None or not self._replicas.is_ready:
             return ()
-        self._tell_versions()
+        self.queue.set_versions(self._replicas.versions)
         handouts = self.queue.take(worker_id, num_free, self._clock.now())
         return tuple(self._assignment(handout) for handout in handouts)
 
     def _assignment(self, handout: Handout) -> Assignment:
         name, group = handout.assignment_id, handout.group
-        lease = self._fleet.balancer.acquire(name, group_key(name), _num_prompt_tokens(group.task))
+        lease = self._replicas.balancer.acquire(name, group_key(name), _num_prompt_tokens(group.task))
         return Assignment(
             assignment_id=name,
             group_id=group.group_id,
@@ -264,14 +273,10 @@ class WorkDesk:
             num_stale_attempts=handout.num_stale_attempts,
         )
 
-    def _tell_versions(self) -> None:
-        coming = max(self._coming, default=None)
-        self.queue.set_versions(FleetVersions(self._fleet.weight_version, coming))
-
     def _aged(self, trajectory: Trajectory) -> Trajectory:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
         judged it, and it is then told, not dropped."""
-        served, oldest = self._fleet.weight_version, trajectory.oldest_trained_version
+        served, oldest = self._replicas.weight_version, trajectory.oldest_trained_version
         if served is None or oldest is None:
             return trajectory
         staleness = max(0, served - oldest)  # a replica commits a moment before the fleet does
@@ -297,7 +302,7 @@ class WorkDesk:
         if not self.queue.finished(name, is_trained=_is_trained(trajectory)):
             return
         num_tokens = sum(len(path.response_ids) for path in trajectory.paths)
-        self._fleet.end_lease(name, num_tokens if trajectory.is_complete else None)
+        self._replicas.end_lease(name, num_tokens if trajectory.is_complete else None)
         self._changed.notify()
         event = self._readers.pop(trajectory.rollout_id, None)
         if event is not None:
@@ -306,12 +311,12 @@ class WorkDesk:
     def _lost(self, names: tuple[str, ...]) -> None:
         """These left their worker: queued again or owed a record, in either case without a place."""
         for name in names:
-            self._fleet.end_lease(name)
+            self._replicas.end_lease(name)
         if names:
             self._changed.notify()
 
     async def _status(self, rollout_id: str) -> RolloutStatus:
-        self._tell_versions()
+        self.queue.set_versions(self._replicas.versions)
         live = self.queue.status(rollout_id)
         if live is not None:
             return live

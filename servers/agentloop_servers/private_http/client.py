@@ -83,7 +83,8 @@ class OpenAnswer:
             raise self._ours(error) from error
         envelope = _envelope(body)
         if envelope is None:
-            raise self._lost(f"{self._url}: HTTP {answer.status} of a server that is not ours")
+            foreign = aiohttp.ClientError(f"HTTP {answer.status} of a server that is not ours")
+            raise self._lost(f"{self._url}: {foreign}") from foreign
         raise from_wire(envelope, answer.status)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -38,13 +38,16 @@ class PrivateServer:
         secret: str,
         host: str = "127.0.0.1",
         max_body_bytes: int = MAX_BODY_BYTES,
+        stop_timeout_s: float = 60.0,
     ) -> None:
-        """`name` is what a caller may give as SERVER_HEADER, to be refused by any other server."""
+        """`name` is what a caller may give as SERVER_HEADER, to be refused by any other server. At the end, calls
+        have `stop_timeout_s` to be answered."""
         self._name = name
         self._routes = tuple(routes)
         self._secret = secret.encode()
         self._host = host
         self._max_body_bytes = max_body_bytes
+        self._stop_timeout_s = stop_timeout_s
         self._runner: web.AppRunner | None = None
         self.url = ""
         self._log = structlog.get_logger("private_http").bind(server=name)
@@ -53,14 +56,16 @@ class PrivateServer:
         """Listen on a port that the system chooses."""
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
         app.add_routes(self._routes)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=self._stop_timeout_s
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, listening_socket(self._host)).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
-        """Stop listening and cut what is in flight. Idempotent."""
+        """Stop listening, wait for what is in flight, and cut what takes too long. Idempotent."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()

@@ -20,22 +20,22 @@ from tests.support.service import CONFIG, ids, record, report, service
 
 @service("a", "b")
 async def test_submit_take_finish_read(site, coordinator):
-    status = await coordinator.submit("r", (make_group("g0", 2), make_group("g1", 1)))
+    status = await coordinator.rollouts.submit("r", (make_group("g0", 2), make_group("g1", 1)))
     assert (status.num_accepted, status.num_queued, status.is_done) == (3, 3, False)
-    orders = await coordinator.take(report(), 1.0)
+    orders = await coordinator.rollouts.take(report(), 1.0)
     assert ids(orders.start) == ["r/g0/0", "r/g0/1", "r/g1/0"]
     assert orders.start[0].lease.replica_id == orders.start[1].lease.replica_id  # siblings
     assert orders.start[0].rollout_id == "r"
     assert (await coordinator.status()).rollouts[0].num_running == 3
     for assignment in orders.start:
-        await coordinator.finish("w", record(assignment))
-        await coordinator.finish("w", record(assignment))  # its answer was lost
-    page = await coordinator.read("r", 0, 2, 0.0)
+        await coordinator.rollouts.finish("w", record(assignment))
+        await coordinator.rollouts.finish("w", record(assignment))  # its answer was lost
+    page = await coordinator.rollouts.read("r", 0, 2, 0.0)
     assert [(t.group_id, t.sample_index) for t in page.trajectories] == [("g0", 0), ("g0", 1)]
-    page = await coordinator.read("r", page.cursor, 2, 0.0)
+    page = await coordinator.rollouts.read("r", page.cursor, 2, 0.0)
     assert [t.group_id for t in page.trajectories] == ["g1"]
     assert page.status.is_done
-    last = await coordinator.read("r", page.cursor, 2, 60.0)
+    last = await coordinator.rollouts.read("r", page.cursor, 2, 60.0)
     assert (last.trajectories, last.cursor) == ((), page.cursor)
     assert [one.num_leases for one in (await coordinator.status()).replicas] == [0, 0]
 
@@ -43,32 +43,32 @@ async def test_submit_take_finish_read(site, coordinator):
 @service("a")
 async def test_take_waits_for_work_and_returns_empty_handed_in_time(site, coordinator):
     started = site.clock.now()
-    assert (await coordinator.take(report(), 2.0)).start == ()
+    assert (await coordinator.rollouts.take(report(), 2.0)).start == ()
     assert site.clock.now() - started == pytest.approx(2.0)
-    taking = asyncio.create_task(coordinator.take(report(), 4.0))
+    taking = asyncio.create_task(coordinator.rollouts.take(report(), 4.0))
     await site.clock.sleep(1.0)
-    await coordinator.submit("r", (make_group("g", 1),))
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
     assert ids((await taking).start) == ["r/g/0"]
     assert site.clock.now() - started == pytest.approx(3.0)
 
 
 @service("a")
 async def test_only_the_newest_call_of_a_worker_gets_work(site, coordinator):
-    old = asyncio.create_task(coordinator.take(report(), 4.0))
+    old = asyncio.create_task(coordinator.rollouts.take(report(), 4.0))
     await site.clock.sleep(0.1)
-    new = asyncio.create_task(coordinator.take(report(), 4.0))
+    new = asyncio.create_task(coordinator.rollouts.take(report(), 4.0))
     await site.clock.sleep(0.1)
-    await coordinator.submit("r", (make_group("g", 2),))
+    await coordinator.rollouts.submit("r", (make_group("g", 2),))
     assert (await old).start == ()
     assert len((await new).start) == 2
 
 
 @service()
 async def test_without_a_replica_work_stays_queued(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1),))
-    assert (await coordinator.take(report(), 1.0)).start == ()
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
     assert not (await coordinator.status()).is_ready
-    taking = asyncio.create_task(coordinator.take(report(), 4.0))
+    taking = asyncio.create_task(coordinator.rollouts.take(report(), 4.0))
     await site.clock.sleep(0.5)
     await site.join("a")
     assert len((await taking).start) == 1
@@ -76,54 +76,54 @@ async def test_without_a_replica_work_stays_queued(site, coordinator):
 
 @service("a")
 async def test_read_waits_for_a_record(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1),))
-    assert (await coordinator.read("r", 0, 10, 1.0)).trajectories == ()
-    reading = asyncio.create_task(coordinator.read("r", 0, 10, 30.0))
-    (assignment,) = (await coordinator.take(report(), 1.0)).start
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    assert (await coordinator.rollouts.read("r", 0, 10, 1.0)).trajectories == ()
+    reading = asyncio.create_task(coordinator.rollouts.read("r", 0, 10, 30.0))
+    (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     await site.clock.sleep(1.0)
     started = site.clock.now()
-    await coordinator.finish("w", record(assignment))
+    await coordinator.rollouts.finish("w", record(assignment))
     assert len((await reading).trajectories) == 1
     assert site.clock.now() == started
     with pytest.raises(NotFound):
-        await coordinator.read("nobody", 0, 10, 1.0)
+        await coordinator.rollouts.read("nobody", 0, 10, 1.0)
     with pytest.raises(InvalidRequest):
-        await coordinator.read("r", 0, 0, 1.0)
+        await coordinator.rollouts.read("r", 0, 0, 1.0)
     with pytest.raises(InvalidRequest):
-        await coordinator.read("r", -1, 1, 1.0)
+        await coordinator.rollouts.read("r", -1, 1, 1.0)
 
 
 @service("a")
 async def test_submissions_are_checked(site, coordinator):
     groups = (make_group("g", 2),)
-    first = await coordinator.submit("r", groups)
-    assert await coordinator.submit("r", groups) == first  # its answer was lost
+    first = await coordinator.rollouts.submit("r", groups)
+    assert await coordinator.rollouts.submit("r", groups) == first  # its answer was lost
     with pytest.raises(Conflict):
-        await coordinator.submit("r", (make_group("other", 2),))
+        await coordinator.rollouts.submit("r", (make_group("other", 2),))
     with pytest.raises(Overloaded):
-        await coordinator.submit("big", (make_group("g", 49),))
+        await coordinator.rollouts.submit("big", (make_group("g", 49),))
     with pytest.raises(NotFound):
-        await coordinator.read("big", 0, 1, 0.0)
+        await coordinator.rollouts.read("big", 0, 1, 0.0)
     with pytest.raises(InvalidRequest):
-        await coordinator.submit("none", ())
-    await coordinator.submit("fits", (make_group("g", 48),))
+        await coordinator.rollouts.submit("none", ())
+    await coordinator.rollouts.submit("fits", (make_group("g", 48),))
     with pytest.raises(InvalidRequest):
-        await coordinator.take(report(""), 0.0)
+        await coordinator.rollouts.take(report(""), 0.0)
 
 
 @service("a")
 async def test_cancel_ends_everything_with_one_record_each(site, coordinator):
-    await coordinator.submit("r", (make_group("g0", 2), make_group("g1", 2)))
-    running = (await coordinator.take(report(num_free=2), 1.0)).start
-    taking = asyncio.create_task(coordinator.take(report("w", 0, *ids(running)), 4.0))
+    await coordinator.rollouts.submit("r", (make_group("g0", 2), make_group("g1", 2)))
+    running = (await coordinator.rollouts.take(report(num_free=2), 1.0)).start
+    taking = asyncio.create_task(coordinator.rollouts.take(report("w", 0, *ids(running)), 4.0))
     await site.clock.sleep(0.1)
-    status = await coordinator.cancel("r")
+    status = await coordinator.rollouts.cancel("r")
     assert (status.num_finished, status.num_running, status.num_queued) == (2, 2, 0)
     orders = await taking
     assert list(orders.cancel) == ids(running)
-    await coordinator.finish("w", record(running[0], StopReason.CANCELLED))
-    await coordinator.finish("w", record(running[1]))  # it was faster than the order
-    page = await coordinator.read("r", 0, 10, 0.0)
+    await coordinator.rollouts.finish("w", record(running[0], StopReason.CANCELLED))
+    await coordinator.rollouts.finish("w", record(running[1]))  # it was faster than the order
+    page = await coordinator.rollouts.read("r", 0, 10, 0.0)
     reasons = {(t.group_id, t.sample_index): t.stop_reason for t in page.trajectories}
     assert reasons == {
         ("g0", 0): StopReason.CANCELLED,
@@ -132,74 +132,74 @@ async def test_cancel_ends_everything_with_one_record_each(site, coordinator):
         ("g1", 1): StopReason.CANCELLED,
     }
     assert not any(t.is_complete for t in page.trajectories if t.stop_reason is StopReason.CANCELLED)
-    assert (await coordinator.cancel("r")).is_done
+    assert (await coordinator.rollouts.cancel("r")).is_done
     with pytest.raises(NotFound):
-        await coordinator.cancel("nobody")
+        await coordinator.rollouts.cancel("nobody")
 
 
 @service("a")
 async def test_a_told_cancellation_does_not_make_a_busy_loop(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1),))
-    running = ids((await coordinator.take(report(), 1.0)).start)
-    await coordinator.cancel("r")
-    assert (await coordinator.take(report("w", 7, *running), 2.0)).cancel == tuple(running)
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    running = ids((await coordinator.rollouts.take(report(), 1.0)).start)
+    await coordinator.rollouts.cancel("r")
+    assert (await coordinator.rollouts.take(report("w", 7, *running), 2.0)).cancel == tuple(running)
     started = site.clock.now()
-    assert (await coordinator.take(report("w", 7, *running), 2.0)).cancel == tuple(running)
+    assert (await coordinator.rollouts.take(report("w", 7, *running), 2.0)).cancel == tuple(running)
     assert site.clock.now() - started == pytest.approx(2.0)
 
 
 @service("a")
 async def test_a_silent_workers_work_goes_to_another(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 2),))
-    first = (await coordinator.take(report("w"), 1.0)).start
-    taking = asyncio.create_task(coordinator.take(report("v"), 5.0))
+    await coordinator.rollouts.submit("r", (make_group("g", 2),))
+    first = (await coordinator.rollouts.take(report("w"), 1.0)).start
+    taking = asyncio.create_task(coordinator.rollouts.take(report("v"), 5.0))
     second = (await taking).start
     while not second:
-        second = (await coordinator.take(report("v"), 5.0)).start
+        second = (await coordinator.rollouts.take(report("v"), 5.0)).start
     assert ids(second) == ids(first)
     assert [assignment.attempt for assignment in second] == [1, 1]
     assert {a.lease.lease_id for a in first}.isdisjoint({a.lease.lease_id for a in second})
     # The lost worker was only slow: its record counts, its failure does not, and nothing is stored twice.
-    await coordinator.finish("w", record(first[0]))
-    await coordinator.finish("w", record(first[1], StopReason.ENGINE_FAILED))
-    orders = await coordinator.take(report("v", 6, *ids(second)), 1.0)
+    await coordinator.rollouts.finish("w", record(first[0]))
+    await coordinator.rollouts.finish("w", record(first[1], StopReason.ENGINE_FAILED))
+    orders = await coordinator.rollouts.take(report("v", 6, *ids(second)), 1.0)
     assert orders.cancel == ("r/g/0",)
-    await coordinator.finish("v", record(second[0], StopReason.CANCELLED))
-    await coordinator.finish("v", record(second[1]))
-    page = await coordinator.read("r", 0, 10, 0.0)
+    await coordinator.rollouts.finish("v", record(second[0], StopReason.CANCELLED))
+    await coordinator.rollouts.finish("v", record(second[1]))
+    page = await coordinator.rollouts.read("r", 0, 10, 0.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.COMPLETED, StopReason.COMPLETED]
     assert page.status.is_done
 
 
 @service("a")
 async def test_what_kills_its_workers_fails_in_the_end(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1),))
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
     for number in range(CONFIG.max_attempts):
-        (assignment,) = (await coordinator.take(report(f"w{number}"), 1.0)).start
+        (assignment,) = (await coordinator.rollouts.take(report(f"w{number}"), 1.0)).start
         assert assignment.attempt == number
         await site.clock.sleep(12.0)
-    page = await coordinator.read("r", 0, 10, 5.0)
+    page = await coordinator.rollouts.read("r", 0, 10, 5.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.LOOP_FAILED]
     assert page.trajectories[0].error == "worker w2 was lost, attempt 3 of 3"
 
 
 @service("a")
 async def test_a_worker_that_shuts_down_gives_its_work_back(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1),))
-    (assignment,) = (await coordinator.take(report("w"), 1.0)).start
-    await coordinator.finish("w", record(assignment, StopReason.CANCELLED))  # nobody had cancelled it
-    (again,) = (await coordinator.take(report("v"), 1.0)).start
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    (assignment,) = (await coordinator.rollouts.take(report("w"), 1.0)).start
+    await coordinator.rollouts.finish("w", record(assignment, StopReason.CANCELLED))  # nobody had cancelled it
+    (again,) = (await coordinator.rollouts.take(report("v"), 1.0)).start
     assert again.attempt == 1
 
 
 @service("a")
 async def test_orders_that_never_arrived_are_given_again(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1),))
-    assert len((await coordinator.take(report("w"), 1.0)).start) == 1
-    orders = await coordinator.take(report("w"), 1.0)  # its report does not name it
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    assert len((await coordinator.rollouts.take(report("w"), 1.0)).start) == 1
+    orders = await coordinator.rollouts.take(report("w"), 1.0)  # its report does not name it
     assert orders.start == ()
     while not orders.start:
-        orders = await coordinator.take(report("w"), 5.0)
+        orders = await coordinator.rollouts.take(report("w"), 5.0)
     assert ids(orders.start) == ["r/g/0"]
 
 
@@ -209,14 +209,14 @@ def limited_group(limit, group_id="g", num_samples=1):
 
 @service("a")
 async def test_on_policy_work_waits_for_the_commit_and_goes_out_then(site, coordinator):
-    await coordinator.submit("r", (limited_group(StalenessLimit(0)),))
-    await coordinator.submit("other", (limited_group(StalenessLimit(1)),))
+    await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0)),))
+    await coordinator.rollouts.submit("other", (limited_group(StalenessLimit(1)),))
     site.engines["a"].seconds = {"stage": 3.0}
-    updating = asyncio.create_task(coordinator.update_weights(WeightUpdate(1, "dir1"), None))
+    updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None))
     await site.clock.sleep(0.5)
-    assert ids((await coordinator.take(report(), 1.0)).start) == ["other/g/0"]
+    assert ids((await coordinator.rollouts.take(report(), 1.0)).start) == ["other/g/0"]
     assert [status.num_held for status in (await coordinator.status()).rollouts] == [1, 0]
-    taking = asyncio.create_task(coordinator.take(report("w", 8, "other/g/0"), 5.0))
+    taking = asyncio.create_task(coordinator.rollouts.take(report("w", 8, "other/g/0"), 5.0))
     await updating
     assert site.clock.now() == pytest.approx(3.1, abs=0.5)
     began = site.clock.now()
@@ -227,45 +227,47 @@ async def test_on_policy_work_waits_for_the_commit_and_goes_out_then(site, coord
 
 @service("a")
 async def test_an_update_that_fails_or_is_refused_holds_nothing_for_long(site, coordinator):
-    await coordinator.submit("r", (limited_group(StalenessLimit(0)),))
+    await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0)),))
     with pytest.raises(InvalidRequest):
-        await coordinator.update_weights(WeightUpdate(-1, "dir"), None)
+        await coordinator.replicas.update_weights(WeightUpdate(-1, "dir"), None)
     site.engines["a"].fail("stage", 1)
     with pytest.raises(CheckpointUnreadable):
-        await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
-    assert ids((await coordinator.take(report(), 1.0)).start) == ["r/g/0"]
+        await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
+    assert ids((await coordinator.rollouts.take(report(), 1.0)).start) == ["r/g/0"]
 
 
 @service("a")
 async def test_a_failure_makes_room_for_the_next_at_once(site, coordinator):
-    await coordinator.submit("r", (limited_group(StalenessLimit(0, trajectories_per_version=1), num_samples=3),))
-    (first,) = (await coordinator.take(report(), 1.0)).start
+    await coordinator.rollouts.submit(
+        "r", (limited_group(StalenessLimit(0, trajectories_per_version=1), num_samples=3),)
+    )
+    (first,) = (await coordinator.rollouts.take(report(), 1.0)).start
     assert first.staleness == StalenessLimit(0, trajectories_per_version=1)
-    taking = asyncio.create_task(coordinator.take(report("w", 8, first.assignment_id), 5.0))
+    taking = asyncio.create_task(coordinator.rollouts.take(report("w", 8, first.assignment_id), 5.0))
     await site.clock.sleep(0.5)
     assert not taking.done()
-    await coordinator.finish("w", record(first, StopReason.DEADLINE))  # incomplete
+    await coordinator.rollouts.finish("w", record(first, StopReason.DEADLINE))  # incomplete
     (second,) = (await taking).start
-    await coordinator.finish("w", record(second))
-    assert (await coordinator.take(report(), 1.0)).start == ()
-    await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
-    assert len((await coordinator.take(report(), 1.0)).start) == 1
+    await coordinator.rollouts.finish("w", record(second))
+    assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
+    await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
+    assert len((await coordinator.rollouts.take(report(), 1.0)).start) == 1
 
 
 @service("a", "b")
 async def test_a_dropped_sample_is_given_out_again_and_ends_as_stale(site, coordinator):
     limit = StalenessLimit(0, OnStale.DROP)
-    await coordinator.submit("r", (limited_group(limit),))
+    await coordinator.rollouts.submit("r", (limited_group(limit),))
     for attempt in range(3):
-        (assignment,) = (await coordinator.take(report(), 1.0)).start
+        (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
         assert (assignment.attempt, assignment.num_stale_attempts) == (attempt, attempt)
         dropped = replace(record(assignment, StopReason.STALE), paths=(), max_staleness=0)
         assert not dropped.is_complete
-        await coordinator.finish("w", dropped)
-        await coordinator.finish("w", dropped)  # its answer was lost
-        await coordinator.finish("v", dropped)  # not its own
-    assert (await coordinator.take(report(), 1.0)).start == ()
-    page = await coordinator.read("r", 0, 10, 10.0)
+        await coordinator.rollouts.finish("w", dropped)
+        await coordinator.rollouts.finish("w", dropped)  # its answer was lost
+        await coordinator.rollouts.finish("v", dropped)  # not its own
+    assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
+    page = await coordinator.rollouts.read("r", 0, 10, 10.0)
     (trajectory,) = page.trajectories
     assert (trajectory.stop_reason, trajectory.is_complete, trajectory.paths) == (StopReason.STALE, False, ())
     assert (trajectory.attempt, trajectory.num_stale_attempts, trajectory.max_staleness) == (3, 3, 0)
@@ -275,12 +277,12 @@ async def test_a_dropped_sample_is_given_out_again_and_ends_as_stale(site, coord
 
 @service("a")
 async def test_a_record_that_became_stale_on_its_way_is_kept_and_told(site, coordinator):
-    await coordinator.submit("r", (limited_group(StalenessLimit(0, OnStale.DROP), num_samples=2),))
-    early, late = (await coordinator.take(report(), 1.0)).start
-    await coordinator.finish("w", replace(record(early), max_staleness=0))
-    await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
-    await coordinator.finish("w", replace(record(late), max_staleness=0))
-    records = (await coordinator.read("r", 0, 10, 1.0)).trajectories
+    await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0, OnStale.DROP), num_samples=2),))
+    early, late = (await coordinator.rollouts.take(report(), 1.0)).start
+    await coordinator.rollouts.finish("w", replace(record(early), max_staleness=0))
+    await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
+    await coordinator.rollouts.finish("w", replace(record(late), max_staleness=0))
+    records = (await coordinator.rollouts.read("r", 0, 10, 1.0)).trajectories
     assert [one.staleness for one in records] == [0, 1]
     stale = summarize(records, num_accepted=2, wall_s=1.0).stale
     assert stale is not None
@@ -289,37 +291,37 @@ async def test_a_record_that_became_stale_on_its_way_is_kept_and_told(site, coor
 
 @service("a")
 async def test_a_finished_trajectory_of_a_stale_run_is_a_record(site, coordinator):
-    await coordinator.submit("r", (limited_group(StalenessLimit(0)),))
-    (assignment,) = (await coordinator.take(report(), 1.0)).start
+    await coordinator.rollouts.submit("r", (limited_group(StalenessLimit(0)),))
+    (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     finished = replace(record(assignment, StopReason.STALE), is_complete=True)
-    await coordinator.finish("w", finished)
-    (trajectory,) = (await coordinator.read("r", 0, 10, 1.0)).trajectories
+    await coordinator.rollouts.finish("w", finished)
+    (trajectory,) = (await coordinator.rollouts.read("r", 0, 10, 1.0)).trajectories
     assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
 
 
 @service("a")
 async def test_a_restart_counts_what_was_begun_before(site, coordinator):
     limit = StalenessLimit(0, trajectories_per_version=2)
-    await coordinator.submit("r", (limited_group(limit, num_samples=6),))
-    begun = (await coordinator.take(report(), 1.0)).start
-    await coordinator.finish("w", record(begun[0]))
-    await coordinator.update_weights(WeightUpdate(1, "dir1"), None)
+    await coordinator.rollouts.submit("r", (limited_group(limit, num_samples=6),))
+    begun = (await coordinator.rollouts.take(report(), 1.0)).start
+    await coordinator.rollouts.finish("w", record(begun[0]))
+    await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
     await site.stop()
     coordinator = await site.start()
     # One of version 0 is finished, one still runs: of (0 + 1 + 1) * 2, two are left.
-    assert (await coordinator.take(report("w", 7, begun[1].assignment_id), 1.0)).start == ()
-    orders = await coordinator.take(report("w", 7, begun[1].assignment_id), 5.0)
+    assert (await coordinator.rollouts.take(report("w", 7, begun[1].assignment_id), 1.0)).start == ()
+    orders = await coordinator.rollouts.take(report("w", 7, begun[1].assignment_id), 5.0)
     assert len(orders.start) == 2
     running = [begun[1].assignment_id, *ids(orders.start)]
-    assert (await coordinator.take(report("w", 5, *running), 2.0)).start == ()
+    assert (await coordinator.rollouts.take(report("w", 5, *running), 2.0)).start == ()
     assert (await coordinator.status()).rollouts[0].num_held == 2
 
 
 @service("a")
 async def test_a_restart_loses_nothing_and_adopts_what_runs(site, coordinator):
-    await coordinator.submit("r", (make_group("g0", 2), make_group("g1", 1)))
-    running = (await coordinator.take(report(num_free=2), 1.0)).start
-    await coordinator.finish("w", record(running[0]))
+    await coordinator.rollouts.submit("r", (make_group("g0", 2), make_group("g1", 1)))
+    running = (await coordinator.rollouts.take(report(num_free=2), 1.0)).start
+    await coordinator.rollouts.finish("w", record(running[0]))
     await site.stop()
     coordinator = await site.start()
     await site.clock.sleep(0.5)
@@ -327,50 +329,50 @@ async def test_a_restart_loses_nothing_and_adopts_what_runs(site, coordinator):
     restored = (await coordinator.status()).rollouts[0]
     assert (restored.num_accepted, restored.num_finished, restored.num_queued) == (3, 1, 2)
     # Nothing is given out before the workers had time to say what they run.
-    orders = await coordinator.take(report("w", 7, running[1].assignment_id), 1.0)
+    orders = await coordinator.rollouts.take(report("w", 7, running[1].assignment_id), 1.0)
     assert orders.start == ()
-    moved = await coordinator.move(running[1].assignment_id, running[1].lease, False)
+    moved = await coordinator.rollouts.move(running[1].assignment_id, running[1].lease, False)
     assert moved.replica_id == "a"
-    orders = await coordinator.take(report("w", 7, running[1].assignment_id), 5.0)
+    orders = await coordinator.rollouts.take(report("w", 7, running[1].assignment_id), 5.0)
     assert ids(orders.start) == ["r/g1/0"]
-    await coordinator.finish("w", record(running[0]))  # again, after the restart
-    await coordinator.finish("w", record(running[1]))
-    await coordinator.finish("w", record(orders.start[0]))
-    page = await coordinator.read("r", 0, 10, 0.0)
+    await coordinator.rollouts.finish("w", record(running[0]))  # again, after the restart
+    await coordinator.rollouts.finish("w", record(running[1]))
+    await coordinator.rollouts.finish("w", record(orders.start[0]))
+    page = await coordinator.rollouts.read("r", 0, 10, 0.0)
     assert sorted((t.group_id, t.sample_index) for t in page.trajectories) == [("g0", 0), ("g0", 1), ("g1", 0)]
     assert page.status.is_done
     assert (await coordinator.status()).replicas[0].num_leases == 0
     with pytest.raises(NotFound):
-        await coordinator.finish("w", make_trajectory(rollout_id="nobody"))
+        await coordinator.rollouts.finish("w", make_trajectory(rollout_id="nobody"))
 
 
 @service("a")
 async def test_a_record_is_not_acknowledged_before_the_disk_has_it(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1), make_group("h", 1)))
-    one, other = (await coordinator.take(report(), 1.0)).start
+    await coordinator.rollouts.submit("r", (make_group("g", 1), make_group("h", 1)))
+    one, other = (await coordinator.rollouts.take(report(), 1.0)).start
     site.store.is_broken = True
     with pytest.raises(sqlite3.OperationalError):
-        await coordinator.finish("w", record(one))
-    assert (await coordinator.read("r", 0, 1, 0.0)).status.num_finished == 0
+        await coordinator.rollouts.finish("w", record(one))
+    assert (await coordinator.rollouts.read("r", 0, 1, 0.0)).status.num_finished == 0
     with pytest.raises(sqlite3.OperationalError):
-        await asyncio.gather(coordinator.cancel("r"), coordinator.finish("w", record(other)))
+        await asyncio.gather(coordinator.rollouts.cancel("r"), coordinator.rollouts.finish("w", record(other)))
     site.store.is_broken = False
-    await coordinator.finish("w", record(one))
-    await coordinator.finish("w", record(other))
-    assert (await coordinator.read("r", 0, 5, 0.0)).status.is_done
+    await coordinator.rollouts.finish("w", record(one))
+    await coordinator.rollouts.finish("w", record(other))
+    assert (await coordinator.rollouts.read("r", 0, 5, 0.0)).status.is_done
 
 
 @service("a")
 async def test_records_owed_are_written_when_the_disk_is_back(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 2),))
+    await coordinator.rollouts.submit("r", (make_group("g", 2),))
     site.store.is_broken = True
     with pytest.raises(sqlite3.OperationalError):
-        await coordinator.cancel("r")
+        await coordinator.rollouts.cancel("r")
     await site.clock.sleep(3.0)
-    assert (await coordinator.read("r", 0, 5, 0.0)).status.num_finished == 0
+    assert (await coordinator.rollouts.read("r", 0, 5, 0.0)).status.num_finished == 0
     site.store.is_broken = False
     await site.clock.sleep(1.5)
-    page = await coordinator.read("r", 0, 5, 0.0)
+    page = await coordinator.rollouts.read("r", 0, 5, 0.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.CANCELLED] * 2
 
 
@@ -379,20 +381,22 @@ async def test_many_workers_on_a_real_clock(tmp_path):
     engine = FakeEngine(RealClock(), "fake://a")
     coordinator = Coordinator(TrajectoryStore(tmp_path / "s.sqlite"), lambda url: engine, CONFIG, RealClock())
     await coordinator.start()
-    await coordinator.register(engine.registration())
-    await coordinator.submit("r", tuple(make_group(f"g{i}", 5) for i in range(8)))
+    await coordinator.replicas.register(engine.registration())
+    await coordinator.rollouts.submit("r", tuple(make_group(f"g{i}", 5) for i in range(8)))
 
     async def work(worker_id):
-        while not (await coordinator.read("r", 0, 1, 0.0)).status.is_done:
-            for assignment in (await coordinator.take(report(worker_id, 7), 0.05)).start:
-                await asyncio.gather(*(coordinator.finish(worker_id, record(assignment)) for _ in range(2)))
+        while not (await coordinator.rollouts.read("r", 0, 1, 0.0)).status.is_done:
+            for assignment in (await coordinator.rollouts.take(report(worker_id, 7), 0.05)).start:
+                await asyncio.gather(
+                    *(coordinator.rollouts.finish(worker_id, record(assignment)) for _ in range(2))
+                )
 
     try:
         async with asyncio.timeout(60):
             await asyncio.gather(*(work(f"w{i}") for i in range(4)))
     except TimeoutError as error:
         raise DeadlineExceeded("the rollout did not end") from error
-    page = await coordinator.read("r", 0, 100, 0.0)
+    page = await coordinator.rollouts.read("r", 0, 100, 0.0)
     assert len({(t.group_id, t.sample_index) for t in page.trajectories}) == len(page.trajectories) == 40
     await coordinator.close()
 
@@ -400,42 +404,44 @@ async def test_many_workers_on_a_real_clock(tmp_path):
 @service("a")
 async def test_a_finished_session_is_recorded_durably_and_once(site, coordinator):
     with pytest.raises(NotFound):
-        await coordinator.read("sessions", 0, 10, 0.0)
+        await coordinator.rollouts.read("sessions", 0, 10, 0.0)
     one, other = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
-    await coordinator.record(one)
-    await coordinator.record(other)
-    await coordinator.record(one)  # its answer was lost
-    page = await coordinator.read("sessions", 0, 10, 30.0)
+    await coordinator.rollouts.record(one)
+    await coordinator.rollouts.record(other)
+    await coordinator.rollouts.record(one)  # its answer was lost
+    page = await coordinator.rollouts.read("sessions", 0, 10, 30.0)
     assert [(t.group_id, t.staleness) for t in page.trajectories] == [("s-1", 0), ("s-2", 0)]
     assert (page.status.num_accepted, page.status.num_finished, page.status.is_done) == (2, 2, True)
-    last = await coordinator.read("sessions", page.cursor, 10, 30.0)
+    last = await coordinator.rollouts.read("sessions", page.cursor, 10, 30.0)
     assert (last.trajectories, last.cursor) == ((), page.cursor)
     await site.stop()
     coordinator = await site.start()
-    assert len((await coordinator.read("sessions", 0, 10, 0.0)).trajectories) == 2
-    assert (await coordinator.take(report(), 0.0)).start == ()
+    assert len((await coordinator.rollouts.read("sessions", 0, 10, 0.0)).trajectories) == 2
+    assert (await coordinator.rollouts.take(report(), 0.0)).start == ()
 
 
 @service("a")
 async def test_a_rollout_is_of_sessions_or_of_submitted_work(site, coordinator):
-    await coordinator.record(make_trajectory("g", 0, rollout_id="run"))
+    await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="run"))
     with pytest.raises(Conflict):
-        await coordinator.record(make_trajectory("g", 0, rollout_id="run", reward=0.25))
+        await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="run", reward=0.25))
     with pytest.raises(Conflict):
-        await coordinator.submit("run", (make_group("g", 1),))  # as many as were recorded: no repeat of a submit
-    await coordinator.submit("r", (make_group("g", 1),))
+        await coordinator.rollouts.submit(
+            "run", (make_group("g", 1),)
+        )  # as many as were recorded: no repeat of a submit
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
     with pytest.raises(Conflict):
-        await coordinator.record(make_trajectory("g", 0, rollout_id="r"))
-    assert (await coordinator.read("r", 0, 1, 0.0)).status.num_finished == 0
+        await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="r"))
+    assert (await coordinator.rollouts.read("r", 0, 1, 0.0)).status.num_finished == 0
 
 
 @service("a", "b")
 async def test_a_session_moves_from_a_failed_replica_and_learns_that_its_lease_expired(site, coordinator):
-    lease = await coordinator.lease("s", 100)
-    assert await coordinator.lease("s", 100) == lease
-    moved = await coordinator.move("s", lease, True)
+    lease = await coordinator.rollouts.lease("s", 100)
+    assert await coordinator.rollouts.lease("s", 100) == lease
+    moved = await coordinator.rollouts.move("s", lease, True)
     assert moved.replica_id != lease.replica_id
-    assert await coordinator.move("s", lease, True) == moved  # it has moved already
-    await coordinator.release(moved)
+    assert await coordinator.rollouts.move("s", lease, True) == moved  # it has moved already
+    await coordinator.rollouts.release(moved)
     with pytest.raises(NotFound):
-        await coordinator.move("s", moved, True)
+        await coordinator.rollouts.move("s", moved, True)

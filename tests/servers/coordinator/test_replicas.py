@@ -17,47 +17,47 @@ from tests.support.weights import push_source
 
 @service("a", "b")
 async def test_a_lost_replicas_trajectories_move(site, coordinator):
-    await coordinator.submit("r", (make_group("g", 1),))
-    (assignment,) = (await coordinator.take(report(), 1.0)).start
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     lost = assignment.lease.replica_id
-    moved = await coordinator.move(assignment.assignment_id, assignment.lease, True)
+    moved = await coordinator.rollouts.move(assignment.assignment_id, assignment.lease, True)
     assert moved.replica_id != lost
-    assert await coordinator.move(assignment.assignment_id, assignment.lease, True) == moved  # asked again
+    assert await coordinator.rollouts.move(assignment.assignment_id, assignment.lease, True) == moved  # asked again
     site.silent.add(lost)
     await site.clock.sleep(4.5)
     assert (await site.states())[lost] == "suspect"
     await site.clock.sleep(4.0)
     assert lost not in await site.states()
-    await coordinator.take(report("w", 7, assignment.assignment_id), 0.0)
+    await coordinator.rollouts.take(report("w", 7, assignment.assignment_id), 0.0)
     site.silent.clear()
     await site.clock.sleep(2.0)
     assert (await site.states())[lost] == "ready"
-    await coordinator.finish("w", record(assignment))
+    await coordinator.rollouts.finish("w", record(assignment))
 
 
 @service("a")
 async def test_calls_fail_over_to_suspicion_and_a_move_waits_for_the_recovery(site, coordinator):
-    lease = await coordinator.lease("s", 100)
+    lease = await coordinator.rollouts.lease("s", 100)
     for _ in range(CONFIG.fleet.max_failures):
-        lease = await coordinator.move("s", lease, True)
+        lease = await coordinator.rollouts.move("s", lease, True)
     assert (await site.states())["a"] == "ready"  # the last move waited for the heartbeat that cleared it
 
 
 @service("a")
 async def test_direct_leases(site, coordinator):
-    lease = await coordinator.lease("s", 100)
-    assert await coordinator.lease("s", 100) == lease
-    await coordinator.release(lease)
-    await coordinator.release(lease)
+    lease = await coordinator.rollouts.lease("s", 100)
+    assert await coordinator.rollouts.lease("s", 100) == lease
+    await coordinator.rollouts.release(lease)
+    await coordinator.rollouts.release(lease)
     assert (await coordinator.status()).replicas[0].num_leases == 0
     with pytest.raises(NotFound):
-        await coordinator.move("s", lease, True)
-    await coordinator.deregister("a")
-    await coordinator.deregister("a")
+        await coordinator.rollouts.move("s", lease, True)
+    await coordinator.replicas.deregister("a")
+    await coordinator.replicas.deregister("a")
     site.silent.add("a")
     started = site.clock.now()
     with pytest.raises(NoHealthyReplica):
-        await coordinator.lease("s", 100)
+        await coordinator.rollouts.lease("s", 100)
     assert site.clock.now() == started  # nobody is about to come back
 
 
@@ -65,11 +65,11 @@ async def test_direct_leases(site, coordinator):
 async def test_an_update_from_end_to_end(site, coordinator):
     for engine in site.engines.values():
         engine.seconds = {"commit": 2.0}
-    before = await coordinator.lease("before", 10)
-    updating = asyncio.create_task(coordinator.update_weights(WeightUpdate(1, "dir"), None))
+    before = await coordinator.rollouts.lease("before", 10)
+    updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None))
     await site.clock.sleep(1.0)
     started = site.clock.now()
-    after = await coordinator.lease("during", 10)  # waits for the end of the commit instead of failing
+    after = await coordinator.rollouts.lease("during", 10)  # waits for the end of the commit instead of failing
     assert site.clock.now() - started == pytest.approx(1.0)
     assert (before.epoch, after.epoch) == (0, 1)
     result = await updating
@@ -82,7 +82,7 @@ async def test_an_update_from_end_to_end(site, coordinator):
 @service("a", "b")
 async def test_a_failed_replica_is_brought_back_without_being_asked(site, coordinator):
     site.engines["b"].fail("commit", times=1)
-    result = await coordinator.update_weights(WeightUpdate(1, "dir"), KVPolicy.KEEP)
+    result = await coordinator.replicas.update_weights(WeightUpdate(1, "dir"), KVPolicy.KEEP)
     assert [one.replica_id for one in result.replicas if one.error] == ["b"]
     await site.clock.sleep(60.0)
     assert await site.states() == {"a": "ready", "b": "ready"}
@@ -97,7 +97,7 @@ async def test_a_failed_replica_is_brought_back_without_being_asked(site, coordi
 async def test_an_update_goes_on_when_its_caller_is_gone(site, coordinator):
     site.engines["a"].seconds = {"commit": 2.0}
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(coordinator.update_weights(WeightUpdate(1, "dir"), None), timeout=1.0)
+        await asyncio.wait_for(coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None), timeout=1.0)
     await site.clock.sleep(2.0)
     assert await site.states() == {"a": "ready"}
     assert (await coordinator.status()).weight_version == 1
@@ -107,40 +107,40 @@ async def test_an_update_goes_on_when_its_caller_is_gone(site, coordinator):
 async def test_an_update_that_nobody_takes(site, coordinator):
     site.engines["a"].fail("commit")
     with pytest.raises(WeightUpdateFailed):
-        await coordinator.update_weights(WeightUpdate(1, "dir"), None)
+        await coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None)
     status = await coordinator.status()
     assert (status.is_ready, status.weight_version) == (False, 0)
     await site.clock.sleep(30.0)
     assert await site.states() == {"a": "quarantined"}
     site.engines["a"].failures.clear()
-    await coordinator.update_weights(WeightUpdate(1, "dir"), None)
+    await coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None)
     assert await site.states() == {"a": "ready"}
 
 
 @service("a")
 async def test_operator_pause(site, coordinator):
-    await coordinator.pause(PauseMode.KEEP)
+    await coordinator.replicas.pause(PauseMode.KEEP)
     assert site.engines["a"].is_paused
     assert (await coordinator.status()).is_paused
-    await coordinator.resume()
+    await coordinator.replicas.resume()
     assert not site.engines["a"].is_paused
 
 
 @service("a")
 async def test_a_replica_restarted_under_its_name_gets_its_leases_moved(site, coordinator):
-    lease = await coordinator.lease("s", 10)
+    lease = await coordinator.rollouts.lease("s", 10)
     engine = FakeEngine(site.clock, "fake://a2")
     site.engines = {"a": engine, "a2": engine}
     site.silent.add("a2")
-    await coordinator.register(ReplicaRegistration("a", "fake://a2", INFO, 0))
+    await coordinator.replicas.register(ReplicaRegistration("a", "fake://a2", INFO, 0))
     await site.clock.sleep(0.1)
-    again = await coordinator.lease("s", 10)
+    again = await coordinator.rollouts.lease("s", 10)
     assert (lease.url, again.url) == ("fake://a", "fake://a2")
 
 
 @service("a", "b")
 async def test_a_restart_remembers_the_weights_and_late_replicas_catch_up(site, coordinator):
-    await coordinator.update_weights(WeightUpdate(5, "/weights/5"), None)
+    await coordinator.replicas.update_weights(WeightUpdate(5, "/weights/5"), None)
     await site.stop()
     coordinator = await site.start()
     await site.join("late", version=0)
@@ -156,8 +156,8 @@ def push(version):
 
 @service("a", "b", info=SLEEPER)
 async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordinator):
-    lease = await coordinator.lease("s", 10)
-    await coordinator.sleep(1)
+    lease = await coordinator.rollouts.lease("s", 10)
+    await coordinator.replicas.sleep(1)
     status = await coordinator.status()
     assert (status.is_ready, set(status.asleep)) == (False, {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
     assert [(one.state, one.num_workers, one.weight_dtype) for one in status.replicas] == [
@@ -166,11 +166,11 @@ async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordina
     ]
     assert sum(one.num_leases for one in status.replicas) == 1
     await site.clock.sleep(10.0)  # heartbeats go on; nobody is judged by them
-    waiting = asyncio.create_task(coordinator.lease("other", 10))
+    waiting = asyncio.create_task(coordinator.rollouts.lease("other", 10))
     await site.clock.sleep(1.0)
-    await coordinator.wake(ALL_MEMORY)
+    await coordinator.replicas.wake(ALL_MEMORY)
     assert (await waiting).epoch == 0
-    assert await coordinator.lease("s", 10) == lease
+    assert await coordinator.rollouts.lease("s", 10) == lease
     assert (await coordinator.status()).asleep == ()
     assert await site.states() == {"a": "ready", "b": "ready"}
 
@@ -178,18 +178,18 @@ async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordina
 @service("a", "b")
 async def test_a_fleet_without_sleep_says_so(site, coordinator):
     with pytest.raises(InvalidRequest, match="a, b"):
-        await coordinator.sleep(1)
+        await coordinator.replicas.sleep(1)
     assert (await coordinator.status()).asleep == ()
 
 
 @service("a", info=SLEEPER)
 async def test_who_joins_while_the_fleet_sleeps_is_brought_up_as_soon_as_it_wakes(site, coordinator):
-    await coordinator.update_weights(WeightUpdate(1, "dir"), None)
-    await coordinator.sleep(2)
+    await coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None)
+    await coordinator.replicas.sleep(2)
     await site.join("late", version=0)
     await site.clock.sleep(5.0)
     assert await site.states() == {"a": "asleep", "late": "asleep"}
-    await coordinator.wake(ALL_MEMORY)
+    await coordinator.replicas.wake(ALL_MEMORY)
     await site.clock.sleep(0.1)
     assert await site.states() == {"a": "ready", "late": "ready"}
     assert site.engines["late"].weight_version == 1
@@ -197,7 +197,7 @@ async def test_who_joins_while_the_fleet_sleeps_is_brought_up_as_soon_as_it_wake
 
 @service("a", "b", info=SLEEPER)
 async def test_pushed_weights_are_given_on_to_who_joins_late(site, coordinator):
-    await coordinator.update_weights(push(1), None)
+    await coordinator.replicas.update_weights(push(1), None)
     await site.join("late", version=0)
     await site.clock.sleep(3.0)
     (late,) = [one for one in (await coordinator.status()).replicas if one.replica_id == "late"]
@@ -210,7 +210,7 @@ async def test_pushed_weights_are_given_on_to_who_joins_late(site, coordinator):
 
 @service("a", "b", info=SLEEPER)
 async def test_a_restart_goes_on_with_pushed_weights_and_their_secret_is_not_kept(site, coordinator):
-    await coordinator.update_weights(push(1), None)
+    await coordinator.replicas.update_weights(push(1), None)
     for engine in site.engines.values():
         engine.offered = push_source("relay")
     await site.stop()
@@ -226,7 +226,7 @@ async def test_a_restart_goes_on_with_pushed_weights_and_their_secret_is_not_kep
 
 @service("a", info=SLEEPER)
 async def test_a_restarted_coordinator_wakes_who_sleeps(site, coordinator):
-    await coordinator.sleep(1)
+    await coordinator.replicas.sleep(1)
     await site.stop()
     await site.start()
     await site.clock.sleep(2.0)
@@ -236,27 +236,27 @@ async def test_a_restarted_coordinator_wakes_who_sleeps(site, coordinator):
 
 @service("a", info=SLEEPER, config=replace(CONFIG, initial_weights=WeightUpdate(0, "/models/judge")))
 async def test_a_judge_sleeps_deeply_and_comes_back_from_its_checkpoint(site, coordinator):
-    await coordinator.sleep(2)
-    await coordinator.wake(ALL_MEMORY)
+    await coordinator.replicas.sleep(2)
+    await coordinator.replicas.wake(ALL_MEMORY)
     assert await site.states() == {"a": "ready"}
     assert [update.directory for update in site.engines["a"].updates] == ["/models/judge"]
 
 
 @service("a", info=SLEEPER)
 async def test_without_its_checkpoint_a_deep_sleep_ends_with_a_push(site, coordinator):
-    await coordinator.sleep(2)
+    await coordinator.replicas.sleep(2)
     with pytest.raises(Conflict):
-        await coordinator.wake(ALL_MEMORY)
-    await coordinator.update_weights(push(1), None)
+        await coordinator.replicas.wake(ALL_MEMORY)
+    await coordinator.replicas.update_weights(push(1), None)
     assert await site.states() == {"a": "ready"}
 
 
 @service("a", "b")
 async def test_a_replica_that_missed_the_operators_resume_gets_it_later(site, coordinator):
-    await coordinator.pause(PauseMode.KEEP)
+    await coordinator.replicas.pause(PauseMode.KEEP)
     site.engines["b"].fail("resume", times=1)
     with pytest.raises(EngineLost, match="b"):
-        await coordinator.resume()
+        await coordinator.replicas.resume()
     await site.clock.sleep(1.0)
     assert await site.states() == {"a": "ready", "b": "ready"}
     assert not site.engines["b"].is_paused

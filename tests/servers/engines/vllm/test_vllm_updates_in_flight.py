@@ -34,8 +34,8 @@ from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Limits, RolloutGroup, TokenPath, Trajectory
-from agentloop_servers.coordinator.config import CoordinatorConfig
 from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_tools import SHIPPED_TOOLS
@@ -125,12 +125,14 @@ async def service(
     store = TrajectoryStore(folder / "trajectories.sqlite")
     coordinator = Coordinator(store, lambda url: engine, CoordinatorConfig(), RealClock())
     await coordinator.start()
-    await coordinator.register(ReplicaRegistration(REPLICA, "local://", engine.info, engine.weight_version))
+    await coordinator.replicas.register(
+        ReplicaRegistration(REPLICA, "local://", engine.info, engine.weight_version)
+    )
     toolbox = Toolbox(load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS))
     renderer = Renderer.from_directory(POLICY / "v0")
     worker = Worker(
         "worker-0",
-        coordinator,
+        coordinator.rollouts,
         lambda url: turns,
         renderer,
         get_parser("hermes"),
@@ -142,7 +144,7 @@ async def service(
 
     async def heartbeat() -> None:
         while True:
-            assert await coordinator.heartbeat(REPLICA, engine.load(), engine.is_usable)
+            assert await coordinator.replicas.heartbeat(REPLICA, engine.load(), engine.is_usable)
             await asyncio.sleep(1.0)
 
     try:
@@ -173,18 +175,20 @@ async def roll_out(
     assert first_version is not None
     turns, reports = CountedTurns(engine), []
     async with asyncio.timeout(120), service(engine, turns, kv_policy, folder) as coordinator:
-        await coordinator.submit("r", work())
+        await coordinator.rollouts.submit("r", work())
         for number in range(1, NUM_UPDATES + 1):
             await turns.reached(number * TURNS_PER_UPDATE)
             version = first_version + number
             directory = folder / f"version-{version}"
             directory.mkdir()
             os.link(weights[weights_of(version)] / "model.safetensors", directory / "model.safetensors")
-            reports.append(await coordinator.update_weights(WeightUpdate(version, str(directory)), kv_policy))
+            reports.append(
+                await coordinator.replicas.update_weights(WeightUpdate(version, str(directory)), kv_policy)
+            )
         found: list[Trajectory] = []
         cursor = 0
         while len(found) < NUM_GROUPS * NUM_SAMPLES:
-            page = await coordinator.read("r", cursor, 1000, 60)
+            page = await coordinator.rollouts.read("r", cursor, 1000, 60)
             found += page.trajectories
             cursor = page.cursor
     return found, reports

@@ -1,0 +1,81 @@
+"""The coordinator's HTTP port: one route for each call of its ports, typed by their signatures.
+
+A body is the codec's bytes of a call's arguments as a tuple, an answer those of what the call returns. Commands to
+the fleet are numbered by their caller, and one that arrives late is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from aiohttp import web
+
+from agentloop.api import FleetPort, FrontPort, LeasePort, ReplicaPort, RolloutPort, WorkerPort
+from agentloop.codec import decode
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
+
+SERVER_NAME = "coordinator"
+MAX_CALL_BYTES = 256 * 2**20  # of a submission, or of one record
+STOP_TIMEOUT_S = 0.5  # there are always calls that wait for work
+
+
+@dataclass(frozen=True, slots=True)
+class CallType:
+    """The types that one call of a port carries."""
+
+    name: str
+    parameters: tuple[str, ...]
+    arguments: Any  # a tuple of the parameters' types
+    answer: Any
+
+
+def calls_of(port: type) -> dict[str, CallType]:
+    """Return the calls of a port, its bases' too, by name."""
+    found = {}
+    for owner in reversed(port.__mro__):
+        for name, method in vars(owner).items():
+            if inspect.iscoroutinefunction(method):
+                hints = get_type_hints(method)
+                returned = hints.pop("return")
+                found[name] = CallType(name, tuple(hints), tuple[tuple(hints.values())], returned)  # type: ignore[misc]
+    return found
+
+
+COMMANDS = frozenset(calls_of(FleetPort))
+
+
+class CoordinatorServer(PrivateServer):
+    """Serves a coordinator's ports."""
+
+    def __init__(self, coordinator: Coordinator, secret: str, host: str = "127.0.0.1") -> None:
+        self._fencing: defaultdict[int, FencingGuard] = defaultdict(FencingGuard)  # by the caller's epoch
+        replicas, rollouts = coordinator.replicas, coordinator.rollouts
+        ports: tuple[ReplicaPort, FleetPort, WorkerPort, RolloutPort, LeasePort, Coordinator] = (
+            *(replicas, replicas),
+            *(rollouts, rollouts, rollouts),
+            coordinator,
+        )
+        calls = {**calls_of(ReplicaPort), **calls_of(WorkerPort), **calls_of(FrontPort)}
+        routes = []
+        for name, call in calls.items():
+            method = next(getattr(port, name) for port in ports if hasattr(port, name))
+            routes.append(web.post(f"/{name}", self._handler(call, method)))
+        super().__init__(SERVER_NAME, routes, secret, host, MAX_CALL_BYTES, STOP_TIMEOUT_S)
+
+    def _handler(
+        self, call: CallType, method: Callable[..., Awaitable[Any]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            arguments = decode(await request.read(), call.arguments)
+            if call.name in COMMANDS:
+                token = token_of(request)
+                kind = CommandKind.STAGE if call.name == "update_weights" else CommandKind.FREEZE
+                self._fencing[token.epoch].admit(kind, token)
+            return answer(await method(*arguments))
+
+        return handle

@@ -1,0 +1,205 @@
+"""The coordinator over its HTTP port: types, errors, deadlines, a restart elsewhere, and callers who leave."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from agentloop.api.coordinator import FleetPort, FrontPort, LeasePort, ReplicaPort, RolloutPort, WorkerPort
+from agentloop.clock import RealClock
+from agentloop.codec import encode
+from agentloop.engine import WeightUpdate
+from agentloop.errors import Conflict, NotFound, ServiceUnavailable
+from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.types import Load, PauseMode
+from agentloop_servers.coordinator.client import CoordinatorClient
+from agentloop_servers.coordinator.coordinator import Coordinator
+from agentloop_servers.coordinator.replicas import CoordinatorConfig
+from agentloop_servers.coordinator.server import CoordinatorServer, calls_of
+from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER, PrivateServer
+from tests.support.engines import FakeEngine
+from tests.support.samples import make_group
+from tests.support.service import ids, record, report
+
+PORTS = (ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
+
+
+class Store(TrajectoryStore):
+    """A store whose commits can be held up."""
+
+    has_bug = False
+
+    def __init__(self, path) -> None:
+        super().__init__(path)
+        self.commits, self.may_commit = asyncio.Event(), asyncio.Event()
+        self.may_commit.set()
+
+    async def accept(self, rollout_id, groups):
+        if self.has_bug:
+            raise ZeroDivisionError
+        await super().accept(rollout_id, groups)
+
+    async def commit(self, trajectories):
+        self.commits.set()
+        await self.may_commit.wait()
+        return await super().commit(trajectories)
+
+
+class Site:
+    """A coordinator with one replica behind its port, and a client that finds it."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+        self.num_found = 0
+        self.engine = FakeEngine(RealClock(), "fake://a", 0)
+        self.client = CoordinatorClient(self.find, "secret")
+
+    async def find(self) -> str:
+        self.num_found += 1
+        if self.server is None:
+            raise ServiceUnavailable("nobody there")
+        return self.server.url
+
+    async def start(self) -> None:
+        self.store = Store(self.path / "trajectories.sqlite")
+        config = CoordinatorConfig(restart_grace_s=0.0, heartbeat_interval_s=0.05)
+        self.coordinator = Coordinator(self.store, lambda url: self.engine, config, RealClock())
+        await self.coordinator.start()
+        self.server = CoordinatorServer(self.coordinator, "secret")
+        await self.server.start()
+        await self.coordinator.replicas.register(self.engine.registration())
+        while not (await self.coordinator.status()).is_ready:
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        server, self.server = self.server, None
+        await server.close()
+        await self.coordinator.close()
+
+
+@asynccontextmanager
+async def site_at(path):
+    site = Site(path)
+    await site.start()
+    try:
+        async with asyncio.timeout(30):
+            yield site
+    finally:
+        await site.client.close()
+        if site.server is not None:
+            await site.stop()
+
+
+async def test_every_call_of_every_port_is_served(tmp_path):
+    names = set().union(*(calls_of(port) for port in PORTS))
+    async with site_at(tmp_path) as site, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+        for name in names:
+            async with session.post(f"{site.server.url}/{name}", data=b"\xc1") as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_request"), name
+
+
+async def test_a_trajectory_goes_through_it_whole(tmp_path):
+    async with site_at(tmp_path) as site:
+        front, worker = site.client.front, site.client.workers
+        await front.submit("r", (make_group("g", 2),))
+        orders = await worker.take(report(), wait_s=1.0)
+        assert ids(orders.start) == ["r/g/0", "r/g/1"]
+        moved = await worker.move("r/g/0", orders.start[0].lease, False)
+        assert moved.replica_id == orders.start[0].lease.replica_id
+        done = [record(assignment) for assignment in orders.start]
+        for trajectory in done:
+            await worker.finish("w", trajectory)
+        page = await site.coordinator.rollouts.read("r", 0, 10, 0.0)
+        assert encode(await front.read("r", 0, 10, 0.0)) == encode(page)
+        assert page.status.is_done
+        assert (await front.status()).replicas[0].replica_id == "a"
+        assert await front.join_endpoint(3, "http://there") == {3: "http://there"}
+        assert not await site.client.replicas.heartbeat("unknown", Load(), True)
+        lease = await front.lease("s", 100)
+        await front.release(lease)
+        await front.pause(PauseMode.KEEP)
+        await front.resume()
+    assert site.num_found == 1
+
+
+async def test_errors_arrive_as_themselves(tmp_path):
+    async with site_at(tmp_path) as site:
+        with pytest.raises(NotFound) as caught:
+            await site.client.front.read("nobody", 0, 10, 0.0)
+        assert caught.value.param == "rollout_id"
+        site.store.has_bug = True
+        with pytest.raises(ServiceUnavailable, match="failed in submit"):
+            await site.client.front.submit("r", (make_group("g", 1),))
+
+
+async def test_a_restarted_coordinator_is_found_at_its_new_port(tmp_path):
+    async with site_at(tmp_path) as site:
+        await site.client.front.submit("r", (make_group("g", 1),))
+        old = site.server.url
+        await site.stop()
+        for _ in range(3):
+            with pytest.raises(ServiceUnavailable):
+                await site.client.front.status()
+        await site.start()
+        assert site.server.url != old
+        (assignment,) = (await site.client.workers.take(report(), 5.0)).start
+        await site.client.workers.finish("w", record(assignment))
+        assert (await site.client.front.read("r", 0, 1, 0.0)).status.is_done
+
+
+async def test_a_call_that_was_cut_is_sent_once_more(tmp_path):
+    async with site_at(tmp_path) as site:
+        first, site.server = site.server, None
+        site.client._url = first.url
+        reading = asyncio.create_task(site.client.workers.take(report(), 20.0))
+        await asyncio.sleep(0.1)
+        site.server = CoordinatorServer(site.coordinator, "secret")
+        await site.server.start()
+        await first.close()  # its process dies
+        await site.coordinator.rollouts.submit("r", (make_group("g", 1),))
+        assert len((await reading).start) == 1
+
+
+async def test_another_server_at_its_port_is_not_taken_for_it(tmp_path):
+    async with site_at(tmp_path) as site:
+        replica = PrivateServer("replica-1", (), "secret")
+        await replica.start()
+        try:
+            site.client._url = replica.url
+            assert (await site.client.front.status()).is_ready
+        finally:
+            await replica.close()
+
+
+async def test_a_hand_in_goes_on_when_its_caller_leaves(tmp_path):
+    async with site_at(tmp_path) as site:
+        await site.client.front.submit("r", (make_group("g", 1),))
+        (assignment,) = (await site.client.workers.take(report(), 1.0)).start
+        site.store.may_commit.clear()
+        handing_in = asyncio.create_task(site.client.workers.finish("w", record(assignment)))
+        await site.store.commits.wait()
+        handing_in.cancel()
+        await asyncio.gather(handing_in, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        site.store.may_commit.set()
+        assert len((await site.client.front.read("r", 0, 1, 10.0)).trajectories) == 1
+
+
+async def test_a_command_that_arrives_late_is_refused(tmp_path):
+    async with site_at(tmp_path) as site, aiohttp.ClientSession(headers={SECRET_HEADER: "secret"}) as session:
+
+        async def send(name: str, epoch: int, number: int, *arguments: object) -> int:
+            headers = {EPOCH_HEADER: str(epoch), ORDER_HEADER: str(number)}
+            async with session.post(f"{site.server.url}/{name}", headers=headers, data=encode(arguments)) as answer:
+                return answer.status
+
+        assert await send("resume", 7, 2) == 200
+        assert await send("pause", 7, 1, PauseMode.KEEP) == 409
+        assert not (await site.client.front.status()).is_paused
+        assert await send("pause", 1, 1, PauseMode.KEEP) == 200  # of another caller
+        async with session.post(f"{site.server.url}/resume", data=encode(())) as answer:
+            assert answer.status == 400
+        await site.client.front.resume()
+        with pytest.raises(Conflict):
+            await site.client.front.update_weights(WeightUpdate(0, "directory"), None)
