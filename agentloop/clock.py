@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """A source of time."""
 
     def now(self) -> float:
         """Seconds since an arbitrary moment; never goes back."""

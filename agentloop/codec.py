@@ -37,12 +37,12 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 
 
 def encode(value: Any) -> bytes:
-    """One of our dataclasses (or lists, tuples and dicts of them) as bytes."""
+    """Encode one of our dataclasses (or lists, tuples and dicts of them)."""
     return _encoder.encode(value)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The value of type `kind` that `data` holds. Raises InvalidRequest if it does not hold one."""
+    """Decode the value of type `kind` that `data` holds. Raises InvalidRequest if it does not hold one."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
@@ -50,12 +50,12 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def to_builtins(value: Any) -> Any:
-    """The value as JSON-able dicts and lists; arrays become lists."""
+    """Convert to JSON-able dicts and lists; arrays become lists."""
     return msgspec.to_builtins(value, enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray) else _to_wire(v))
 
 
 def from_builtins(value: Any, kind: type[T]) -> T:
-    """The inverse of `to_builtins` for types without arrays. Raises InvalidRequest naming the field."""
+    """Invert `to_builtins` for types without arrays. Raises InvalidRequest naming the field."""
     try:
         return msgspec.convert(value, type=kind, strict=True)
     except msgspec.ValidationError as error:

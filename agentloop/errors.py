@@ -65,7 +65,7 @@ def _rebuild(cls: type[AgentLoopError], message: str, param: str | None) -> Agen
 
 
 def from_wire(body: Any, status: int) -> AgentLoopError:
-    """The error an answer carries, as its own class where `code` is known; never raises."""
+    """Return the error an answer carries, as its own class where `code` is known; never raises."""
     envelope = body.get("error") if isinstance(body, dict) else None
     if not isinstance(envelope, dict):
         envelope = {}

@@ -24,7 +24,7 @@ LOG_NAME = "service.log"
 """The log's file within a run directory."""
 
 MAX_VALUE_CHARS = 2000
-MAX_DEPTH = 4
+MAX_LOGGED_DEPTH = 4
 
 _SECRET_KEY = re.compile(r"(?i)^(.*[_-])?(authorization|api[_-]?keys?|admin[_-]?keys?|secret|password|cookie)$")
 _SECRET_VALUE = re.compile(r"(?i)\b(bearer|basic)\s+[^\s,;\"']+")
@@ -154,7 +154,7 @@ def _drop_content(logger: Any, method: str, event: MutableMapping[str, Any]) -> 
 def _clean(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for key, value in list(event.items()):
         if not key.startswith("_"):  # structlog's own: the record, and where it came from
-            event[key] = _cleaned(key, value, MAX_DEPTH)
+            event[key] = _cleaned(key, value, MAX_LOGGED_DEPTH)
     return event
 
 

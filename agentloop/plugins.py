@@ -17,7 +17,7 @@ _PATH = re.compile(rf"\w+(?:\.\w+)*:{_NAME}(?:\.{_NAME})*", re.ASCII)
 
 
 def resolve(path: str, *, param: str) -> object:
-    """The object that `path` names; dots after the colon reach into it.
+    """Return the object that `path` names; dots after the colon reach into it.
 
     Raises InvalidRequest, with `param` as the field at fault, for bad syntax, a module that is missing or fails to
     import, or a missing attribute.

@@ -30,7 +30,7 @@ from agentloop.types import KVPolicy, PauseMode
 
 
 class LateReplicas:
-    """Call `start` whenever something has changed, and `close` at the end."""
+    """The replicas that are behind. Call `start` whenever something has changed, and `close` at the end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The fleet: which replicas exist, what state each is in, and who takes traffic.
+"""The fleet's registry: the replicas, the state of each, and which of them take traffic.
 
     JOINING ─► UPDATING ◄─► READY ◄─► SUSPECT        any ─► GONE
                ▲   ▲ └────► QUARANTINED ◄── READY, SUSPECT
@@ -13,8 +13,8 @@ Ownership: one object, in the coordinator's event loop, without awaits; time is 
   counts for nothing until it has been woken;
 - until the first update, the newest version that a replica brought along is the fleet's.
 
-A `ReplicaRecord` is a snapshot. Whoever acts on one over several awaits hands it back; if its process was replaced
-in between (another `incarnation`), the verb does nothing and says so.
+A `ReplicaRecord` is a snapshot. A caller that acts on one over several awaits hands it back; if the replica's
+process was replaced in between (another `incarnation`), the verb does nothing and says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentloop.types import Load
 
 
 class ReplicaState(StrEnum):
-    """Where a replica is in its life."""
+    """The states of a replica."""
 
     JOINING = "joining"  # known, but not yet at the fleet's weights
     READY = "ready"  # takes traffic
@@ -55,7 +55,7 @@ MOVES: Mapping[ReplicaState, frozenset[ReplicaState]] = {
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """When silence or failures count."""
+    """Bounds on silence and failures."""
 
     suspect_after_s: float = 5.0
     dead_after_s: float = 30.0  # an engine that compiles or loads may hold up its own heartbeats
@@ -103,7 +103,7 @@ class Fleet:
 
     @property
     def weight_version(self) -> int | None:
-        """The version that traffic is served under; None while nobody has weights."""
+        """The version that traffic is served under; None while no replica has weights."""
         return self._weight_version
 
     @property
@@ -115,17 +115,19 @@ class Fleet:
         return self._replicas.get(replica_id)
 
     def placeable(self) -> tuple[ReplicaRecord, ...]:
-        """Those who take new traffic now."""
+        """Return the replicas that take new traffic now."""
         return tuple(replica for replica in self._replicas.values() if self._takes_traffic(replica))
 
     def behind(self) -> tuple[ReplicaRecord, ...]:
-        """Those that have to be brought to the fleet's weights before they take traffic."""
+        """Return the replicas that have to be brought to the fleet's weights before they take traffic."""
         states = (ReplicaState.JOINING, ReplicaState.QUARANTINED)
         return tuple(replica for replica in self._replicas.values() if replica.state in states)
 
     def may_recover_soon(self) -> bool:
-        """Whether waiting a moment can make a replica placeable: one is silent, updating, asleep or joining at the
-        fleet's version."""
+        """True if waiting a moment can make a replica placeable.
+
+        One is silent, updating, asleep or joining at the fleet's version.
+        """
         return any(
             replica.state in (ReplicaState.UPDATING, ReplicaState.SUSPECT, ReplicaState.ASLEEP)
             or (replica.state is ReplicaState.JOINING and self.is_current(replica))
@@ -139,8 +141,8 @@ class Fleet:
     # --- what replicas say ---
 
     def register(self, registration: ReplicaRegistration, now: float) -> ReplicaRecord:
-        """A replica introduces itself. The same introduction again changes no state; another url, or another
-        version than we hold of a READY one, means a new process, which joins anew."""
+        """Take in the introduction of a replica. The same one again changes no state; another url, or another
+        version than we hold of a READY replica, means a new process, which joins anew."""
         known = self._replicas.get(registration.replica_id)
         if known is not None and known.url == registration.url:
             known = self._put(replace(known, registration=registration, seen_at=now))
@@ -166,7 +168,7 @@ class Fleet:
         return joined
 
     def heartbeat(self, replica_id: str, load: Load, is_usable: bool, now: float) -> bool:
-        """A replica reports. False: unknown, it has to register."""
+        """Take in the report of a replica. False: unknown, it has to register."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return False
@@ -179,7 +181,7 @@ class Fleet:
         return True
 
     def report_failure(self, replica_id: str) -> None:
-        """A caller got no answer from it. Enough of these before its next heartbeat make it SUSPECT."""
+        """Count a call without an answer. Enough of these before its next heartbeat make a replica SUSPECT."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
@@ -188,7 +190,7 @@ class Fleet:
             self._move(replica, ReplicaState.SUSPECT)
 
     def expire(self, now: float) -> tuple[str, ...]:
-        """Count the silence: READY becomes SUSPECT, then anyone is dead. Returns the ids of those forgotten.
+        """Count the silence: READY becomes SUSPECT, and later every state GONE. Returns the ids of those forgotten.
 
         An UPDATING replica is busy, and every step on it has a deadline.
         """
@@ -223,20 +225,20 @@ class Fleet:
         return self._move(current, ReplicaState.UPDATING)
 
     def forget_version(self, replica: ReplicaRecord) -> None:
-        """A commit begins: until it has finished, nobody knows these weights."""
+        """Record that a commit begins: until it has finished, the weights are unknown."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, weight_version=None))
 
     def committed(self, replica: ReplicaRecord, version: int) -> None:
-        """A commit has finished on it."""
+        """Record that a commit has finished on it."""
         current = self._same(replica)
         if current is not None:
             self._put(replace(current, weight_version=version))
 
     def admit(self, replica: ReplicaRecord) -> bool:
-        """UPDATING becomes READY. False if it is gone, was replaced, or the fleet has moved on meanwhile: the
-        replica then is JOINING again."""
+        """Move it from UPDATING to READY. False if it is gone, was replaced, or the fleet has moved on meanwhile:
+        the replica then is JOINING again."""
         current = self._same(replica)
         if current is None or current.state is not ReplicaState.UPDATING:
             return False
@@ -246,13 +248,13 @@ class Fleet:
         return is_current
 
     def fall_asleep(self, replica: ReplicaRecord) -> None:
-        """UPDATING becomes ASLEEP: it has given memory back."""
+        """Move it from UPDATING to ASLEEP: it has given memory back."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
             self._move(replace(current, error=None, num_contradictions=0, num_failures=0), ReplicaState.ASLEEP)
 
     def rejoin(self, replica: ReplicaRecord, error: str) -> None:
-        """It did not do what all others did, and its weights are as we know them: it has to be brought up."""
+        """Have it join anew: it did not do what all others did, and its weights are as we know them."""
         current = self._same(replica)
         if current is None:
             return
@@ -267,13 +269,13 @@ class Fleet:
             self._put(replace(current, error=error))
 
     def put_back(self, replica: ReplicaRecord) -> None:
-        """An attempt on `replica` ended before its weights were touched: the state it had counts."""
+        """Give an UPDATING replica its state back: the attempt on it ended before its weights were touched."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
             self._move(current, replica.state)
 
     def quarantine(self, replica: ReplicaRecord, error: str) -> None:
-        """No traffic, and no resume, until a commit of the fleet's version has finished on it."""
+        """Give it no traffic, and no resume, until a commit of the fleet's version has finished on it."""
         current = self._same(replica)
         if current is None:
             return
@@ -282,7 +284,7 @@ class Fleet:
             self._move(current, ReplicaState.QUARANTINED)
 
     def set_weight_version(self, version: int) -> None:
-        """The fleet now serves `version`, because an update finished. READY replicas of another one rejoin."""
+        """Serve `version`, because an update finished. READY replicas of another one rejoin."""
         self._is_version_pinned = True
         self._serve(version)
 
@@ -304,7 +306,7 @@ class Fleet:
                 self._move(replica, ReplicaState.JOINING)
 
     def _compare(self, replica: ReplicaRecord, is_usable: bool) -> None:
-        """Hold a report of a READY or SUSPECT replica against what we know of it."""
+        """Compare the report of a READY or SUSPECT replica with what we know of it."""
         reported = replica.load.weight_version
         if is_usable and reported in (None, replica.weight_version):
             replica = self._put(replace(replica, num_contradictions=0))

@@ -74,7 +74,7 @@ class DesiredState:
 
 
 class ReplicaSync:
-    """Updates and the operator's orders, and one replica as all others."""
+    """The owner of the desired state: updates, the operator's orders, and single replicas brought to it."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class ReplicaSync:
             self._raise_failed(progress)
 
     async def _wake_all(self, tags: frozenset[MemoryTag]) -> None:
-        """Wake all that sleep, and have them go on once all memory is awake."""
+        """Wake all replicas that sleep, and have them go on once all memory is awake."""
         replicas = self._unclaimed(ReplicaState.ASLEEP)
         progress = [ReplicaProgress(one) for one in replicas]
 
