@@ -30,8 +30,13 @@ MAX_TOP_LOGPROBS = 20
 """Alternatives a token; what vLLM gives without a change of its own limit, and the OpenAI API's."""
 
 MAX_VOCAB_SIZE = 1 << 31
-"""Token ids are int32 wherever they are stored: the bound for who does not know the model's own."""
+"""Token ids are int32 wherever they are stored: the bound where the model's own is not known."""
 
+MAX_TEMPERATURE = 100.0
+MAX_CHAT_TEMPERATURE = 2.0  # as the OpenAI and Anthropic APIs have it
+MAX_TOP_K = (1 << 31) - 1
+MAX_SEED = (1 << 63) - 1
+MAX_CHAT_SEED = 1 << 62  # of choice 0: that of every other choice is larger
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
@@ -57,7 +62,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int, *, can_constrain: bool, engine: str) -> None:
-    """`check_request` without the prompt: raises InvalidRequest (naming the field), UnsupportedParameter."""
+    """Check all but the prompt. Raises InvalidRequest (naming the field) or UnsupportedParameter."""
     _check_numbers(sampling)
     _check_adjustments(sampling, vocab_size)
     _check_constraint(sampling, can_constrain, engine)
@@ -79,7 +84,9 @@ def _check_numbers(sampling: SamplingParams) -> None:
 def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
     for name in ("frequency_penalty", "presence_penalty"):
         if not -MAX_PENALTY <= getattr(sampling, name) <= MAX_PENALTY:
-            raise InvalidRequest(f"{name} is {getattr(sampling, name)}, not in [-2, 2]", param=name)
+            raise InvalidRequest(
+                f"{name} is {getattr(sampling, name)}, not in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]", param=name
+            )
     if not 0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"num_top_logprobs is not in [0, {MAX_TOP_LOGPROBS}]", param="num_top_logprobs")
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
@@ -90,7 +97,7 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"token id {token_id} is outside [0, {vocab_size})", param="logit_bias")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise InvalidRequest(f"a bias of {bias} is not in [-100, 100]", param="logit_bias")
+            raise InvalidRequest(f"a bias of {bias} is not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]", param="logit_bias")
 
 
 def _check_constraint(sampling: SamplingParams, can_constrain: bool, engine: str) -> None:
@@ -108,7 +115,7 @@ def _check_constraint(sampling: SamplingParams, can_constrain: bool, engine: str
 
 
 def room_tokens(request: GenerateRequest, info: EngineInfo) -> int:
-    """How many tokens a checked request may sample: `max_tokens`, or what its context still holds."""
+    """Count the tokens that a checked request may sample: `max_tokens`, or what its context still holds."""
     return min(request.sampling.max_tokens, info.max_context_tokens - len(request.token_ids))
 
 
@@ -179,7 +186,7 @@ def _span_problem(piece: Delta | Generation) -> str | None:
 
 
 def check_checkpoint(directory: str) -> tuple[Path, ...]:
-    """The safetensors files of a folder, sorted, each with a header that parses and fits its file.
+    """Return the safetensors files of a folder, sorted, each with a header that parses and fits its file.
 
     Raises CheckpointUnreadable. Reads headers only, so it says nothing of the values.
     """

@@ -23,7 +23,16 @@ from pydantic import (
 from pydantic_core import from_json
 
 from agentloop import codec
-from agentloop.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
+from agentloop.checks import (
+    MAX_BIAS,
+    MAX_CONSTRAINT_CHARS,
+    MAX_LOGIT_BIASES,
+    MAX_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_TOP_K,
+    MAX_TOP_LOGPROBS,
+)
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.types import (
@@ -70,6 +79,11 @@ Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f
 ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=MAX_TASK_CONTENT_CHARS)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=0, le=MAX_TOP_K)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 _Addend = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has lists only; what is in it stays strict
 Directory = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -159,14 +173,14 @@ class SamplingBody(Body):
     """`SamplingParams`; `max_tokens` is always explicit."""
 
     max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
-    temperature: float = Field(default=_SAMPLING.temperature, ge=0, le=100)
-    top_p: float = Field(default=_SAMPLING.top_p, gt=0, le=1)
-    top_k: int = Field(default=_SAMPLING.top_k, ge=0, le=_INT32_MAX)
+    temperature: Temperature = _SAMPLING.temperature
+    top_p: TopP = _SAMPLING.top_p
+    top_k: TopK = _SAMPLING.top_k
     min_tokens: int = Field(default=_SAMPLING.min_tokens, ge=0, le=MAX_PROMPT_TOKENS)
-    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    seed: Seed | None = None
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
-    frequency_penalty: float = Field(default=_SAMPLING.frequency_penalty, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    presence_penalty: float = Field(default=_SAMPLING.presence_penalty, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: Penalty = _SAMPLING.frequency_penalty
+    presence_penalty: Penalty = _SAMPLING.presence_penalty
     logit_bias: list[Bias] = Field(default_factory=list, max_length=MAX_LOGIT_BIASES)
     num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
     constraint: ConstraintBody | None = None
@@ -237,10 +251,10 @@ class TaskBody(Body):
     reward: ImportName | None = None
     reference: Json = None
     limits: LimitsBody = LimitsBody()
-    temperature: float = Field(default=_TASK.temperature, ge=0, le=100)
-    top_p: float = Field(default=_TASK.top_p, gt=0, le=1)
-    top_k: int = Field(default=_TASK.top_k, ge=0, le=_INT32_MAX)
-    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    temperature: Temperature = _TASK.temperature
+    top_p: TopP = _TASK.top_p
+    top_k: TopK = _TASK.top_k
+    seed: Seed | None = None
 
     def to_task(self) -> RolloutTask:
         """Return the task as the service holds it."""

@@ -19,6 +19,10 @@ from agentloop.chat.openai_bodies import (
     MAX_MODEL_CHARS,
     MAX_PARTS,
     CallId,
+    ChatSeed,
+    ChatTemperature,
+    ChatTopK,
+    ChatTopP,
     Echo,
     NamesSession,
     ShortText,
@@ -191,9 +195,9 @@ class MessagesBody(CountTokensBody, NamesSession):
     max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)] = Field(default_factory=list)
     stream: bool | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    temperature: ChatTemperature | None = None
+    top_p: ChatTopP | None = None
+    top_k: ChatTopK | None = None
 
     # Ignored, as above.
     metadata: Json | None = None
@@ -207,7 +211,7 @@ class MessagesBody(CountTokensBody, NamesSession):
     # Beyond Anthropic.
     return_token_ids: bool | None = None
     strict_history: bool | None = None
-    seed: int | None = Field(default=None, ge=0, lt=1 << 62)
+    seed: ChatSeed | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
 
 

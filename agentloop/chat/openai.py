@@ -32,13 +32,11 @@ from agentloop.chat.dialect import (
 )
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
+from agentloop.checks import MAX_CHAT_SEED
 from agentloop.errors import InvalidRequest
 from agentloop.parsers import Parser
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
-
-_MAX_SEED = 1 << 62  # of choice 0: that of every other choice is larger
-
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -117,7 +115,7 @@ def sampling_of(
         body.temperature,
         body.top_p,
         body.top_k,
-        None if body.seed is None else body.seed % _MAX_SEED,
+        None if body.seed is None else body.seed % MAX_CHAT_SEED,
         body.min_tokens,
         max_tokens,
     )

@@ -31,7 +31,16 @@ from agentloop.api import MAX_PROMPT_TOKENS, Body, Id, Json, TokenId, invalid_re
 from agentloop.chat.body_cache import CachedMessage
 from agentloop.chat.dialect import type_tag
 from agentloop.chat.schemas import Schema
-from agentloop.checks import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
+from agentloop.checks import (
+    MAX_BIAS,
+    MAX_CHAT_SEED,
+    MAX_CHAT_TEMPERATURE,
+    MAX_LOGIT_BIASES,
+    MAX_PENALTY,
+    MAX_SEED,
+    MAX_TOP_K,
+    MAX_TOP_LOGPROBS,
+)
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 
 B = TypeVar("B", bound=BaseModel)
@@ -56,6 +65,11 @@ ShortText = Annotated[str, Field(max_length=1024)]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
+ChatTemperature = Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)]
+ChatTopP = Annotated[float, Field(ge=0, le=1)]
+ChatTopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K)]
+ChatSeed = Annotated[int, Field(ge=0, lt=MAX_CHAT_SEED)]
+_Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
 def by_shape(value: Any) -> str:
@@ -320,8 +334,8 @@ class CallBase(NamesSession):
     """The fields that chat completions and completions share; `user` and `metadata` are ignored."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
+    temperature: ChatTemperature | None = None
+    top_p: ChatTopP | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: (
         Annotated[
@@ -330,20 +344,20 @@ class CallBase(NamesSession):
         ]
         | None
     ) = None
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    seed: int | None = Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
     logit_bias: (
         dict[
             Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
-            Annotated[float, Field(ge=-100, le=100)],
+            Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)],
         ]
         | None
     ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    top_k: ChatTopK | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
     return_token_ids: bool | None = None
     user: ShortText | None = None

@@ -20,6 +20,10 @@ from agentloop.chat.openai_bodies import (
     MAX_MODEL_CHARS,
     MAX_PARTS,
     CallId,
+    ChatSeed,
+    ChatTemperature,
+    ChatTopK,
+    ChatTopP,
     Echo,
     NamesSession,
     ShortText,
@@ -29,6 +33,7 @@ from agentloop.chat.openai_bodies import (
     by_shape,
 )
 from agentloop.chat.schemas import Schema
+from agentloop.checks import MAX_TOP_LOGPROBS
 
 MAX_ITEMS = 16_384
 
@@ -191,8 +196,8 @@ class ResponsesBody(NamesSession):
     input: Input
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
+    temperature: ChatTemperature | None = None
+    top_p: ChatTopP | None = None
     tools: list[ResponsesFunctionTool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -223,13 +228,13 @@ class ResponsesBody(NamesSession):
     conversation: Json | None = None
     previous_response_id: Json | None = None
     prompt: Json | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     # Beyond OpenAI.
     return_token_ids: bool | None = None
     strict_history: bool | None = None
-    seed: int | None = Field(default=None, ge=0, lt=1 << 62)
-    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    seed: ChatSeed | None = None
+    top_k: ChatTopK | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
 
     @model_validator(mode="before")
