@@ -351,6 +351,18 @@ class Turn:
     cached_tokens: int
 
 
+class SplitReason(StrEnum):
+    """Why a prompt could not extend what the session has, token for token."""
+
+    BRANCH = "branch"  # it does extend an earlier turn, which has gone on otherwise: a sibling, a rollback
+    NEW_CONVERSATION = "new_conversation"  # nothing in common: a sub-agent
+    SYSTEM_CHANGED = "system_changed"  # another system message before the same conversation
+    TOOLS_CHANGED = "tools_changed"  # other tool definitions
+    HISTORY_EDIT = "history_edit"  # a message differs, is missing or was put in: compaction, rewriting
+    AMBIGUOUS = "ambiguous"  # the history fits several turns of different tokens
+    TEMPLATE = "template"  # the chat template renders earlier messages otherwise than before
+
+
 @dataclass(frozen=True, slots=True)
 class TokenPath:
     """One root-to-leaf token sequence, the unit a trainer trains on. All response arrays have one length.
@@ -369,7 +381,7 @@ class TokenPath:
     logprobs: FloatArray
     weight_versions: tuple[WeightVersionSpan, ...]
     turns: tuple[Turn, ...]
-    split_reason: str | None = None  # why this path could not extend the one before; None for the first
+    split_reason: SplitReason | None = None  # why this path could not extend the one before; None for the first
     parent: int | None = None  # the path that it was split from, by its place in the trajectory
     num_shared: int = 0  # tokens of prompt and response that are the parent's own
     split_detail: str | None = None  # the first difference, decoded: what was there and what came instead

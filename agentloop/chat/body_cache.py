@@ -20,7 +20,7 @@ import orjson
 from pydantic_core import to_json
 
 from agentloop.chat.dialect import with_name
-from agentloop.trajectory import json_bytes, message_bytes, message_key
+from agentloop.trajectory import BYTES_PER_CHAR, json_chars, message_chars, message_key
 from agentloop.types import JSON, Message
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class CachedMessage:
 
     @property
     def num_bytes(self) -> int:
-        return _CACHED_BYTES + message_bytes(self.message)
+        return _CACHED_BYTES + message_chars(self.message) * BYTES_PER_CHAR
 
     def with_name(self, name: str | None) -> Message:
         """The message, a tool's answer, with the tool's name: the last one it was asked with is kept."""
@@ -66,7 +66,7 @@ class CachedTools:
 
     @property
     def num_bytes(self) -> int:
-        return _CACHED_BYTES + json_bytes(self.definitions) + len(self.bodies) * _TOOL_BYTES
+        return _CACHED_BYTES + json_chars(self.definitions) * BYTES_PER_CHAR + len(self.bodies) * _TOOL_BYTES
 
 
 class TwoGenerationLru(Generic[T]):

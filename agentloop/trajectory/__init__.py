@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from agentloop.trajectory.builder import TrajectoryBuilder
 from agentloop.trajectory.message_key import message_key, tools_key
-from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply, Split
-from agentloop.trajectory.sizes import json_bytes, message_bytes
+from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply, Split, json_chars, message_chars
 from agentloop.trajectory.token_paths import messages_of, token_paths
-from agentloop.trajectory.turn_graph import Match, TurnGraph
+from agentloop.trajectory.turn_graph import BYTES_PER_CHAR, BYTES_PER_TOKEN, Match, TurnGraph
 
 __all__ = [
+    "BYTES_PER_CHAR",
+    "BYTES_PER_TOKEN",
     "CallRecord",
     "Match",
     "ModelCallState",
@@ -18,8 +19,8 @@ __all__ = [
     "Split",
     "TrajectoryBuilder",
     "TurnGraph",
-    "json_bytes",
-    "message_bytes",
+    "json_chars",
+    "message_chars",
     "message_key",
     "messages_of",
     "token_paths",

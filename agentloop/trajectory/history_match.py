@@ -1,8 +1,9 @@
-"""HistoryIndex: every history of a session as a tree of messages, to find what a request goes on from.
+"""Histories of a session as a tree of messages, to find the turn that a request goes on from.
 
 A place is a history: a list of messages under one set of tools. A step from place to place is one message, known by
 its canonical key. A reply that a stop string cut leads to its place by two steps, one with the stop string, because
-some clients echo it. So a request can stand at several places at once; nearly always it is one.
+some clients echo it. So a request can stand at several places at once; nearly always it is one. Several turns that
+said the same in other tokens end at one place: the client's echo of call ids and reasoning tells them apart.
 
 Invariants: finding takes a dict look-up or two a message, however many turns there are; turns whose messages are
 not known (raw completions) are in no place, and neither is what follows them.
@@ -10,23 +11,25 @@ not known (raw completions) are in no place, and neither is what follows them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentloop.trajectory.message_key import canonical_role, message_key
+from agentloop.trajectory.diff import MAX_DETAIL_CHARS
+from agentloop.trajectory.message_key import canonical_role, message_key, tools_key
 from agentloop.trajectory.node import Node
 from agentloop.trajectory.prefix_index import PathKey
-from agentloop.types import Message
+from agentloop.types import JSON, Message
 
-_STEP_BYTES = 165  # a key, its tuple and number, and their share of a dict
-_TURN_BYTES = 300  # a dict of one path, and two entries
-_NAMED_BYTES = 45  # an entry; its key is a step's
 _NO_REPLY = Message("assistant")
+_MAX_TOOL_SETS = 8  # remembered of one session, to say what changed
+_MAX_TOOL_NAMES = 4  # of each kind that are named
+_MAX_TOOL_NAME_CHARS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How far a request's messages are known, and the turns that it can go on from.
+    """The part of a request that is known, and the turns that it can go on from.
 
     `turns` are those at its deepest extensible place: one for each different path of ids, the latest.
     """
@@ -49,15 +52,8 @@ class HistoryIndex:
         self._turns: dict[int, dict[PathKey, str]] = {}  # by place
         self._place_of: dict[str, int] = {}
         self._latest: list[str] = []  # by place: the last node one of whose own messages ends there
-        self._openings: dict[bytes, str] = {}  # by a root's first message after the system's: the latest root
-        self._replies: dict[bytes, str] = {}  # by what was replied: the latest turn that did
-
-    @property
-    def num_bytes(self) -> int:
-        """What the index takes up, without the messages themselves."""
-        steps = (len(self._steps) + len(self._echoes)) * _STEP_BYTES
-        named = (len(self._replies) + len(self._openings)) * _NAMED_BYTES
-        return steps + named + len(self._place_of) * _TURN_BYTES + len(self._latest) * 8
+        self.openings: dict[bytes, str] = {}  # the latest root by the key of its first message after the system's
+        self.replies: dict[bytes, str] = {}  # the latest turn by the key of its reply, if that is not empty
 
     @property
     def tools(self) -> tuple[bytes, ...]:
@@ -73,12 +69,12 @@ class HistoryIndex:
         for key in keys:
             place = self._step(place, key, node.node_id)
         if node.parent_id is None and (opening := opening_of(node.observed)) is not None:
-            self._openings[keys[opening]] = node.node_id
+            self.openings[keys[opening]] = node.node_id
         reply = node.reply.message
         reply_key = message_key(reply, is_strict=self.is_strict)
         before, place = place, self._step(place, reply_key, node.node_id)
         if reply_key != self._no_reply_key:
-            self._replies[reply_key] = node.node_id
+            self.replies[reply_key] = node.node_id
         if node.reply.stop_text:
             self._add_echo(before, place, reply_key, replace(reply, content=reply.content + node.reply.stop_text))
         self._turns.setdefault(place, {})[path_key] = node.node_id
@@ -109,14 +105,6 @@ class HistoryIndex:
     def latest_at(self, place: int) -> str:
         """The last node one of whose own messages ends at `place`, or at its root for a start."""
         return self._latest[place]
-
-    def root_opened_by(self, key: bytes) -> str | None:
-        """The latest root with this message first after the system's."""
-        return self._openings.get(key)
-
-    def turn_that_replied(self, key: bytes) -> str | None:
-        """The latest turn with this reply. Empty replies are nobody's."""
-        return self._replies.get(key)
 
     def _start(self, node: Node) -> int:
         if node.tools_key not in self._starts:
@@ -167,5 +155,91 @@ class HistoryIndex:
 
 
 def opening_of(messages: Sequence[Message]) -> int | None:
-    """Where the first message stands that is no system message."""
+    """Return the place of the first message that is not a system message; None if there is none."""
     return next((i for i, message in enumerate(messages) if canonical_role(message.role) != "system"), None)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    turn: Node
+    at: Node | None  # the ancestor that is looked at, the turn itself first; None before the root
+    end: int  # messages of the path up to its reply
+    is_supported: bool = False
+
+
+def disambiguate(
+    turns: Sequence[Node], num_matched: int, messages: Sequence[Message], nodes: Mapping[str, Node]
+) -> list[Node]:
+    """Return the turns that a client's echo of call ids and reasoning allows; all of them if it supports none.
+
+    A turn is out if the echo contradicts a call id or the reasoning of any reply that is not common to all. The one
+    that is left counts only if something speaks for it: a client that echoes neither leaves the question open.
+    """
+    left = [_Candidate(turn, turn, num_matched) for turn in turns]
+    while left and any(candidate.at is not left[0].at for candidate in left):
+        deepest = max(candidate.end for candidate in left)
+        left = [
+            candidate for candidate in left if candidate.end < deepest or _is_allowed(candidate, messages, nodes)
+        ]
+    supported = [candidate.turn for candidate in left if candidate.is_supported]
+    return supported if len(supported) == len(left) > 0 else list(turns)
+
+
+def _is_allowed(candidate: _Candidate, messages: Sequence[Message], nodes: Mapping[str, Node]) -> bool:
+    """Look at one reply and step to the one before it. False if the echo contradicts it."""
+    node = candidate.at
+    if node is None:
+        return True
+    said, echoed = node.reply.message, messages[candidate.end - 1]
+    pairs = [(call.id, echo.id) for call, echo in zip(said.tool_calls, echoed.tool_calls, strict=True)]
+    pairs.append((said.reasoning.strip(), echoed.reasoning.strip()))
+    if any(echo and echo != mine for mine, echo in pairs):
+        return False
+    candidate.is_supported |= any(echo for _, echo in pairs)
+    candidate.end -= len(node.observed) + 1
+    candidate.at = None if node.parent_id is None else nodes[node.parent_id]
+    return True
+
+
+class ToolSets:
+    """The tool sets that requests named last, by their keys: for each tool its name and a digest.
+
+    After a restore there are none until they come again.
+    """
+
+    def __init__(self) -> None:
+        self._sets: OrderedDict[bytes, dict[str, bytes]] = OrderedDict()
+
+    def note(self, key: bytes, tools: Sequence[Mapping[str, JSON]]) -> None:
+        """Remember a set that a request names; the one that was named longest ago goes if there are too many."""
+        if key in self._sets:
+            self._sets.move_to_end(key)
+            return
+        self._sets[key] = {_tool_name(tool): tools_key([tool]) for tool in tools}
+        if len(self._sets) > _MAX_TOOL_SETS:
+            self._sets.popitem(last=False)
+
+    def difference(self, there: bytes, came: bytes) -> str:
+        """Say what one set has that the other has not."""
+        new = self._sets.get(came, {})
+        if there not in self._sets and there:
+            return f"tools: other definitions were there, {_listed(new)} came"[:MAX_DETAIL_CHARS]
+        old = self._sets.get(there, {})
+        changes = (
+            ("added", [name for name in new if name not in old]),
+            ("removed", [name for name in old if name not in new]),
+            ("changed", [name for name in new if name in old and new[name] != old[name]]),
+        )
+        shown = [f"{_listed(names)} {change}" for change, names in changes if names]
+        return f"tools: {', '.join(shown) or 'their order changed'}"[:MAX_DETAIL_CHARS]
+
+
+def _tool_name(tool: Mapping[str, JSON]) -> str:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else tool.get("name")
+    return str(name)[:_MAX_TOOL_NAME_CHARS]
+
+
+def _listed(names: Sequence[str] | Mapping[str, bytes]) -> str:
+    shown = " ".join(list(names)[:_MAX_TOOL_NAMES]) or "none"
+    return shown if len(names) <= _MAX_TOOL_NAMES else f"{shown} and {len(names) - _MAX_TOOL_NAMES} more"

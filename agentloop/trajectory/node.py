@@ -1,24 +1,28 @@
-"""The values of a session's memory: turns as nodes of a graph, and the calls that made them. They go to disk
-through `codec`."""
+"""Values of a trajectory in the making: turns as nodes of a graph, and the model calls that made them.
+
+They go to disk through `codec`. Their size is counted in tokens and characters: `num_chars` is a bound for memory,
+not a count of what is shown.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agentloop.types import FinishReason, FloatArray, IntArray, Message, TopLogprobs, WeightVersionSpan
+from agentloop.types import (
+    JSON,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Message,
+    SplitReason,
+    ToolCall,
+    TopLogprobs,
+    WeightVersionSpan,
+)
 
-
-class SplitReason(StrEnum):
-    """Why a prompt could not extend what the session has, token for token."""
-
-    BRANCH = "branch"  # it does extend an earlier turn, which has gone on otherwise: a sibling, a rollback
-    NEW_CONVERSATION = "new_conversation"  # nothing in common: a sub-agent
-    SYSTEM_CHANGED = "system_changed"  # another system message before the same conversation
-    TOOLS_CHANGED = "tools_changed"  # other tool definitions
-    HISTORY_EDIT = "history_edit"  # a message differs, is missing or was put in: compaction, rewriting
-    AMBIGUOUS = "ambiguous"  # the history fits several turns of different tokens
-    TEMPLATE = "template"  # the chat template renders earlier messages otherwise than before
+_OBJECT_CHARS = 64  # a message, a call, or a JSON value of any kind: what it takes up beside its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Node:
 
 
 class ModelCallState(StrEnum):
-    """What became of a call that was accepted."""
+    """The state of a model call that was accepted."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -87,3 +91,25 @@ class CallRecord:
     state: ModelCallState
     error: str = ""
     generate_s: float = 0.0  # spent on sampling, whatever came of it
+
+
+def message_chars(message: Message) -> int:
+    """Return the characters of a message, with a share for each object that it is made of."""
+    texts = (message.content, message.reasoning, message.tool_call_id or "", message.name or "")
+    return _OBJECT_CHARS + sum(map(len, texts)) + sum(map(_call_chars, message.tool_calls))
+
+
+def json_chars(value: JSON) -> int:
+    """Return the characters of a JSON value, with a share for each value within it."""
+    if isinstance(value, str):
+        return _OBJECT_CHARS + len(value)
+    if isinstance(value, Mapping):
+        return _OBJECT_CHARS + sum(_OBJECT_CHARS + len(key) + json_chars(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return _OBJECT_CHARS + sum(map(json_chars, value))
+    return _OBJECT_CHARS
+
+
+def _call_chars(call: ToolCall) -> int:
+    texts = (call.id, call.name, call.text, call.error or "")
+    return _OBJECT_CHARS + sum(map(len, texts)) + json_chars(call.arguments)

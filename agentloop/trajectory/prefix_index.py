@@ -1,4 +1,4 @@
-"""The ids of whole paths, put together from their turns, and an index over all paths by length and hash.
+"""Ids of whole paths, put together from their turns, and an index over all paths by length and hash.
 
 No path is kept as one array: those of all the sessions in memory, each copied anew in every turn, would take more
 than the turns' own ids, while putting one together takes a fraction of what its prompt costs anyway.
@@ -10,6 +10,7 @@ grown in the time of what is new. The hash only finds; what is found for a promp
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,38 +24,31 @@ PathKey: TypeAlias = tuple[int, int]
 
 _EMPTY: PathKey = (0, 0)
 _PRIME = 2**128 - 159
-_ENTRY_BYTES = 410  # two keys of numbers and their places in the dicts
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPath:
-    """What a prompt begins with: the longest whole path, and the turn with the longest prompt. None: nothing."""
+    """The longest whole path that a prompt begins with, and the turn with the longest such prompt."""
 
     path_of: str | None
     prompt_of: str | None
 
 
-class ContextIds:
-    """Ids of every path of one graph. Nodes come in the order of their creation, parents first."""
+class PrefixIndex:
+    """The paths of one graph, whose `nodes` it reads. Nodes are added in the order of their creation."""
 
-    def __init__(self) -> None:
-        self._nodes: dict[str, Node] = {}
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self._nodes = nodes
         self._keys: dict[str, PathKey] = {}
         self._paths: dict[PathKey, str] = {}  # the last node with these ids
         self._prompts: dict[PathKey, str] = {}
         self._lengths: list[int] = []  # of paths and prompts, ascending, each once
 
-    @property
-    def num_bytes(self) -> int:
-        """What the index takes up; the nodes themselves are not in it."""
-        return len(self._nodes) * _ENTRY_BYTES
-
     def add(self, node: Node) -> PathKey:
-        """Take a node in; its parent is there. Takes time for its own ids only."""
+        """Add a node, after its parent. Takes time for its own ids only."""
         before = _EMPTY if node.parent_id is None else self._keys[node.parent_id]
         prompt = _extended(before, node.observed_ids)
         path = _extended(prompt, node.reply.token_ids)
-        self._nodes[node.node_id] = node
         self._keys[node.node_id] = path
         self._prompts[prompt] = self._paths[path] = node.node_id
         for length in (prompt[0], path[0]):
@@ -62,16 +56,6 @@ class ContextIds:
             if at == 0 or self._lengths[at - 1] != length:
                 insort(self._lengths, length)
         return path
-
-    def ids(self, node_id: str) -> IntArray:
-        """The whole path up to the node's reply, a copy. Takes time for all the turns on it. Raises KeyError."""
-        parts: list[IntArray] = []
-        at: str | None = node_id
-        while at is not None:
-            node = self._nodes[at]
-            parts += (node.reply.token_ids, node.observed_ids)
-            at = node.parent_id
-        return np.concatenate(parts[::-1])
 
     def path_key(self, node_id: str) -> PathKey:
         """The key of the whole path up to the node's reply. Raises KeyError."""
@@ -91,13 +75,24 @@ class ContextIds:
                 paths.append(node_id)
             if (node_id := self._prompts.get(key)) is not None:
                 prompts.append(node_id)
-        path_of = next((i for i in reversed(paths) if _begins(prompt, self.ids(i))), None)
+        path_of = next((i for i in reversed(paths) if _begins(prompt, path_ids(self._nodes, i))), None)
         prompt_of = next((i for i in reversed(prompts) if _begins(prompt, self._prompt_ids(i))), None)
         return FoundPath(path_of, prompt_of)
 
     def _prompt_ids(self, node_id: str) -> IntArray:
-        ids = self.ids(node_id)
+        ids = path_ids(self._nodes, node_id)
         return ids[: len(ids) - len(self._nodes[node_id].reply.token_ids)]
+
+
+def path_ids(nodes: Mapping[str, Node], node_id: str) -> IntArray:
+    """Return the whole path up to the node's reply, a copy. Takes time for all the turns on it. Raises KeyError."""
+    parts: list[IntArray] = []
+    at: str | None = node_id
+    while at is not None:
+        node = nodes[at]
+        parts += (node.reply.token_ids, node.observed_ids)
+        at = node.parent_id
+    return np.concatenate(parts[::-1])
 
 
 def _extended(key: PathKey, ids: IntArray) -> PathKey:

@@ -12,9 +12,9 @@ from itertools import chain
 import numpy as np
 
 from agentloop.trajectory.diff import message_difference
-from agentloop.trajectory.node import Node, Split, SplitReason
+from agentloop.trajectory.node import Node, Split
 from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import Message, TokenPath, Turn, WeightVersionSpan, append_span, shifted_spans
+from agentloop.types import Message, SplitReason, TokenPath, Turn, WeightVersionSpan, append_span, shifted_spans
 
 
 @dataclass(frozen=True, slots=True)

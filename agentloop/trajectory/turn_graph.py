@@ -1,9 +1,10 @@
-"""TurnGraph: what a session has sampled, as a graph of turns, and where a request goes on in it.
+"""TurnGraph: what was sampled for one trajectory, as a graph of turns, and where a request goes on in it.
 
-Ownership: the graph owns the session's nodes; it is not shared between threads. Invariants, checked as nodes come
-in (InvariantBroken otherwise): a parent is there before its children; one logprob a sampled id; spans tile them.
-Nodes never change and never go. Matching decides by messages, or by ids for raw completions, and never re-encodes
-anything. It costs the request's length, not the graph's.
+Ownership: the graph owns the nodes of one session or one rollout; it is not shared between threads. Invariants,
+checked as nodes come in (InvariantBroken otherwise): a parent is there before its children; one logprob a sampled
+id; spans tile them. Nodes never change and never go. Matching decides by messages, or by ids for raw completions,
+and never re-encodes anything. It costs the request's length, not the graph's; nodes are indexed when a request is
+first matched after them, so a rollout, which matches none, has no index.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentloop.errors import InvalidRequest, InvariantBroken
-from agentloop.trajectory.ambiguity import told_apart
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
-from agentloop.trajectory.history_match import HistoryIndex, Walk, opening_of
+from agentloop.trajectory.history_match import HistoryIndex, ToolSets, Walk, disambiguate, opening_of
 from agentloop.trajectory.message_key import tools_key as key_of_tools
-from agentloop.trajectory.node import Node, Split, SplitReason
-from agentloop.trajectory.prefix_index import ContextIds
-from agentloop.trajectory.sizes import node_bytes
-from agentloop.trajectory.tool_sets import ToolSets
-from agentloop.types import JSON, IntArray, Message, tiling_problem
+from agentloop.trajectory.node import Node, Split, message_chars
+from agentloop.trajectory.prefix_index import PrefixIndex, path_ids
+from agentloop.types import JSON, IntArray, Message, SplitReason, tiling_problem
+
+# What a graph takes up, as `tests/trajectory/test_prefix_index.py` measures it.
+BYTES_PER_TOKEN = 8  # an id and, of a sampled token, its logprob
+BYTES_PER_ALTERNATIVE = 120  # a pair of two numbers
+BYTES_PER_CHAR = 2
+BYTES_PER_TURN = 2000  # the node, its arrays, and its places in the indexes
 
 _MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say that only the tools changed
-_NODE_BYTES = 110  # of a node's entries in the dicts here
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Where a request goes on: after `parent`'s reply with `appended`, or as a root with all of its messages."""
+    """The place where a request goes on: after `parent`'s reply with `appended`, or as a root with all messages."""
 
     parent: Node | None
     appended: tuple[Message, ...]
@@ -39,17 +42,18 @@ class Match:
 
 
 class TurnGraph:
-    """The turns of one session. `add` takes nodes in the order they were committed."""
+    """Turns of one session or one rollout. `add` takes nodes in the order they were committed."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
-        self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
         self._last_child: dict[str, str] = {}
-        self._ids = ContextIds()
+        self._num_tokens = self._num_chars = self._num_alternatives = 0
+        self._not_indexed: list[Node] = []  # added since a request was last matched
+        self._prefixes = PrefixIndex(self._nodes)
+        self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
         self._loose = HistoryIndex(is_strict=False)
         self._strict: HistoryIndex | None = None  # made when a strict call first needs it
         self._tool_sets = ToolSets()
-        self._num_node_bytes = 0
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -57,37 +61,53 @@ class TurnGraph:
         return tuple(self._nodes.values())
 
     @property
+    def num_turns(self) -> int:
+        """The number of nodes."""
+        return len(self._nodes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all nodes, observed and sampled, each once."""
+        return self._num_tokens
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all messages, each once, as `message_chars` counts them."""
+        return self._num_chars
+
+    @property
     def num_bytes(self) -> int:
-        """An estimate of the memory the graph takes up, with all its messages and arrays."""
-        strict = 0 if self._strict is None else self._strict.num_bytes
-        own = len(self._nodes) * _NODE_BYTES + self._num_node_bytes
-        return own + self._ids.num_bytes + self._loose.num_bytes + strict + self._tool_sets.num_bytes
+        """A rough estimate of the memory that the graph takes up, indexes included; it errs on the large side."""
+        return (
+            self._num_tokens * BYTES_PER_TOKEN
+            + self._num_alternatives * BYTES_PER_ALTERNATIVE
+            + self._num_chars * BYTES_PER_CHAR
+            + len(self._nodes) * BYTES_PER_TURN
+        )
 
     def node(self, node_id: str) -> Node:
-        """The node of this id. Raises KeyError."""
+        """Return the node of this id. Raises KeyError."""
         return self._nodes[node_id]
 
     def context_ids(self, node_id: str) -> tuple[int, ...]:
-        """The whole path up to the node's reply: what the next prompt begins with. Raises KeyError."""
-        return tuple(self._ids.ids(node_id).tolist())
+        """Return the whole path up to the node's reply: what the next prompt begins with. Raises KeyError."""
+        return tuple(path_ids(self._nodes, node_id).tolist())
 
     def add(self, node: Node) -> None:
-        """Take a node in. Raises InvariantBroken: an unknown parent, an id twice, arrays that do not align."""
+        """Add a turn. Raises InvariantBroken: an unknown parent, an id twice, arrays that do not align."""
         if node.node_id in self._nodes:
-            raise InvariantBroken(f"the session has a turn {node.node_id} already")
+            raise InvariantBroken(f"there is a turn {node.node_id} already")
         if node.parent_id is not None and node.parent_id not in self._nodes:
-            raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which the session does not have")
+            raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which is not there")
         _check_reply(node)
-        path_key = self._ids.add(node)
         self._nodes[node.node_id] = node
-        before = 0 if node.parent_id is None else self._num_messages[node.parent_id]
-        self._num_messages[node.node_id] = before + len(node.observed) + 1
         if node.parent_id is not None:
             self._last_child[node.parent_id] = node.node_id
-        self._loose.add(node, path_key)
-        if self._strict is not None:
-            self._strict.add(node, path_key)
-        self._num_node_bytes += node_bytes(node)
+        reply = node.reply
+        self._num_tokens += len(node.observed_ids) + len(reply.token_ids)
+        self._num_alternatives += sum(map(len, reply.top_logprobs))
+        self._num_chars += sum(map(message_chars, node.observed)) + message_chars(reply.message)
+        self._not_indexed.append(node)
 
     def match(
         self,
@@ -98,7 +118,7 @@ class TurnGraph:
         keys: Sequence[bytes] = (),
         tools_key: bytes | None = None,
     ) -> Match:
-        """Where a request goes on: the deepest turn whose whole history it echoes, under the same tools.
+        """Find where a request goes on: the deepest turn whose whole history it echoes, under the same tools.
 
         `keys` are the messages' loose keys, `tools_key` that of the tools, where they are known already. Changes
         nothing that a later match depends on. Raises InvalidRequest for no messages, or for arguments that are
@@ -119,7 +139,7 @@ class TurnGraph:
             return Match(None, tuple(messages), split, known_tools)
         turns = [self._nodes[turn] for turn in walk.turns]
         if len(turns) > 1:
-            turns = told_apart(turns, walk.num_matched, messages, self._nodes)
+            turns = disambiguate(turns, walk.num_matched, messages, self._nodes)
         if len(turns) > 1:
             names = " and ".join(turn.node_id for turn in turns[-2:])
             detail = f"messages[:{walk.num_matched}] fit turns {names}, which say the same in other tokens"
@@ -132,16 +152,17 @@ class TurnGraph:
     def match_ids(
         self, prompt_ids: Sequence[int], *, decode: Decode | None = None
     ) -> tuple[Node | None, tuple[int, ...], Split | None]:
-        """The turn whose whole path `prompt_ids` begin with, the longest; the ids that are new; the split.
+        """Find the longest whole path that `prompt_ids` begin with: its turn, the ids that are new, the split.
 
         Ids are below 2**31. `decode` makes the split's detail readable.
         """
         if not self._nodes:
             return None, tuple(prompt_ids), None
+        self._index_new_nodes()
         prompt = np.array(prompt_ids, dtype=np.int32)
-        found = self._ids.find(prompt)
+        found = self._prefixes.find(prompt)
         if found.path_of is not None:
-            num_shared = self._ids.path_key(found.path_of)[0]
+            num_shared = self._prefixes.path_key(found.path_of)[0]
             child = self._last_child.get(found.path_of)
             split = None
             if child is not None:
@@ -149,9 +170,9 @@ class TurnGraph:
             return self._nodes[found.path_of], tuple(prompt_ids[num_shared:]), split
         if found.prompt_of is None:
             latest = next(reversed(self._nodes))
-            detail = token_difference(self._ids.ids(latest), prompt, decode)
+            detail = token_difference(path_ids(self._nodes, latest), prompt, decode)
             return None, tuple(prompt_ids), Split(SplitReason.NEW_CONVERSATION, None, detail)
-        num_prompt = self._ids.path_key(found.prompt_of)[0] - len(self._nodes[found.prompt_of].reply.token_ids)
+        num_prompt = self._prefixes.path_key(found.prompt_of)[0] - len(self._nodes[found.prompt_of].reply.token_ids)
         reason = SplitReason.BRANCH if num_prompt == len(prompt) else SplitReason.HISTORY_EDIT
         split = self._token_split(reason, found.prompt_of, found.prompt_of, prompt, decode)
         return None, tuple(prompt_ids), split
@@ -159,35 +180,46 @@ class TurnGraph:
     def mark_template_split(
         self, parent_id: str, prompt_ids: Sequence[int], decode: Decode | None = None
     ) -> Split | None:
-        """Whether a prompt that was rendered whole goes on from `parent_id`: None if it begins with its path.
+        """Return the split of a prompt that was rendered whole after `parent_id`: None if it begins with its path.
 
-        Otherwise the new root's split. For templates that are not prefix-stable; the graph itself does not change.
+        For templates that are not prefix-stable; the graph itself does not change.
         """
         prompt = np.array(prompt_ids, dtype=np.int32)
-        path = self._ids.ids(parent_id)
+        path = path_ids(self._nodes, parent_id)
         if np.array_equal(prompt[: len(path)], path):
             return None
         return self._token_split(SplitReason.TEMPLATE, parent_id, parent_id, prompt, decode)
 
     def path_of(self, node_id: str) -> list[Node]:
-        """The nodes from the root to `node_id`. Raises KeyError."""
+        """Return the nodes from the root to `node_id`. Raises KeyError."""
         path = [self._nodes[node_id]]
         while (parent_id := path[-1].parent_id) is not None:
             path.append(self._nodes[parent_id])
         return path[::-1]
 
     def has_children(self, node_id: str) -> bool:
-        """Whether a turn goes on from this one."""
+        """Return true if a turn goes on from this one."""
         return node_id in self._last_child
 
     def _index(self, is_strict: bool) -> HistoryIndex:
+        self._index_new_nodes()
         if not is_strict:
             return self._loose
         if self._strict is None:
             self._strict = HistoryIndex(is_strict=True)
             for node in self._nodes.values():
-                self._strict.add(node, self._ids.path_key(node.node_id))
+                self._strict.add(node, self._prefixes.path_key(node.node_id))
         return self._strict
+
+    def _index_new_nodes(self) -> None:
+        for node in self._not_indexed:
+            path_key = self._prefixes.add(node)
+            before = 0 if node.parent_id is None else self._num_messages[node.parent_id]
+            self._num_messages[node.node_id] = before + len(node.observed) + 1
+            self._loose.add(node, path_key)
+            if self._strict is not None:
+                self._strict.add(node, path_key)
+        self._not_indexed.clear()
 
     def _split_of_child(
         self,
@@ -230,12 +262,12 @@ class TurnGraph:
         if walk is not None and opening is not None and num_known > opening:
             nearest = index.latest_at(walk.place)
             return Split(SplitReason.HISTORY_EDIT, nearest, self._difference(index, nearest, num_known, messages))
-        if opening is not None and (root := index.root_opened_by(keys[opening])) is not None:
+        if opening is not None and (root := index.openings.get(keys[opening])) is not None:
             differs_at = self._num_common(index, root, keys)
             reason = SplitReason.SYSTEM_CHANGED if differs_at <= opening else SplitReason.HISTORY_EDIT
             return Split(reason, root, self._difference(index, root, differs_at, messages))
         for at in range(len(messages) - 1, -1, -1):
-            if messages[at].role == "assistant" and (turn := index.turn_that_replied(keys[at])) is not None:
+            if messages[at].role == "assistant" and (turn := index.replies.get(keys[at])) is not None:
                 differs_at = self._num_common(index, turn, keys)
                 return Split(SplitReason.HISTORY_EDIT, turn, self._difference(index, turn, differs_at, messages))
         latest = next(reversed(self._nodes))
@@ -273,7 +305,7 @@ class TurnGraph:
         return (*node.observed, node.reply.message)[at - start]
 
     def _num_common(self, index: HistoryIndex, node_id: str, keys: Sequence[bytes]) -> int:
-        """How many messages from the first on the request and the node's path have in common."""
+        """Count the messages from the first on that the request and the node's path have in common."""
         num_common = 0
         for node in self.path_of(node_id):
             for key in index.keys((*node.observed, node.reply.message)):
@@ -285,7 +317,7 @@ class TurnGraph:
     def _token_split(
         self, reason: SplitReason, from_node: str, nearest: str, prompt: IntArray, decode: Decode | None
     ) -> Split:
-        return Split(reason, from_node, token_difference(self._ids.ids(nearest), prompt, decode))
+        return Split(reason, from_node, token_difference(path_ids(self._nodes, nearest), prompt, decode))
 
     def _root_of(self, node_id: str) -> Node:
         return self.path_of(node_id)[0]

@@ -23,12 +23,13 @@ from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
-from agentloop.trajectory.node import Node, Reply, Split, SplitReason
+from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.types import (
     ConstraintKind,
     FinishReason,
     Message,
     SamplingParams,
+    SplitReason,
     ToolCall,
     ToolCallStatus,
     WeightVersionSpan,

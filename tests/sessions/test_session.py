@@ -9,8 +9,8 @@ from agentloop.chat.call import ToolChoice
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
 from agentloop.rendering.renderer import OnUnstable, Renderer
-from agentloop.trajectory.node import ModelCallState, SplitReason
-from agentloop.types import KVPolicy, Message, PauseMode, WeightVersionSpan
+from agentloop.trajectory.node import ModelCallState
+from agentloop.types import KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
 from tests.support.model_folder import write_folder
 from tests.support.sessions import (
     CALCULATOR,

@@ -7,9 +7,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from agentloop.trajectory.node import Node, SplitReason
+from agentloop.trajectory.node import Node
 from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import Message, ToolCall, TopLogprobs
+from agentloop.types import Message, SplitReason, ToolCall, TopLogprobs
 from tests.trajectory.sessions import Played, assistant, reply_of, system, user
 
 
@@ -136,7 +136,7 @@ def alternatives(num: int) -> TopLogprobs:
 
 
 @pytest.mark.parametrize("kind", ["chat", "calls", "raw"])
-def test_num_bytes_is_near_what_python_says(kind):
+def test_num_bytes_is_a_bound_on_what_python_says(kind):
     def build() -> TurnGraph:
         played, history = Played(), [system("be brief " * 100), user("begin")]
         rng = np.random.default_rng(0)
@@ -165,7 +165,7 @@ def test_num_bytes_is_near_what_python_says(kind):
         measured = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert 0.85 < graph.num_bytes / measured < 1.2
+    assert 1 < graph.num_bytes / measured < 2
 
 
 def test_alternatives_count():

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop import codec
-from agentloop.trajectory.node import Node, Split, SplitReason
+from agentloop.trajectory.node import Node, Split
 from agentloop.trajectory.token_paths import messages_of, token_paths
 from agentloop.trajectory.turn_graph import Match, TurnGraph
-from agentloop.types import TokenPath, Turn, WeightVersionSpan
+from agentloop.types import SplitReason, TokenPath, Turn, WeightVersionSpan
 from tests.trajectory.sessions import Played, assistant, reply_of, system, user
 
 ASK = (system("be brief"), user("what is 1+1?"))
