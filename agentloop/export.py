@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,11 +69,13 @@ _COLUMNS: dict[str, pa.DataType] = {
     "num_stale_attempts": pa.int32(),
     "max_staleness": pa.int64(),
     "staleness": pa.int64(),
+    "main_conversation": pa.bool_(),
 }
 
 SCHEMA = pa.schema(_COLUMNS)
 """The columns. Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones
-that staleness took out of the mask keep theirs. `num_masked_tokens` is of all paths of the trajectory."""
+that staleness took out of the mask keep theirs. `messages` are the path's own; `reward` is that of the trajectory's
+main conversation, and `num_masked_tokens` is of all its paths."""
 
 _NO_PATH = TokenPath(
     prompt_ids=np.empty(0, np.int32),
@@ -124,7 +126,7 @@ def read_all(store: TrajectoryReader, rollout_id: str | None = None) -> Iterator
 def rows_of(trajectory: Trajectory) -> list[Row]:
     """One row for each path, in the columns of `SCHEMA`; arrays stay arrays."""
     paths = trajectory.paths or (_NO_PATH,)
-    messages = orjson.dumps([openai_message(message) for message in trajectory.messages]).decode()
+    main = trajectory.main_conversation or (0,)  # without a path, the row of what was not rendered
     return [
         {
             "task_id": trajectory.task_id,
@@ -136,7 +138,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "logprobs": path.logprobs,
             "weight_versions": [_span(span) for span in path.weight_versions],
             "turns": [_turn(turn) for turn in path.turns],
-            "messages": messages,
+            "messages": _openai_json(path.messages if trajectory.paths else trajectory.task_messages),
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason.value,
             "complete": trajectory.is_complete,
@@ -145,7 +147,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "timings": dataclasses.asdict(trajectory.timings),
             "branch": branch,
             "num_branches": len(trajectory.paths),
-            "split_reason": path.split_reason,
+            "split_reason": None if path.split_reason is None else path.split_reason.value,
             "attempt": trajectory.attempt,
             "error": trajectory.error,
             "reward_error": trajectory.reward_error,
@@ -154,9 +156,14 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "num_stale_attempts": trajectory.num_stale_attempts,
             "max_staleness": trajectory.max_staleness,
             "staleness": trajectory.staleness,
+            "main_conversation": branch in main,
         }
         for branch, path in enumerate(paths)
     ]
+
+
+def _openai_json(messages: Sequence[Message]) -> str:
+    return orjson.dumps([openai_message(message) for message in messages]).decode()
 
 
 def openai_message(message: Message) -> dict[str, Any]:

@@ -6,7 +6,7 @@ built and `int32` arrays in a finished trajectory. A weight version is the train
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -363,6 +363,9 @@ class SplitReason(StrEnum):
     TEMPLATE = "template"  # the chat template renders earlier messages otherwise than before
 
 
+_BEGINS_CONVERSATION = frozenset({SplitReason.NEW_CONVERSATION, SplitReason.AMBIGUOUS})
+
+
 @dataclass(frozen=True, slots=True)
 class TokenPath:
     """One root-to-leaf token sequence, the unit a trainer trains on. All response arrays have one length.
@@ -385,6 +388,23 @@ class TokenPath:
     parent: int | None = None  # the path that it was split from, by its place in the trajectory
     num_shared: int = 0  # tokens of prompt and response that are the parent's own
     split_detail: str | None = None  # the first difference, decoded: what was there and what came instead
+    messages: tuple[Message, ...] = ()  # its conversation; at the end may be some that no turn has read any more
+
+    @property
+    def num_own_turns(self) -> int:
+        """Turns that are not the parent's."""
+        return sum(turn.end > self._first_own for turn in self.turns)
+
+    @property
+    def num_own_sampled_tokens(self) -> int:
+        """Sampled tokens that are not the parent's, masked ones too."""
+        first = self._first_own
+        return sum(max(span.end - max(span.start, first), 0) for span in self.weight_versions)
+
+    @property
+    def _first_own(self) -> int:
+        """The first token of the response that is not the parent's; negative if no token is."""
+        return self.num_shared - len(self.prompt_ids)
 
     @property
     def trained_versions(self) -> frozenset[int]:
@@ -416,7 +436,6 @@ class Trajectory:
     group_id: str
     sample_index: int
     paths: tuple[TokenPath, ...]
-    messages: tuple[Message, ...]
     stop_reason: StopReason
     is_complete: bool
     reward: float | None = None
@@ -431,11 +450,39 @@ class Trajectory:
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their staleness
     max_staleness: int | None = None  # what its run allows
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
+    task_messages: tuple[Message, ...] = ()  # of one that failed before anything was rendered
+
+    @property
+    def main_conversation(self) -> tuple[int, ...]:
+        """Places in `paths` of the main conversation; empty if nothing was rendered.
+
+        A path that goes on from another one, rewritten or branched off, belongs to that one's conversation; a
+        NEW_CONVERSATION or an AMBIGUOUS history begins another. An agent's side conversations (a title, a
+        sub-agent) are short beside the one that delegates to them, and any of them may come first or end last. So
+        the main one is the one with the most turns; of equals the one that sampled most tokens, then the one that
+        began first. A sub-agent with more turns than its caller counts as main: it needs a session of its own.
+        """
+
+        def weight(places: tuple[int, ...]) -> tuple[int, int, bool]:
+            paths = [self.paths[place] for place in places]
+            num_turns = sum(path.num_own_turns for path in paths)
+            num_sampled = sum(path.num_own_sampled_tokens for path in paths)
+            return num_turns, num_sampled, any(path.split_reason is None for path in paths)
+
+        return max(_conversations(self.paths), key=weight, default=())
 
     @property
     def path(self) -> TokenPath:
-        """The last path: the only one, unless history forked. Raises IndexError if nothing was rendered."""
-        return self.paths[-1]
+        """The latest path of the main conversation: the only one, unless history forked.
+
+        Raises IndexError if nothing was rendered.
+        """
+        return self.paths[self.main_conversation[-1]]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages of `path`: what a reward function sees. Those of the task if nothing was rendered."""
+        return self.path.messages if self.paths else self.task_messages
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -451,3 +498,23 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens the policy sampled, over all paths, masked ones too."""
         return sum(int(path.response_mask.sum()) for path in self.paths) + self.num_masked_tokens
+
+
+def _conversations(paths: Sequence[TokenPath]) -> list[tuple[int, ...]]:
+    """Return the places of the paths of each conversation, ascending, in the order of their first paths."""
+    linked = list(range(len(paths)))  # each path to another one of its conversation; one of them to itself
+
+    def end_of(place: int) -> int:
+        while linked[place] != place:
+            linked[place] = linked[linked[place]]
+            place = linked[place]
+        return place
+
+    for place, path in enumerate(paths):
+        if path.split_reason is not None and path.split_reason not in _BEGINS_CONVERSATION:
+            origin = max(place - 1, 0) if path.parent is None else path.parent
+            linked[end_of(place)] = end_of(origin)
+    found: dict[int, list[int]] = {}
+    for place in range(len(paths)):
+        found.setdefault(end_of(place), []).append(place)
+    return [tuple(places) for places in found.values()]

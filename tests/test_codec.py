@@ -1,5 +1,7 @@
 """What goes on a wire comes back equal, and anything else is refused."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -37,9 +39,10 @@ def path() -> TokenPath:
 
 def test_a_trajectory_survives():
     call = ToolCall("c", "calculator", {"expression": "1"})
-    before = Trajectory("t", "g", 0, (path(),), (Message("assistant", "", (call,)),), StopReason.COMPLETED, True)
+    said = replace(path(), messages=(Message("assistant", "", (call,)),))
+    before = Trajectory("t", "g", 0, (said,), StopReason.COMPLETED, True)
     after = codec.decode(codec.encode(before), Trajectory)
-    assert after.messages == before.messages
+    assert after.messages == before.messages == said.messages
     assert after.stop_reason is StopReason.COMPLETED
     for name in ("prompt_ids", "response_ids", "response_mask", "logprobs"):
         one, two = getattr(before.path, name), getattr(after.path, name)
@@ -50,8 +53,19 @@ def test_a_trajectory_survives():
     assert after.num_sampled_tokens == 1
 
 
+def test_messages_are_stored_once_and_older_records_are_read_without_them():
+    said = replace(path(), messages=(Message("user", "only once"),))
+    data = codec.encode(Trajectory("t", "g", 0, (said,), StopReason.COMPLETED, True))
+    assert data.count(b"only once") == 1
+    fields = msgspec.msgpack.decode(data)
+    del fields["task_messages"], fields["paths"][0]["messages"]
+    fields["messages"] = [{"role": "user", "content": "x"}]  # as an earlier service wrote it
+    older = codec.decode(codec.encode(fields), Trajectory)
+    assert (older.messages, older.path.turns) == ((), said.turns)
+
+
 def test_what_staleness_adds_survives_and_older_records_and_groups_are_read():
-    before = Trajectory("t", "g", 0, (path(),), (), StopReason.STALE, True, num_masked_tokens=2, staleness=0)
+    before = Trajectory("t", "g", 0, (path(),), StopReason.STALE, True, num_masked_tokens=2, staleness=0)
     after = codec.decode(codec.encode(before), Trajectory)
     assert (after.num_masked_tokens, after.staleness, after.max_staleness) == (2, 0, None)
     fields = msgspec.msgpack.decode(codec.encode(before))

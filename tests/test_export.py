@@ -11,7 +11,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.export import export
-from agentloop.types import Message, StopReason, ToolCall, ToolCallStatus
+from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus
 from tests.support.samples import fill_store, make_group, make_path, make_trajectory
 
 ISSUE_COLUMNS = [
@@ -105,12 +105,23 @@ def test_messages_are_in_the_openai_format(store_path: Path, tmp_path: Path) -> 
 
 def test_a_malformed_call_keeps_its_error(tmp_path: Path) -> None:
     call = ToolCall("call-1", "", status=ToolCallStatus.MALFORMED, error="no name")
-    trajectory = make_trajectory()
-    object.__setattr__(trajectory, "messages", (Message("assistant", "", (call,)),))
-    fill_store(tmp_path / "s", {"r": [make_group()]}, [trajectory])
+    path = replace(make_path(), messages=(Message("assistant", "", (call,)),))
+    fill_store(tmp_path / "s", {"r": [make_group()]}, [make_trajectory(paths=(path,))])
     export(tmp_path / "s", tmp_path / "o", "jsonl")
     [message] = orjson.loads(orjson.loads((tmp_path / "o").read_bytes())["messages"])
     assert message["tool_calls"][0]["error"] == "no name"
+
+
+def test_a_row_has_its_path_s_messages_and_says_whether_it_is_of_the_main_conversation(tmp_path: Path) -> None:
+    side = replace(make_path(), turns=(), split_reason=SplitReason.NEW_CONVERSATION)
+    paths = [
+        replace(one, messages=(Message("user", name),)) for one, name in ((make_path(), "main"), (side, "side"))
+    ]
+    fill_store(tmp_path / "s", {"r": [make_group()]}, [make_trajectory(paths=tuple(paths))])
+    export(tmp_path / "s", tmp_path / "o", "jsonl")
+    rows = [orjson.loads(line) for line in (tmp_path / "o").read_bytes().splitlines()]
+    assert [row["main_conversation"] for row in rows] == [True, False]
+    assert [orjson.loads(row["messages"])[0]["content"] for row in rows] == ["main", "side"]
 
 
 def test_a_forked_trajectory_gives_a_row_a_path_and_a_pathless_one_an_empty_row(

@@ -1,6 +1,6 @@
 """LoopContext: what an agent loop may do. It owns the trajectory's messages, tokens and budget.
 
-A turn's life: pending observations become ids (bridge), the engine samples, the builder appends, the parser finds
+A turn's life: pending observations become ids (bridge), the engine samples, the path grows, the parser finds
 calls. Sampled ids are never rendered again; only what is new is. Long renders leave the event loop.
 """
 
@@ -17,7 +17,7 @@ from agentloop.rendering import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
-from agentloop.trajectory import TrajectoryBuilder
+from agentloop.trajectory import GrowingPath
 from agentloop.types import (
     JSON,
     FinishReason,
@@ -84,9 +84,7 @@ class LoopContext:
         self._kv_policy = kv_policy
         self._seed = seed
         self._guard = guard
-        self._builder = TrajectoryBuilder()
-        self._messages: list[Message] = list(task.messages)
-        self._pending: list[Message] = []  # observed, not yet tokens
+        self._path = GrowingPath(task.messages)
         self._is_closed = True  # whether the last turn sampled its stop token
         self._kv_version: int | None = None  # the weight version at the trajectory's start
         self.has_lost_call = False  # a generation was begun whose tokens never came
@@ -97,12 +95,12 @@ class LoopContext:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far."""
-        return tuple(self._messages)
+        return self._path.messages
 
     @property
-    def builder(self) -> TrajectoryBuilder:
-        """The tokens so far."""
-        return self._builder
+    def path(self) -> GrowingPath:
+        """The conversation's tokens so far."""
+        return self._path
 
     @property
     def budget(self) -> Budget:
@@ -116,7 +114,7 @@ class LoopContext:
         """
         self._check_age()
         await self._observe_pending(max_tokens)
-        num_prompt = self._builder.num_context_tokens
+        num_prompt = self._path.num_context_tokens
         room = self._budget.tokens_for_turn(num_prompt, max_tokens)
         self.has_lost_call = True
         started = time.perf_counter()
@@ -124,7 +122,7 @@ class LoopContext:
         self.generate_s += time.perf_counter() - started
         self.has_lost_call = False
         message = self._read(token_ids, finish_reason)
-        self._messages.append(message)
+        self._path.end_turn(message)
         self._is_closed = finish_reason is FinishReason.STOP
         self._budget.turn_ended(num_prompt, len(token_ids), finish_reason)
         self._check_age()
@@ -152,30 +150,28 @@ class LoopContext:
 
     def observe(self, *messages: Message) -> None:
         """Add messages that the policy did not write; it reads them at its next turn."""
-        self._messages.extend(messages)
-        self._pending.extend(messages)
+        self._path.observe(*messages)
 
     async def _observe_pending(self, wanted: int | None) -> None:
         """Turn pending messages into ids of the path, unless the next turn would have no room."""
-        if not self._builder.is_started:
-            prompt = await self._off_loop(self._messages, self._render)
+        if not self._path.is_started:
+            prompt = await self._off_loop(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
-            self._builder.start(prompt)
+            self._path.start(prompt)
         elif self._renderer.is_prefix_stable:
-            bridge = await self._off_loop(self._pending, self._bridge)
-            self._budget.tokens_for_turn(self._builder.num_context_tokens + len(bridge), wanted)
-            self._builder.add_observed(bridge)
+            bridge = await self._off_loop(self._path.pending, self._bridge)
+            self._budget.tokens_for_turn(self._path.num_context_tokens + len(bridge), wanted)
+            self._path.add_observed(bridge)
         else:
-            prompt = await self._off_loop(self._messages, self._render)
+            prompt = await self._off_loop(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
-            self._builder.extend_to(prompt, "template")
-        self._pending.clear()
+            self._path.extend_to(prompt, self._renderer.decode)
 
     def _render(self) -> list[int]:
-        return self._renderer.render(self._messages, self._definitions)
+        return self._renderer.render(self._path.messages, self._definitions)
 
     def _bridge(self) -> list[int]:
-        return self._renderer.bridge(self._pending, self._definitions, is_closed=self._is_closed)
+        return self._renderer.bridge(self._path.pending, self._definitions, is_closed=self._is_closed)
 
     async def _off_loop(self, messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
         if sum(len(message.content) for message in messages) > LONG_RENDER_CHARS:
@@ -187,7 +183,7 @@ class LoopContext:
         token_ids: list[int] = []
         for continuation in range(MAX_CONTINUATIONS):
             generation = await self._generate(self._request(room - len(token_ids), temperature, continuation))
-            self._builder.add_sampled(generation, continues_turn=continuation > 0)
+            self._path.add_sampled(generation, continues_turn=continuation > 0)
             token_ids += generation.token_ids
             if self._kv_version is None and generation.weight_versions:
                 self._kv_version = generation.weight_versions[0].version
@@ -195,13 +191,13 @@ class LoopContext:
                 return token_ids, generation.finish_reason
             if len(token_ids) >= room:
                 return token_ids, FinishReason.LENGTH
-            if self._guard is not None and self._guard.must_end(self._builder):
+            if self._guard is not None and self._guard.must_end(self._path):
                 return token_ids, FinishReason.ABORT
         raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times")
 
     def _check_age(self) -> None:
         if self._guard is not None:
-            self._guard.check(self._builder)
+            self._guard.check(self._path)
 
     def _request(self, max_tokens: int, temperature: float | None, continuation: int) -> GenerateRequest:
         task = self.task
@@ -215,7 +211,7 @@ class LoopContext:
         )
         return GenerateRequest(
             request_id=f"{self.trajectory_id}:{self._budget.num_turns}.{continuation}",
-            token_ids=self._builder.context_ids,
+            token_ids=self._path.context_ids,
             sampling=sampling,
             trajectory_id=self.trajectory_id,
             kv_version=self._kv_version if self._kv_policy is KVPolicy.KEEP else None,

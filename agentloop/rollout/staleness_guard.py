@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from agentloop.generation import NewestVersion
 from agentloop.rollout.budget import LimitReached
-from agentloop.trajectory import TrajectoryBuilder
+from agentloop.trajectory import GrowingPath
 from agentloop.types import OnStale, StalenessLimit, StopReason
 
 
@@ -23,37 +23,37 @@ class StalenessGuard:
         self._limit = limit
         self._newest = newest
 
-    def must_end(self, builder: TrajectoryBuilder) -> bool:
+    def must_end(self, path: GrowingPath) -> bool:
         """Whether the trajectory is over its limit, as far as the worker knows, and its policy ends it for that."""
-        return self._limit.on_stale is not OnStale.MASK and self._over(builder) is not None
+        return self._limit.on_stale is not OnStale.MASK and self._over(path) is not None
 
-    def check(self, builder: TrajectoryBuilder) -> None:
+    def check(self, path: GrowingPath) -> None:
         """Raises LimitReached (STALE) if the trajectory must end."""
-        if self.must_end(builder):
+        if self.must_end(path):
             raise LimitReached(StopReason.STALE)
 
-    def settle(self, builder: TrajectoryBuilder) -> OnStale | None:
+    def settle(self, path: GrowingPath) -> OnStale | None:
         """The loop has ended: take out of the mask what the policy says. Returns the policy if it had to act.
 
         MASK takes out what is too old for the newest version. FINISH keeps what was sampled while the limit held,
         so it takes out what the turn that met the update sampled after it. DROP leaves all of it to the caller.
         """
-        found = self._over(builder)
+        found = self._over(path)
         if found is None:
             return None
         oldest, newest = found
         match self._limit.on_stale:
             case OnStale.MASK:
-                builder.mask_older_than(newest - self._limit.max_staleness)
+                path.mask_older_than(newest - self._limit.max_staleness)
             case OnStale.FINISH:
-                builder.mask_newer_than(oldest + self._limit.max_staleness)
+                path.mask_newer_than(oldest + self._limit.max_staleness)
             case OnStale.DROP:
                 pass
         return self._limit.on_stale
 
-    def _over(self, builder: TrajectoryBuilder) -> tuple[int, int] | None:
+    def _over(self, path: GrowingPath) -> tuple[int, int] | None:
         """The oldest and the newest version, if they are too far apart."""
-        oldest, newest = builder.oldest_version, self._newest.value
+        oldest, newest = path.oldest_version, self._newest.value
         if oldest is None or newest is None or newest - oldest <= self._limit.max_staleness:
             return None
         return oldest, newest

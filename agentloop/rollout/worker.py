@@ -216,7 +216,7 @@ class Worker:
             finally:
                 await scope.close()
             if guard is not None and _is_complete(outcome, ctx):
-                outcome = _settled(outcome, guard.settle(ctx.builder))
+                outcome = _settled(outcome, guard.settle(ctx.path))
             self._running[assignment.assignment_id].is_dropped = outcome.is_dropped
             is_scored = outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not outcome.is_dropped
             if reward_function is not None and is_scored:
@@ -341,12 +341,14 @@ def _record(assignment: Assignment, ctx: LoopContext | None, outcome: _Outcome, 
     limit = assignment.staleness
     is_complete = _is_complete(outcome, ctx)
     ctx = None if outcome.is_dropped else ctx  # nothing of it is kept
+    paths = ctx.path.paths() if ctx else ()
+    messages = ctx.messages if ctx else assignment.task.messages
     return Trajectory(
         task_id=assignment.task.task_id,
         group_id=assignment.group_id,
         sample_index=assignment.sample_index,
-        paths=ctx.builder.finish() if ctx else (),
-        messages=ctx.messages if ctx else assignment.task.messages,
+        paths=paths,
+        task_messages=() if paths else messages,
         stop_reason=outcome.stop_reason,
         is_complete=is_complete,
         error=outcome.error,
@@ -355,7 +357,7 @@ def _record(assignment: Assignment, ctx: LoopContext | None, outcome: _Outcome, 
         attempt=assignment.attempt,
         timings=timings,
         rollout_id=assignment.rollout_id,
-        num_masked_tokens=ctx.builder.num_masked_tokens if ctx else 0,
+        num_masked_tokens=ctx.path.num_masked_tokens if ctx else 0,
         num_stale_attempts=assignment.num_stale_attempts,
         max_staleness=limit.max_staleness if limit is not None else None,
     )

@@ -8,7 +8,7 @@ from agentloop.chat import ChatResult
 from agentloop.errors import InvariantBroken
 from agentloop.sessions.calls import CallTable
 from agentloop.sessions.facts import SessionFacts
-from agentloop.trajectory import CallRecord, Node, TurnGraph, messages_of, token_paths
+from agentloop.trajectory import CallRecord, Node, TurnGraph, token_paths
 from agentloop.types import FAILURES, StopReason, Timings, Trajectory
 
 _MAX_ERROR_CHARS = 500
@@ -21,10 +21,7 @@ class SessionMemory:
         """`nodes` and `calls` are what the journal has, in its order."""
         self.graph = TurnGraph()
         self.table = CallTable(calls)
-        self.num_nodes = 0
-        self.num_tokens = 0  # stored ones, observed and sampled
         self.first_version: int | None = None  # the weight version that the session's first token was sampled under
-        self._last_node: Node | None = None
         self._num_tool_calls = 0
         for node in nodes:
             self.take(node)
@@ -37,9 +34,6 @@ class SessionMemory:
     def take(self, node: Node) -> None:
         """Have a node that the journal has. Raises InvariantBroken for one that does not fit."""
         self.graph.add(node)
-        self._last_node = node
-        self.num_nodes += 1
-        self.num_tokens += len(node.observed_ids) + len(node.reply.token_ids)
         self._num_tool_calls += len(node.reply.message.tool_calls)
         if self.first_version is None and node.reply.weight_versions:
             self.first_version = node.reply.weight_versions[0].version
@@ -61,13 +55,11 @@ class SessionMemory:
 
     def trajectory(self, facts: SessionFacts, *, total_s: float) -> Trajectory:
         """The record of this moment. Costs all the tokens there are."""
-        last = self._last_node  # what was added last has no children: it ends the last path
         return Trajectory(
             task_id=facts.task_id,
             group_id=facts.group_id or facts.session_id,
             sample_index=facts.sample_index,
             paths=token_paths(self.graph),
-            messages=() if last is None else messages_of(self.graph, last.node_id),
             stop_reason=facts.stop_reason if facts.stop_reason is not None else StopReason.COMPLETED,
             is_complete=self.is_complete(facts),
             reward=facts.reward,

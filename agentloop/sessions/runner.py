@@ -78,7 +78,9 @@ class CallRunner:
         limits, live_calls = self._parts.limits, self._table.live.values()
         if len(live_calls) >= limits.max_open_calls:
             raise Overloaded(f"the session has {limits.max_open_calls} open calls, the most it may have")
-        num_nodes = self._memory.num_nodes + sum(live.chat.num_choices for live in live_calls) + chat.num_choices
+        num_nodes = (
+            self._memory.graph.num_turns + sum(live.chat.num_choices for live in live_calls) + chat.num_choices
+        )
         if num_nodes > limits.max_nodes:
             raise InvalidRequest(f"the session would have {num_nodes} turns; it may have {limits.max_nodes}")
 
@@ -122,7 +124,9 @@ class CallRunner:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
         max_tokens = self._parts.limits.max_tokens
         live.num_new_tokens, live.num_prompt_tokens = len(prompt.observed_ids), len(prompt.ids)
-        num_tokens = self._memory.num_tokens + sum(other.num_new_tokens for other in self._table.live.values())
+        num_tokens = self._memory.graph.num_tokens + sum(
+            other.num_new_tokens for other in self._table.live.values()
+        )
         if num_tokens >= max_tokens:
             raise InvalidRequest(f"the session would hold {num_tokens} tokens and more; it may hold {max_tokens}")
 

@@ -73,7 +73,7 @@ class Session:
 
     @property
     def num_turns(self) -> int:
-        return self._memory.num_nodes
+        return self._memory.graph.num_turns
 
     @property
     def is_used(self) -> bool:

@@ -1,36 +1,68 @@
 """Token paths of a graph, as a trainer takes them: one a leaf, every sampled token in the mask of exactly one.
 
 A path's first tokens may be another's: they are there, out of the mask, because the first path that has them trains
-them. What a path shares is decided by the graph alone; a node's `Split` only says why.
+them. What a path shares is decided by the graph alone; a node's `Split` only says why. A rollout's graph has one
+path, or one after the other, and its last turn may still be open: that is the `Tail`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from agentloop.trajectory.diff import message_difference
-from agentloop.trajectory.node import Node, Split
+from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import Message, SplitReason, TokenPath, Turn, WeightVersionSpan, append_span, shifted_spans
+from agentloop.types import (
+    IntArray,
+    Message,
+    SplitReason,
+    TokenPath,
+    Turn,
+    WeightVersionSpan,
+    append_span,
+    shifted_spans,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The part of a conversation behind the last node, or a root that is no node yet.
+
+    `observed_ids` come first, then the reply's ids. `messages` may hold more than the tokens: what nothing was
+    sampled after. `reply` is None if nothing was sampled; its message counts only if it is among `messages`.
+    """
+
+    parent_id: str | None
+    messages: tuple[Message, ...]
+    observed_ids: IntArray
+    reply: Reply | None
+    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The nodes of one path; the first `num_shared` of them belong to path `parent`."""
+    """The nodes of one path and what follows them; the first `num_shared` nodes belong to path `parent`."""
 
     nodes: list[Node]
-    parent: int | None
-    num_shared: int
+    parent: int | None = None
+    num_shared: int = 0
+    tail: Tail | None = None
+
+    @property
+    def turns(self) -> list[tuple[IntArray, Reply | None]]:
+        """The ids observed before each turn, and the turn."""
+        turns: list[tuple[IntArray, Reply | None]] = [(node.observed_ids, node.reply) for node in self.nodes]
+        return turns if self.tail is None else [*turns, (self.tail.observed_ids, self.tail.reply)]
 
 
-def token_paths(graph: TurnGraph) -> tuple[TokenPath, ...]:
-    """All paths from a root to a leaf, in the order of the leaves' creation.
+def token_paths(graph: TurnGraph, tail: Tail | None = None) -> tuple[TokenPath, ...]:
+    """Return all paths from a root to a leaf, in the order of the leaves' creation.
 
     A path's `parent` is the first that has the shared tokens, or that has the turn its root was split from: then it
-    may come later, if its leaf was sampled later.
+    may come later, if its leaf was sampled later. `tail` follows a leaf, or is a root of its own.
     """
     lines: list[_Line] = []
     owner: dict[str, int] = {}  # the first path that has a node
@@ -41,14 +73,21 @@ def token_paths(graph: TurnGraph) -> tuple[TokenPath, ...]:
             parent = owner[nodes[num_shared - 1].node_id] if num_shared else None
             for node in nodes[num_shared:]:
                 owner[node.node_id] = len(lines)
-            lines.append(_Line(nodes, parent, num_shared))
+            is_continued = tail is not None and tail.parent_id == leaf.node_id
+            lines.append(_Line(nodes, parent, num_shared, tail if is_continued else None))
+    if tail is not None and tail.parent_id is None:
+        lines.append(_Line([], tail=tail))
     splits = _Splits(graph)
     return tuple(_path(line, *_origin(line, lines, splits, owner)) for line in lines)
 
 
-def messages_of(graph: TurnGraph, node_id: str) -> tuple[Message, ...]:
-    """The conversation from the root to the node's reply. Raises KeyError."""
-    return tuple(chain.from_iterable((*node.observed, node.reply.message) for node in graph.path_of(node_id)))
+def masked(path: TokenPath, is_out: Callable[[int], bool]) -> TokenPath:
+    """Return the path without the tokens of some weight versions in its mask; ids, logprobs and spans stay."""
+    mask = path.response_mask.copy()
+    for span in path.weight_versions:
+        if is_out(span.version):
+            mask[span.start : span.end] = False
+    return replace(path, response_mask=mask)
 
 
 class _Splits:
@@ -68,8 +107,10 @@ class _Splits:
                     split = Split(SplitReason.NEW_CONVERSATION, None, "it began beside another conversation")
                 self._of_root[node.node_id] = split
 
-    def of(self, root: Node) -> Split | None:
-        return self._of_root[root.node_id]
+    def of(self, line: _Line) -> Split | None:
+        if line.nodes:
+            return self._of_root[line.nodes[0].node_id]
+        return None if line.tail is None else line.tail.split
 
 
 def _origin(
@@ -77,7 +118,7 @@ def _origin(
 ) -> tuple[int | None, Split | None]:
     """The path that this one was split from, and why."""
     if line.parent is None:
-        split = splits.of(line.nodes[0])
+        split = splits.of(line)
         from_node = None if split is None else split.from_node
         return (None if from_node is None else owner.get(from_node)), split
     first = line.nodes[line.num_shared]
@@ -99,19 +140,21 @@ def _sibling_difference(at: int, theirs: Node, mine: Node) -> str:
 
 
 def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
-    root = line.nodes[0]
-    num_prompt = len(root.observed_ids)
-    ids, masks, logprobs = [], [], []
+    prompt_ids, _ = line.turns[0]
+    num_prompt = len(prompt_ids)
+    ids: list[IntArray] = [np.empty(0, np.int32)]  # of the response, which may be empty
+    masks, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
     spans: list[WeightVersionSpan] = []
     turns: list[Turn] = []
     at = num_shared_ids = 0  # offsets into the response
-    for index, node in enumerate(line.nodes):
-        reply = node.reply
+    for index, (observed_ids, reply) in enumerate(line.turns):
         if index:
-            ids.append(node.observed_ids)
-            masks.append(np.zeros(len(node.observed_ids), np.bool_))
-            logprobs.append(np.zeros(len(node.observed_ids), np.float32))
-            at += len(node.observed_ids)
+            ids.append(observed_ids)
+            masks.append(np.zeros(len(observed_ids), np.bool_))
+            logprobs.append(np.zeros(len(observed_ids), np.float32))
+            at += len(observed_ids)
+        if reply is None:
+            break
         end = at + len(reply.token_ids)
         ids.append(reply.token_ids)
         masks.append(np.full(end - at, index >= line.num_shared, np.bool_))
@@ -123,14 +166,20 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         if index < line.num_shared:
             num_shared_ids = num_prompt + end
     return TokenPath(
-        prompt_ids=root.observed_ids,
+        prompt_ids=prompt_ids,
         response_ids=np.concatenate(ids),
         response_mask=np.concatenate(masks),
         logprobs=np.concatenate(logprobs),
         weight_versions=tuple(spans),
         turns=tuple(turns),
-        split_reason=None if split is None else split.reason.value,
+        split_reason=None if split is None else split.reason,
         parent=parent,
         num_shared=num_shared_ids,
         split_detail=None if split is None else split.detail,
+        messages=_messages(line),
     )
+
+
+def _messages(line: _Line) -> tuple[Message, ...]:
+    messages = [message for node in line.nodes for message in (*node.observed, node.reply.message)]
+    return tuple(messages) if line.tail is None else (*messages, *line.tail.messages)

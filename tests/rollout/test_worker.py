@@ -148,6 +148,10 @@ async def test_a_template_that_rewrites_history_forks_with_its_reason(tmp_path):
     assert "Let me see." not in RENDERER.decode(second.prompt_ids.tolist())
     assert len(first.turns) == len(second.turns) == 1
     assert found["t/0"].reward == 1.0
+    assert (second.parent, found["t/0"].main_conversation, found["t/0"].path is second) == (0, (0, 1), True)
+    assert [message.role for message in first.messages] == ["user", "assistant"]
+    assert [message.role for message in second.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found["t/0"].messages == second.messages
 
 
 async def test_the_wall_clock_limit_ends_a_frozen_trajectory():

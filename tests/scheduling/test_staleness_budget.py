@@ -9,7 +9,7 @@ from agentloop.generation.leased_engine import NewestVersion
 from agentloop.rollout.budget import LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.scheduling.staleness_budget import UNBOUNDED, Allowance, Allowances, FleetVersions
-from agentloop.trajectory.builder import TrajectoryBuilder
+from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import (
     FinishReason,
     Generation,
@@ -32,14 +32,14 @@ def generation(*versions: int, load_version: int | None = None) -> Generation:
     return Generation("r", ids, logprobs, spans, FinishReason.STOP, load=load)
 
 
-def guarded(limit: StalenessLimit, *turns: Generation) -> tuple[StalenessGuard, TrajectoryBuilder, NewestVersion]:
-    builder, newest = TrajectoryBuilder(), NewestVersion()
-    builder.start([1, 2, 3])
+def guarded(limit: StalenessLimit, *turns: Generation) -> tuple[StalenessGuard, GrowingPath, NewestVersion]:
+    growing, newest = GrowingPath(), NewestVersion()
+    growing.start([1, 2, 3])
     for turn in turns:
-        builder.add_sampled(turn)
-        builder.add_observed([7])
+        growing.add_sampled(turn)
+        growing.add_observed([7])
         newest.see(turn)
-    return StalenessGuard(limit, newest), builder, newest
+    return StalenessGuard(limit, newest), growing, newest
 
 
 # --- admission --------------------------------------------------------------------------------------------
@@ -136,22 +136,22 @@ def test_the_newest_version_comes_from_loads_and_spans_and_never_goes_back() -> 
 def test_a_trajectory_ends_when_its_oldest_token_is_too_old(
     on_stale: OnStale, load_version: int, is_over: bool
 ) -> None:
-    guard, builder, _ = guarded(StalenessLimit(1, on_stale), generation(0, load_version=load_version))
+    guard, growing, _ = guarded(StalenessLimit(1, on_stale), generation(0, load_version=load_version))
     must_end = is_over and on_stale is not OnStale.MASK
-    assert guard.must_end(builder) is must_end
+    assert guard.must_end(growing) is must_end
     if must_end:
         with pytest.raises(LimitReached) as caught:
-            guard.check(builder)
+            guard.check(growing)
         assert caught.value.reason is StopReason.STALE
     else:
-        guard.check(builder)
+        guard.check(growing)
 
 
 def test_before_anything_is_sampled_nothing_is_too_old() -> None:
-    guard, builder, newest = guarded(StalenessLimit(0))
+    guard, growing, newest = guarded(StalenessLimit(0))
     newest.see(generation(9))
-    guard.check(builder)
-    assert guard.settle(builder) is None
+    guard.check(growing)
+    assert guard.settle(growing) is None
 
 
 @pytest.mark.parametrize(
@@ -169,16 +169,16 @@ def test_before_anything_is_sampled_nothing_is_too_old() -> None:
 def test_a_turn_that_spans_updates_is_settled_token_by_token(
     on_stale: OnStale, max_staleness: int, in_mask: set[int]
 ) -> None:
-    guard, builder, _ = guarded(StalenessLimit(max_staleness, on_stale), generation(0), generation(0, 1, 2))
-    assert guard.settle(builder) is (on_stale if max_staleness < 2 else None)
-    (path,) = builder.finish()
+    guard, growing, _ = guarded(StalenessLimit(max_staleness, on_stale), generation(0), generation(0, 1, 2))
+    assert guard.settle(growing) is (on_stale if max_staleness < 2 else None)
+    (path,) = growing.paths()
     assert path.trained_versions == in_mask
     num_out = sum(2 * (1 + (version == 0)) for version in {0, 1, 2} - in_mask)
-    assert builder.num_masked_tokens == num_out == 8 - int(path.response_mask.sum())
+    assert growing.num_masked_tokens == num_out == 8 - int(path.response_mask.sum())
     assert not path.response_mask[[2, 9]].any(), "observed tokens are never in the mask"
 
 
 def test_mask_may_leave_nothing() -> None:
-    guard, builder, _ = guarded(StalenessLimit(0, OnStale.MASK), generation(0, load_version=1))
-    assert guard.settle(builder) is OnStale.MASK
-    assert builder.finish()[0].trained_versions == frozenset()
+    guard, growing, _ = guarded(StalenessLimit(0, OnStale.MASK), generation(0, load_version=1))
+    assert guard.settle(growing) is OnStale.MASK
+    assert growing.paths()[0].trained_versions == frozenset()

@@ -157,6 +157,40 @@ async def test_sub_agents_side_by_side(engine):
     check_trajectory(trajectory, session.graph.nodes)
 
 
+async def test_a_title_call_after_the_main_conversation_does_not_replace_it(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one", "two", "three")
+    await session.call(ask(Message("system", "Name this."), "a chat about numbers", max_tokens=100), key("title"))
+    trajectory = await session.finish(reward=0.5)
+    assert [path.split_reason for path in trajectory.paths] == [None, SplitReason.NEW_CONVERSATION]
+    assert trajectory.main_conversation == (0,)
+    assert trajectory.path is trajectory.paths[0]
+    assert trajectory.messages == tuple(messages)
+    assert trajectory.paths[1].messages[0].content == "Name this."
+    assert trajectory.reward == 0.5
+
+
+async def test_a_title_call_before_the_main_conversation_does_not_replace_it_either(engine):
+    session = make_session(engine)
+    await session.call(ask("name this chat", max_tokens=100), key("title"))
+    messages = await converse(session, "one", "two")
+    trajectory = session.trajectory()
+    assert trajectory.main_conversation == (1,)
+    assert trajectory.messages == tuple(messages)
+
+
+async def test_a_sub_agent_that_ends_last_does_not_replace_its_caller(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one", "two", "three")
+    compacted = [messages[0], Message("assistant", "we talked"), *messages[4:], Message("user", "four")]
+    result = await session.call(ask(*compacted), key("compacted"))
+    await converse(session, "agent: find", "agent: go on", name="agent")
+    trajectory = session.trajectory()
+    assert [path.split_reason for path in trajectory.paths] == [None, "history_edit", "new_conversation"]
+    assert trajectory.main_conversation == (0, 1)
+    assert trajectory.messages == (*compacted, result.choices[0].reply.message)
+
+
 async def test_compaction_begins_anew_and_says_so(engine):
     session = make_session(engine)
     messages = await converse(session, "one", "two", "three")

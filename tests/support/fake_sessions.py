@@ -17,7 +17,7 @@ from agentloop.api.requests import check_body
 from agentloop.api.sessions import FinishBody, NewSessionBody, RewardBody, encode_trajectories
 from agentloop.errors import AgentLoopError, NotFound, SessionFinished, SessionNotFound
 from agentloop.types import KVPolicy, Message, StopReason, Trajectory
-from tests.support.samples import make_trajectory
+from tests.support.samples import make_path, make_trajectory
 
 Script = Callable[[list[dict[str, Any]]], dict[str, Any]]
 """From a chat's messages to the assistant's next one."""
@@ -147,11 +147,11 @@ class FakeSessions:
 
     def _trajectory(self, session: FakeSession, body: FinishBody) -> Trajectory:
         facts = session.facts
+        path = replace(make_path(), messages=session.messages)
         return replace(
-            make_trajectory(facts.group_id or str(facts.session_id), facts.sample_index),
+            make_trajectory(facts.group_id or str(facts.session_id), facts.sample_index, paths=(path,)),
             rollout_id=facts.rollout_id,
             task_id=facts.task_id or "",
-            messages=session.messages,
             reward=body.reward if body.reward is not None else session.reward,
             reward_error=body.reward_error or None,
             error=body.error or None,

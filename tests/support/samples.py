@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,17 +63,17 @@ def make_trajectory(
     paths: tuple[TokenPath, ...] | None = None,
 ) -> Trajectory:
     call = ToolCall("call-1", "calculator", {"expression": "2 + 3"}, token_start=0, token_end=3)
+    messages = (
+        Message("user", "What is 2 + 3?"),
+        Message("assistant", "", (call,)),
+        Message("tool", "5", tool_call_id="call-1", name="calculator"),
+        Message("assistant", "5 \u2713\n\x00"),
+    )
     return Trajectory(
         task_id=f"task-{group_id}",
         group_id=group_id,
         sample_index=sample_index,
-        paths=(make_path(spans),) if paths is None else paths,
-        messages=(
-            Message("user", "What is 2 + 3?"),
-            Message("assistant", "", (call,)),
-            Message("tool", "5", tool_call_id="call-1", name="calculator"),
-            Message("assistant", "5 \u2713\n\x00"),
-        ),
+        paths=(replace(make_path(spans), messages=messages),) if paths is None else paths,
         stop_reason=stop_reason,
         is_complete=stop_reason is StopReason.COMPLETED,
         reward=reward,

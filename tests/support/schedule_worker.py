@@ -9,7 +9,7 @@ from random import Random
 from agentloop.api.coordinator import WorkerReport
 from agentloop.checks import check_generation
 from agentloop.errors import AgentLoopError, DeadlineExceeded, EnginePaused, ServiceUnavailable
-from agentloop.trajectory.builder import TrajectoryBuilder
+from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import (
     Assignment,
     FinishReason,
@@ -74,35 +74,34 @@ class ScheduleWorker:
 
     async def _trajectory(self, assignment: Assignment) -> Trajectory:
         rng = Random(f"{assignment.assignment_id}@{assignment.attempt}")
-        builder = TrajectoryBuilder()
-        builder.start([rng.randrange(1000) for _ in range(rng.randint(1, 40))])
+        path = GrowingPath()
+        path.start([rng.randrange(1000) for _ in range(rng.randint(1, 40))])
         leased = _Leased(self._world, assignment)
         for turn in range(assignment.task.limits.max_turns):
             if turn:
-                builder.add_observed([rng.randrange(1000) for _ in range(rng.randint(1, 10))])
+                path.add_observed([rng.randrange(1000) for _ in range(rng.randint(1, 10))])
                 await self._world.clock.sleep(rng.uniform(0.0, 0.3))
-            await self._turn(builder, leased, f"{assignment.assignment_id}@{assignment.attempt}:{turn}", rng)
+            await self._turn(path, leased, f"{assignment.assignment_id}@{assignment.attempt}:{turn}", rng)
         return Trajectory(
             task_id=assignment.task.task_id,
             group_id=assignment.group_id,
             sample_index=assignment.sample_index,
-            paths=builder.finish(),
-            messages=(),
+            paths=path.paths(),
             stop_reason=StopReason.COMPLETED,
             is_complete=True,
             attempt=assignment.attempt,
             rollout_id=assignment.rollout_id,
         )
 
-    async def _turn(self, builder: TrajectoryBuilder, leased: _Leased, name: str, rng: Random) -> None:
+    async def _turn(self, path: GrowingPath, leased: _Leased, name: str, rng: Random) -> None:
         """One turn; what an operator's abort cut goes on where it was."""
         room = rng.randint(1, 30)
         for part in range(MAX_ATTEMPTS):
             sampling = SamplingParams(room, temperature=0.0, min_tokens=room)
-            request = GenerateRequest(f"{name}.{part}", builder.context_ids, sampling, TURN_TIMEOUT_S)
+            request = GenerateRequest(f"{name}.{part}", path.context_ids, sampling, TURN_TIMEOUT_S)
             generation = await leased.generate(request)
             self.sampled.append(Sampled(request, generation))
-            builder.add_sampled(generation, continues_turn=part > 0)
+            path.add_sampled(generation, continues_turn=part > 0)
             room -= len(generation.token_ids)
             if generation.finish_reason is not FinishReason.ABORT:
                 assert room == 0, f"{name}: {room} tokens are missing"

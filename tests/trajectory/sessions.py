@@ -47,6 +47,11 @@ def reply_of(message: Message, ids: Sequence[int], *, stop_text: str = "", spans
     )
 
 
+def messages_of(graph: TurnGraph, node_id: str) -> tuple[Message, ...]:
+    """The conversation from the root to the node's reply."""
+    return tuple(message for node in graph.path_of(node_id) for message in (*node.observed, node.reply.message))
+
+
 class Played:
     """One session. Every turn gets new ids; `ask` matches, and `turn` commits what was matched with a reply."""
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from agentloop import codec
 from agentloop.trajectory.node import Node, Split
-from agentloop.trajectory.token_paths import messages_of, token_paths
+from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import Match, TurnGraph
 from agentloop.types import SplitReason, TokenPath, Turn, WeightVersionSpan
-from tests.trajectory.sessions import Played, assistant, reply_of, system, user
+from tests.trajectory.sessions import Played, assistant, messages_of, reply_of, system, user
 
 ASK = (system("be brief"), user("what is 1+1?"))
 
@@ -37,7 +37,7 @@ def test_one_line_of_turns_is_one_path():
     assert (path.split_reason, path.parent, path.num_shared, path.split_detail) == (None, None, 0, None)
     context = (*path.prompt_ids.tolist(), *path.response_ids.tolist())
     assert context == played.graph.context_ids(second.node_id)
-    assert messages_of(played.graph, second.node_id) == (*ASK, assistant("a"), user("1"), assistant("b"))
+    assert path.messages == (*ASK, assistant("a"), user("1"), assistant("b"))
 
 
 def test_a_branch_shares_the_path_that_came_first():

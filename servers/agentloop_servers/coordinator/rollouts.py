@@ -346,7 +346,7 @@ def _record(owed: Owed) -> Trajectory:
         group_id=handout.group.group_id,
         sample_index=handout.sample_index,
         paths=(),
-        messages=handout.group.task.messages,
+        task_messages=handout.group.task.messages,
         stop_reason=owed.stop_reason,
         is_complete=False,
         error=owed.error,

@@ -1,0 +1,208 @@
+"""GrowingPath: the graph of one rollout, which only grows at its end.
+
+Sampled ids are stored as the engine returned them and never encoded again. When the next prompt does not extend the
+path exactly, a new root begins with the reason TEMPLATE; the old path stays, finished.
+
+Invariants, checked as tokens come in (InvariantBroken otherwise): one logprob a sampled id; version spans tile the
+sampled ids; a turn's prompt is exactly the path so far. A turn becomes a node when something follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentloop.errors import InvariantBroken
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.trajectory.diff import Decode, token_difference
+from agentloop.trajectory.node import Node, Reply, Split
+from agentloop.trajectory.token_paths import Tail, masked, token_paths
+from agentloop.trajectory.turn_graph import TurnGraph
+from agentloop.types import FinishReason, Generation, Message, SplitReason, TokenPath
+
+
+@dataclass(slots=True)
+class _OpenTurn:
+    """The turn at the path's end, from the tokens observed before it to the message read of it."""
+
+    parent_id: str | None
+    observed: tuple[Message, ...]
+    observed_ids: list[int]
+    split: Split | None = None
+    sampled: SampledTokens = field(default_factory=SampledTokens)
+    first: Generation | None = None  # more than one if an abort cut the turn
+    last: Generation | None = None
+    message: Message | None = None
+
+    def reply(self, message: Message) -> Reply | None:
+        """Return what was sampled, read as `message`; None if nothing was."""
+        if self.first is None or self.last is None:
+            return None
+        return Reply(
+            message=message,
+            token_ids=np.array(self.sampled.token_ids, np.int32),
+            logprobs=np.array(self.sampled.logprobs, np.float32),
+            weight_versions=self.sampled.weight_versions,
+            finish_reason=self.last.finish_reason,
+            is_closed=self.last.finish_reason is FinishReason.STOP,
+            cached_tokens=self.first.cached_tokens,
+            replica_id=self.last.replica_id,
+        )
+
+
+class GrowingPath:
+    """The conversation of one rollout and its tokens. Not shared between tasks."""
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        self._graph = TurnGraph()
+        self._messages = list(messages)
+        self._pending: list[Message] = []  # observed, not yet tokens
+        self._context_ids: list[int] = []
+        self._turn: _OpenTurn | None = None
+        self._oldest_version: int | None = None
+        self._is_masked: list[Callable[[int], bool]] = []
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation so far."""
+        return tuple(self._messages)
+
+    @property
+    def pending(self) -> tuple[Message, ...]:
+        """The messages that were observed since the last prompt."""
+        return tuple(self._pending)
+
+    @property
+    def is_started(self) -> bool:
+        """True once there is a first prompt."""
+        return self._turn is not None
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Length of the present path: the prompt that the next turn extends."""
+        return len(self._context_ids)
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """The present path's ids, a copy."""
+        return tuple(self._context_ids)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version that anything was sampled under."""
+        return self._oldest_version
+
+    def observe(self, *messages: Message) -> None:
+        """Append messages that the policy did not write; the next prompt brings their tokens."""
+        self._messages += messages
+        self._pending += messages
+
+    def start(self, prompt_ids: Sequence[int]) -> None:
+        """Begin with the whole conversation so far as the first prompt. Raises InvariantBroken if there is one."""
+        if self._turn is not None:
+            raise InvariantBroken("a trajectory starts once; use extend_to")
+        self._begin_root(prompt_ids, None)
+
+    def add_observed(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample; they are those of the pending messages."""
+        turn = self._current()
+        if turn.first is None:  # the prompt before has no turn: it goes on
+            turn.observed += tuple(self._pending)
+            turn.observed_ids += token_ids
+        else:
+            self._turn = _OpenTurn(self._end_node(turn), tuple(self._pending), list(token_ids))
+        self._context_ids += token_ids
+        self._pending.clear()
+
+    def extend_to(self, prompt_ids: Sequence[int], decode: Decode | None = None) -> None:
+        """Make `prompt_ids` the next prompt: extend the path if it begins with it, else fork at a new root.
+
+        `decode` makes the split's detail readable. Tokens observed since the last turn are in no path after a fork.
+        """
+        turn, num_context = self._current(), len(self._context_ids)
+        if list(prompt_ids[:num_context]) == self._context_ids:
+            self.add_observed(prompt_ids[num_context:])
+            return
+        parent_id = turn.parent_id if turn.first is None else self._end_node(turn)
+        if parent_id is None:  # no turn was sampled from the prompt before: it is replaced
+            self._begin_root(prompt_ids, turn.split)
+            return
+        there, came = np.array(self._context_ids, np.int32), np.array(prompt_ids, np.int32)
+        detail = token_difference(there, came, decode)
+        self._begin_root(prompt_ids, Split(SplitReason.TEMPLATE, parent_id, detail))
+
+    def add_sampled(self, generation: Generation, *, continues_turn: bool = False) -> None:
+        """Append one generation. `continues_turn`: it goes on with a turn that an engine-side abort cut."""
+        turn = self._current()
+        if turn.first is not None and (not continues_turn or turn.message is not None):
+            turn = self._turn = _OpenTurn(self._end_node(turn), (), [])
+        turn.sampled.add(generation)
+        turn.first = turn.first or generation
+        turn.last = generation
+        self._context_ids += generation.token_ids
+        for span in generation.weight_versions:
+            oldest = self._oldest_version
+            self._oldest_version = span.version if oldest is None else min(oldest, span.version)
+
+    def end_turn(self, message: Message) -> None:
+        """Append the message that was read of the sampled turn. Raises InvariantBroken if nothing was sampled."""
+        turn = self._current()
+        if turn.first is None:
+            raise InvariantBroken("a message of a turn that was not sampled")
+        turn.message = message
+        self._messages.append(message)
+
+    def mask_older_than(self, version: int) -> None:
+        """Take tokens of versions before `version` out of the mask; ids, logprobs and spans stay."""
+        self._is_masked.append(lambda sampled_under: sampled_under < version)
+
+    def mask_newer_than(self, version: int) -> None:
+        """Take tokens of versions after `version` out of the mask; ids, logprobs and spans stay."""
+        self._is_masked.append(lambda sampled_under: sampled_under > version)
+
+    def paths(self) -> tuple[TokenPath, ...]:
+        """Return all paths as arrays, in the order they began; the last one has all messages. Changes nothing."""
+        paths = token_paths(self._graph, tail=self._tail())
+        return tuple(masked(path, self._is_out) for path in paths) if self._is_masked else paths
+
+    @property
+    def num_masked_tokens(self) -> int:
+        """Sampled tokens that are out of the mask for their version."""
+        replies = [node.reply.weight_versions for node in self._graph.nodes]
+        replies += [] if self._turn is None else [self._turn.sampled.weight_versions]
+        return sum(span.end - span.start for spans in replies for span in spans if self._is_out(span.version))
+
+    def _is_out(self, version: int) -> bool:
+        return any(is_masked(version) for is_masked in self._is_masked)
+
+    def _current(self) -> _OpenTurn:
+        if self._turn is None:
+            raise InvariantBroken("nothing was rendered yet")
+        return self._turn
+
+    def _begin_root(self, prompt_ids: Sequence[int], split: Split | None) -> None:
+        self._context_ids = list(prompt_ids)
+        self._turn = _OpenTurn(None, tuple(self._messages), list(prompt_ids), split)
+        self._pending.clear()
+
+    def _end_node(self, turn: _OpenTurn) -> str:
+        """Put a sampled turn into the graph; one that was never read has an empty message. Returns its id."""
+        reply = turn.reply(Message("assistant") if turn.message is None else turn.message)
+        if reply is None:
+            raise InvariantBroken("a node of a turn that was not sampled")
+        node_id = str(self._graph.num_turns)
+        observed_ids = np.array(turn.observed_ids, np.int32)
+        self._graph.add(
+            Node(node_id, node_id, 0, turn.parent_id, turn.observed, observed_ids, reply, split=turn.split)
+        )
+        return node_id
+
+    def _tail(self) -> Tail | None:
+        turn = self._turn
+        if turn is None:
+            return None
+        messages = (*turn.observed, *(() if turn.message is None else (turn.message,)), *self._pending)
+        reply = turn.reply(Message("assistant") if turn.message is None else turn.message)
+        return Tail(turn.parent_id, messages, np.array(turn.observed_ids, np.int32), reply, turn.split)
