@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentloop.api.coordinator import (
+    EncodedPage,
     FleetPort,
     FrontPort,
     LeasePort,
@@ -69,6 +70,7 @@ __all__ = [
     "SESSIONS_ROLLOUT_ID",
     "Body",
     "DeletedAnswer",
+    "EncodedPage",
     "FinishBody",
     "FleetPort",
     "FrontPort",

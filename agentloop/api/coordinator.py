@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
+from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
@@ -62,6 +65,20 @@ class Page:
     trajectories: tuple[Trajectory, ...]
     cursor: int
     status: RolloutStatus
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPage:
+    """A Page whose records are the bytes that were stored. Its own encoding is the Page's, so it is handed on as it
+    is, and decoded by whoever reads the records."""
+
+    trajectories: tuple[msgspec.Raw, ...]
+    cursor: int
+    status: RolloutStatus
+
+    def decoded(self) -> Page:
+        """Return the page with its records. Raises InvalidRequest if one cannot be read."""
+        return decode(encode(self), Page)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +187,7 @@ class RolloutPort(Protocol):
         Raises Conflict if its place has another record, or its rollout was submitted.
         """
 
-    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
+    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> EncodedPage:
         """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:

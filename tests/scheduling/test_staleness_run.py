@@ -122,7 +122,7 @@ async def consume(run: LiveRun, limit: StalenessLimit, num_versions: int) -> lis
     for version in range(1, num_versions + 1):
         batch: list[Trajectory] = []
         while len(batch) < per_version:
-            page = await run.coordinator.rollouts.read("r", cursor, per_version - len(batch), 5.0)
+            page = (await run.coordinator.rollouts.read("r", cursor, per_version - len(batch), 5.0)).decoded()
             cursor = page.cursor
             batch += [one for one in page.trajectories if one.is_complete]
         ages += [version - 1 - (one.oldest_trained_version or 0) for one in batch]

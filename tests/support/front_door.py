@@ -7,10 +7,19 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from agentloop.api.coordinator import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.api.coordinator import (
+    EncodedPage,
+    ReplicaStatus,
+    ReplicaUpdate,
+    RolloutStatus,
+    ServiceStatus,
+    UpdateReport,
+)
+from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NotFound, Overloaded
 from agentloop.types import (
@@ -89,7 +98,7 @@ class FakeCoordinator:
             records.append(trajectory)
             self._wake()
 
-    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
+    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> EncodedPage:
         self._raise_next()
         status = self._status(rollout_id)
         if after >= len(self.finished[rollout_id]) and not status.is_done and wait_s > 0:
@@ -99,7 +108,8 @@ class FakeCoordinator:
             except TimeoutError:
                 pass
         found = tuple(self.finished[rollout_id][after : after + limit])
-        return Page(found, after + len(found), self._status(rollout_id))
+        records = tuple(msgspec.Raw(encode(trajectory)) for trajectory in found)
+        return EncodedPage(records, after + len(found), self._status(rollout_id))
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         self._status(rollout_id)

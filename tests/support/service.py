@@ -119,6 +119,11 @@ def service(*replica_ids, config=CONFIG, info=INFO):
     return decorate
 
 
+async def read_page(coordinator, rollout_id, after, limit, wait_s):
+    """The coordinator's answer, decoded."""
+    return (await coordinator.rollouts.read(rollout_id, after, limit, wait_s)).decoded()
+
+
 def report(worker_id="w", num_free=8, *running):
     return WorkerReport(worker_id, num_free, running)
 

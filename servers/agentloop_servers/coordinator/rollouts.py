@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from agentloop import codec
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, to_its_end
-from agentloop.api import Orders, Page, RolloutStatus, WorkerReport
+from agentloop.api import EncodedPage, Orders, RolloutStatus, WorkerReport
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.scheduling import COORDINATOR, Handout, Owed, RolloutQueue, assignment_id, group_key
@@ -189,7 +190,7 @@ class Rollouts:
             name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
             self._log.info("session_recorded", assignment=name, is_complete=trajectory.is_complete)
 
-    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> Page:
+    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> EncodedPage:
         if after < 0:
             raise InvalidRequest("a cursor is not negative", param="after")
         if limit < 1:
@@ -205,7 +206,7 @@ class Rollouts:
             rows = await self._store.read(rollout_id, after, limit)
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
-                return Page(tuple(codec.decode(record, Trajectory) for _, record in rows), cursor, status)
+                return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
 
     @to_its_end
     async def cancel(self, rollout_id: str) -> RolloutStatus:

@@ -179,7 +179,7 @@ class RolloutRoutes:
         page = await unless_client_leaves(request, self._ask(reading, extra_s=wait_s))
         if page is None:
             return unread_response()
-        return await long_response(request, lambda: codec.encode(page), lambda: _page_json(page))
+        return await long_response(request, lambda: codec.encode(page), lambda: _page_json(page.decoded()))
 
     async def cancel(self, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""

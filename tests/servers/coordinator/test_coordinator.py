@@ -15,7 +15,7 @@ from agentloop.types import OnStale, StalenessLimit, StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.engines import FakeEngine
 from tests.support.samples import make_group, make_trajectory
-from tests.support.service import CONFIG, ids, record, report, service
+from tests.support.service import CONFIG, ids, read_page, record, report, service
 
 
 @service("a", "b")
@@ -30,12 +30,12 @@ async def test_submit_take_finish_read(site, coordinator):
     for assignment in orders.start:
         await coordinator.rollouts.finish("w", record(assignment))
         await coordinator.rollouts.finish("w", record(assignment))  # its answer was lost
-    page = await coordinator.rollouts.read("r", 0, 2, 0.0)
+    page = await read_page(coordinator, "r", 0, 2, 0.0)
     assert [(t.group_id, t.sample_index) for t in page.trajectories] == [("g0", 0), ("g0", 1)]
-    page = await coordinator.rollouts.read("r", page.cursor, 2, 0.0)
+    page = await read_page(coordinator, "r", page.cursor, 2, 0.0)
     assert [t.group_id for t in page.trajectories] == ["g1"]
     assert page.status.is_done
-    last = await coordinator.rollouts.read("r", page.cursor, 2, 60.0)
+    last = await read_page(coordinator, "r", page.cursor, 2, 60.0)
     assert (last.trajectories, last.cursor) == ((), page.cursor)
     assert [one.num_leases for one in (await coordinator.status()).replicas] == [0, 0]
 
@@ -77,8 +77,8 @@ async def test_without_a_replica_work_stays_queued(site, coordinator):
 @service("a")
 async def test_read_waits_for_a_record(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
-    assert (await coordinator.rollouts.read("r", 0, 10, 1.0)).trajectories == ()
-    reading = asyncio.create_task(coordinator.rollouts.read("r", 0, 10, 30.0))
+    assert (await read_page(coordinator, "r", 0, 10, 1.0)).trajectories == ()
+    reading = asyncio.create_task(read_page(coordinator, "r", 0, 10, 30.0))
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     await site.clock.sleep(1.0)
     started = site.clock.now()
@@ -86,11 +86,11 @@ async def test_read_waits_for_a_record(site, coordinator):
     assert len((await reading).trajectories) == 1
     assert site.clock.now() == started
     with pytest.raises(NotFound):
-        await coordinator.rollouts.read("nobody", 0, 10, 1.0)
+        await read_page(coordinator, "nobody", 0, 10, 1.0)
     with pytest.raises(InvalidRequest):
-        await coordinator.rollouts.read("r", 0, 0, 1.0)
+        await read_page(coordinator, "r", 0, 0, 1.0)
     with pytest.raises(InvalidRequest):
-        await coordinator.rollouts.read("r", -1, 1, 1.0)
+        await read_page(coordinator, "r", -1, 1, 1.0)
 
 
 @service("a")
@@ -103,7 +103,7 @@ async def test_submissions_are_checked(site, coordinator):
     with pytest.raises(Overloaded):
         await coordinator.rollouts.submit("big", (make_group("g", 49),))
     with pytest.raises(NotFound):
-        await coordinator.rollouts.read("big", 0, 1, 0.0)
+        await read_page(coordinator, "big", 0, 1, 0.0)
     with pytest.raises(InvalidRequest):
         await coordinator.rollouts.submit("none", ())
     await coordinator.rollouts.submit("fits", (make_group("g", 48),))
@@ -123,7 +123,7 @@ async def test_cancel_ends_everything_with_one_record_each(site, coordinator):
     assert list(orders.cancel) == ids(running)
     await coordinator.rollouts.finish("w", record(running[0], StopReason.CANCELLED))
     await coordinator.rollouts.finish("w", record(running[1]))  # it was faster than the order
-    page = await coordinator.rollouts.read("r", 0, 10, 0.0)
+    page = await read_page(coordinator, "r", 0, 10, 0.0)
     reasons = {(t.group_id, t.sample_index): t.stop_reason for t in page.trajectories}
     assert reasons == {
         ("g0", 0): StopReason.CANCELLED,
@@ -166,7 +166,7 @@ async def test_a_silent_workers_work_goes_to_another(site, coordinator):
     assert orders.cancel == ("r/g/0",)
     await coordinator.rollouts.finish("v", record(second[0], StopReason.CANCELLED))
     await coordinator.rollouts.finish("v", record(second[1]))
-    page = await coordinator.rollouts.read("r", 0, 10, 0.0)
+    page = await read_page(coordinator, "r", 0, 10, 0.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.COMPLETED, StopReason.COMPLETED]
     assert page.status.is_done
 
@@ -178,7 +178,7 @@ async def test_what_kills_its_workers_fails_in_the_end(site, coordinator):
         (assignment,) = (await coordinator.rollouts.take(report(f"w{number}"), 1.0)).start
         assert assignment.attempt == number
         await site.clock.sleep(12.0)
-    page = await coordinator.rollouts.read("r", 0, 10, 5.0)
+    page = await read_page(coordinator, "r", 0, 10, 5.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.LOOP_FAILED]
     assert page.trajectories[0].error == "worker w2 was lost, attempt 3 of 3"
 
@@ -267,7 +267,7 @@ async def test_a_dropped_sample_is_given_out_again_and_ends_as_stale(site, coord
         await coordinator.rollouts.finish("w", dropped)  # its answer was lost
         await coordinator.rollouts.finish("v", dropped)  # not its own
     assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
-    page = await coordinator.rollouts.read("r", 0, 10, 10.0)
+    page = await read_page(coordinator, "r", 0, 10, 10.0)
     (trajectory,) = page.trajectories
     assert (trajectory.stop_reason, trajectory.is_complete, trajectory.paths) == (StopReason.STALE, False, ())
     assert (trajectory.attempt, trajectory.num_stale_attempts, trajectory.max_staleness) == (3, 3, 0)
@@ -282,7 +282,7 @@ async def test_a_record_that_became_stale_on_its_way_is_kept_and_told(site, coor
     await coordinator.rollouts.finish("w", replace(record(early), max_staleness=0))
     await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
     await coordinator.rollouts.finish("w", replace(record(late), max_staleness=0))
-    records = (await coordinator.rollouts.read("r", 0, 10, 1.0)).trajectories
+    records = (await read_page(coordinator, "r", 0, 10, 1.0)).trajectories
     assert [one.staleness for one in records] == [0, 1]
     stale = summarize(records, num_accepted=2, wall_s=1.0).stale
     assert stale is not None
@@ -295,7 +295,7 @@ async def test_a_finished_trajectory_of_a_stale_run_is_a_record(site, coordinato
     (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
     finished = replace(record(assignment, StopReason.STALE), is_complete=True)
     await coordinator.rollouts.finish("w", finished)
-    (trajectory,) = (await coordinator.rollouts.read("r", 0, 10, 1.0)).trajectories
+    (trajectory,) = (await read_page(coordinator, "r", 0, 10, 1.0)).trajectories
     assert (trajectory.stop_reason, trajectory.is_complete) == (StopReason.STALE, True)
 
 
@@ -338,7 +338,7 @@ async def test_a_restart_loses_nothing_and_adopts_what_runs(site, coordinator):
     await coordinator.rollouts.finish("w", record(running[0]))  # again, after the restart
     await coordinator.rollouts.finish("w", record(running[1]))
     await coordinator.rollouts.finish("w", record(orders.start[0]))
-    page = await coordinator.rollouts.read("r", 0, 10, 0.0)
+    page = await read_page(coordinator, "r", 0, 10, 0.0)
     assert sorted((t.group_id, t.sample_index) for t in page.trajectories) == [("g0", 0), ("g0", 1), ("g1", 0)]
     assert page.status.is_done
     assert (await coordinator.status()).replicas[0].num_leases == 0
@@ -353,13 +353,13 @@ async def test_a_record_is_not_acknowledged_before_the_disk_has_it(site, coordin
     site.store.is_broken = True
     with pytest.raises(sqlite3.OperationalError):
         await coordinator.rollouts.finish("w", record(one))
-    assert (await coordinator.rollouts.read("r", 0, 1, 0.0)).status.num_finished == 0
+    assert (await read_page(coordinator, "r", 0, 1, 0.0)).status.num_finished == 0
     with pytest.raises(sqlite3.OperationalError):
         await asyncio.gather(coordinator.rollouts.cancel("r"), coordinator.rollouts.finish("w", record(other)))
     site.store.is_broken = False
     await coordinator.rollouts.finish("w", record(one))
     await coordinator.rollouts.finish("w", record(other))
-    assert (await coordinator.rollouts.read("r", 0, 5, 0.0)).status.is_done
+    assert (await read_page(coordinator, "r", 0, 5, 0.0)).status.is_done
 
 
 @service("a")
@@ -369,10 +369,10 @@ async def test_records_owed_are_written_when_the_disk_is_back(site, coordinator)
     with pytest.raises(sqlite3.OperationalError):
         await coordinator.rollouts.cancel("r")
     await site.clock.sleep(3.0)
-    assert (await coordinator.rollouts.read("r", 0, 5, 0.0)).status.num_finished == 0
+    assert (await read_page(coordinator, "r", 0, 5, 0.0)).status.num_finished == 0
     site.store.is_broken = False
     await site.clock.sleep(1.5)
-    page = await coordinator.rollouts.read("r", 0, 5, 0.0)
+    page = await read_page(coordinator, "r", 0, 5, 0.0)
     assert [t.stop_reason for t in page.trajectories] == [StopReason.CANCELLED] * 2
 
 
@@ -385,7 +385,7 @@ async def test_many_workers_on_a_real_clock(tmp_path):
     await coordinator.rollouts.submit("r", tuple(make_group(f"g{i}", 5) for i in range(8)))
 
     async def work(worker_id):
-        while not (await coordinator.rollouts.read("r", 0, 1, 0.0)).status.is_done:
+        while not (await read_page(coordinator, "r", 0, 1, 0.0)).status.is_done:
             for assignment in (await coordinator.rollouts.take(report(worker_id, 7), 0.05)).start:
                 await asyncio.gather(
                     *(coordinator.rollouts.finish(worker_id, record(assignment)) for _ in range(2))
@@ -396,7 +396,7 @@ async def test_many_workers_on_a_real_clock(tmp_path):
             await asyncio.gather(*(work(f"w{i}") for i in range(4)))
     except TimeoutError as error:
         raise DeadlineExceeded("the rollout did not end") from error
-    page = await coordinator.rollouts.read("r", 0, 100, 0.0)
+    page = await read_page(coordinator, "r", 0, 100, 0.0)
     assert len({(t.group_id, t.sample_index) for t in page.trajectories}) == len(page.trajectories) == 40
     await coordinator.close()
 
@@ -404,19 +404,19 @@ async def test_many_workers_on_a_real_clock(tmp_path):
 @service("a")
 async def test_a_finished_session_is_recorded_durably_and_once(site, coordinator):
     with pytest.raises(NotFound):
-        await coordinator.rollouts.read("sessions", 0, 10, 0.0)
+        await read_page(coordinator, "sessions", 0, 10, 0.0)
     one, other = make_trajectory("s-1", rollout_id="sessions"), make_trajectory("s-2", rollout_id="sessions")
     await coordinator.rollouts.record(one)
     await coordinator.rollouts.record(other)
     await coordinator.rollouts.record(one)  # its answer was lost
-    page = await coordinator.rollouts.read("sessions", 0, 10, 30.0)
+    page = await read_page(coordinator, "sessions", 0, 10, 30.0)
     assert [(t.group_id, t.staleness) for t in page.trajectories] == [("s-1", 0), ("s-2", 0)]
     assert (page.status.num_accepted, page.status.num_finished, page.status.is_done) == (2, 2, True)
-    last = await coordinator.rollouts.read("sessions", page.cursor, 10, 30.0)
+    last = await read_page(coordinator, "sessions", page.cursor, 10, 30.0)
     assert (last.trajectories, last.cursor) == ((), page.cursor)
     await site.stop()
     coordinator = await site.start()
-    assert len((await coordinator.rollouts.read("sessions", 0, 10, 0.0)).trajectories) == 2
+    assert len((await read_page(coordinator, "sessions", 0, 10, 0.0)).trajectories) == 2
     assert (await coordinator.rollouts.take(report(), 0.0)).start == ()
 
 
@@ -432,7 +432,7 @@ async def test_a_rollout_is_of_sessions_or_of_submitted_work(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     with pytest.raises(Conflict):
         await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="r"))
-    assert (await coordinator.rollouts.read("r", 0, 1, 0.0)).status.num_finished == 0
+    assert (await read_page(coordinator, "r", 0, 1, 0.0)).status.num_finished == 0
 
 
 @service("a", "b")

@@ -188,7 +188,7 @@ async def roll_out(
         found: list[Trajectory] = []
         cursor = 0
         while len(found) < NUM_GROUPS * NUM_SAMPLES:
-            page = await coordinator.rollouts.read("r", cursor, 1000, 60)
+            page = (await coordinator.rollouts.read("r", cursor, 1000, 60)).decoded()
             found += page.trajectories
             cursor = page.cursor
     return found, reports
