@@ -1,4 +1,4 @@
-"""asyncio's missing parts: signals of change, tasks that outlive their callers, user code that may block."""
+"""asyncio's missing parts: change signals, tasks that outlive their callers, named locks, user code in threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import structlog
@@ -51,6 +52,26 @@ async def is_set_by(event: asyncio.Event, deadline_at: float) -> bool:
 def deadline_after(wait_s: float, bound_s: float) -> float:
     """Return the loop time `wait_s` from now, or `bound_s` if that is sooner."""
     return asyncio.get_running_loop().time() + min(max(wait_s, 0.0), bound_s)
+
+
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to its end even if the caller is cancelled meanwhile; it is cancelled then. `work` is bounded.
+
+    A cancelled caller does not hear whether `work` failed: it has to look at what `work` has done. Where such a
+    caller shall leave at once, and `work` go on without it, use `OwnedTasks.run`.
+    """
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                continue  # the first one is raised below
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("failed_after_cancellation", error=repr(error))
+        raise
 
 
 class OwnedTasks:
@@ -106,6 +127,26 @@ def to_its_end(
         return await self.tasks.run(method(self, *args, **kwargs))
 
     return run
+
+
+class KeyedLocks:
+    """A lock an id, for as long as a task wants it."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @asynccontextmanager
+    async def of(self, key: str) -> AsyncIterator[None]:
+        """Hold the lock of `key`."""
+        lock, num_users = self._locks.get(key, (asyncio.Lock(), 0))
+        self._locks[key] = (lock, num_users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, num_users = self._locks.pop(key)
+            if num_users > 1:
+                self._locks[key] = (lock, num_users - 1)
 
 
 def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: object) -> asyncio.Future[Any]:

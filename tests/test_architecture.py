@@ -75,7 +75,6 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.config": set(),
     "agentloop_servers.process": set(),
     "agentloop_servers.run_dir": set(),
-    "agentloop_servers.serve_proxy": set(),
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.private_http": set(),
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from agentloop.sessions.facts import Journal, SessionFacts, SessionParts, SessionState
-from agentloop.sessions.journal import to_its_end
 from agentloop.sessions.prompts import Prompt
 from agentloop.sessions.session import Session
 
@@ -14,5 +13,4 @@ __all__ = [
     "SessionFacts",
     "SessionParts",
     "SessionState",
-    "to_its_end",
 ]

@@ -84,7 +84,6 @@ class SessionParts:
     renderer: Renderer
     reader: TurnReader
     parser: Parser
-    journal: Journal
     kv_policy: KVPolicy
     max_context_tokens: int
     vocab_size: int

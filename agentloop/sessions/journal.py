@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
+from agentloop.aio import run_to_end
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop.sessions.facts import Journal, SessionFacts
 from agentloop.trajectory import CallRecord, Node
 
-T = TypeVar("T")
-
 _log = structlog.stdlib.get_logger(__name__)
-
-
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end even if the caller is cancelled meanwhile; it is cancelled then. `work` is bounded.
-
-    A cancelled caller does not hear whether `work` failed: it has to look at what `work` has done.
-    """
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue  # the first one is raised below
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("failed_after_cancellation", error=repr(error))
-        raise
 
 
 class JournalWriter:
@@ -66,7 +46,7 @@ class JournalWriter:
     async def save(self, facts: SessionFacts) -> None:
         """See `Journal.save`."""
         try:
-            await to_its_end(self._bounded(self._journal.save(facts)))
+            await run_to_end(self._bounded(self._journal.save(facts)))
         except TimeoutError as error:
             raise self._late() from error
 

@@ -16,12 +16,13 @@ from dataclasses import replace
 
 import structlog
 
+from agentloop.aio import run_to_end
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, Overloaded, ServiceUnavailable
 from agentloop.generation import SampleOrder, SessionEngine, sample_reply, stream_reply
 from agentloop.sessions.calls import LiveCall, record_of
 from agentloop.sessions.facts import SessionParts
-from agentloop.sessions.journal import JournalWriter, to_its_end
+from agentloop.sessions.journal import JournalWriter
 from agentloop.sessions.memory import SessionMemory
 from agentloop.sessions.prompts import Prompt, Question, as_asked, make_question
 from agentloop.trajectory import ModelCallState, Node, Reply
@@ -100,7 +101,7 @@ class CallRunner:
         finally:
             try:
                 if live.result is None and live.is_begun:
-                    await to_its_end(self._fail(live, failure))
+                    await run_to_end(self._fail(live, failure))
             finally:
                 self._settle(live, failure)
 
@@ -118,7 +119,7 @@ class CallRunner:
             finally:
                 live.generate_s = self._parts.clock.now() - started
         live.is_settling = True
-        await to_its_end(self._commit(live, question.prompt, replies))
+        await run_to_end(self._commit(live, question.prompt, replies))
 
     def _check_tokens(self, live: LiveCall, prompt: Prompt) -> None:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""

@@ -17,12 +17,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from agentloop.aio import run_to_end
 from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import AgentLoopError, InvalidRequest, SessionFinished
 from agentloop.generation import SessionEngine
 from agentloop.sessions.calls import LiveCall, whole_pieces
 from agentloop.sessions.facts import CallLimits, Journal, SessionFacts, SessionParts, SessionState
-from agentloop.sessions.journal import JournalWriter, to_its_end
+from agentloop.sessions.journal import JournalWriter
 from agentloop.sessions.memory import SessionMemory
 from agentloop.sessions.prompts import Prompt, make_prompt
 from agentloop.sessions.runner import CallRunner
@@ -41,6 +42,7 @@ class Session:
         *,
         parts: SessionParts,
         engine: SessionEngine,
+        journal: Journal,
         nodes: Iterable[Node] = (),
         calls: Iterable[CallRecord] = (),
     ) -> None:
@@ -48,7 +50,7 @@ class Session:
         self._facts = facts
         self._parts = parts
         self._memory = SessionMemory(nodes, calls)
-        self._journal = JournalWriter(parts.journal, facts.session_id, timeout_s=parts.limits.journal_timeout_s)
+        self._journal = JournalWriter(journal, facts.session_id, timeout_s=parts.limits.journal_timeout_s)
         self._runner = CallRunner(facts.session_id, parts, engine, self._memory, self._journal)
         self._saving = asyncio.Lock()
         self._finishing: asyncio.Task[None] | None = None
@@ -168,7 +170,7 @@ class Session:
             raise self._closed
         self._require_open("its reward stays as it is")
         self.touch()
-        await to_its_end(self._save(lambda facts: replace(facts, reward=reward)))
+        await run_to_end(self._save(lambda facts: replace(facts, reward=reward)))
 
     async def finish(
         self,

@@ -19,6 +19,8 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentloop.api import FrontPort
 from agentloop.checks import is_loopback
@@ -29,7 +31,7 @@ from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.parsers import get_parser
 from agentloop.rendering import OnUnstable, Renderer
 from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
-from agentloop.sessions import Journal, SessionParts
+from agentloop.sessions import SessionParts
 from agentloop.storage import STORE_NAME, TrajectoryStore
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
@@ -38,10 +40,10 @@ from agentloop_servers.endpoint import (
     DirectServer,
     Endpoint,
     EndpointLimits,
-    Peers,
     SessionLimits,
     Sessions,
-    take_seat,
+    ShardRouter,
+    take_shard_lock,
 )
 from agentloop_servers.engine_parts import build_engine, engine_actor_options, initial_weights, model_facts
 from agentloop_servers.http import Keys
@@ -49,7 +51,6 @@ from agentloop_servers.ingress import ModeRules, create_app
 from agentloop_servers.process import settle_heap
 from agentloop_servers.replica import EngineClients, Replica
 from agentloop_servers.run_dir import new_run_dir, run_secret
-from agentloop_servers.serve_proxy import BehindServe
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
@@ -171,6 +172,22 @@ class AgentLoopWorkerDeployment:
         await self._closing.aclose()
 
 
+class BehindServe:
+    """The app as Serve is given it. Serve's proxy gives every request an id, and stamps the answer with it: stamped
+    by the app too, clients would read `id, id`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def unstamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        await self._app(scope, receive, unstamped)
+
+
 @serve.ingress()
 class IngressDeployment:
     """The HTTP edge: rollouts, admin, and the chat endpoint with its share of the sessions."""
@@ -225,27 +242,27 @@ class IngressProcess:
         self._closing = AsyncExitStack()
         self._health_checks: list[Callable[[], None]] = []
 
-    async def start(self, first_seat: int = 0) -> None:
-        """Take a seat, open its sessions and the port, and tell the other processes."""
+    async def start(self, first_shard: int = 0) -> None:
+        """Take a shard, open its sessions and the port, and tell the other processes."""
         config, closing = self._config, self._closing
-        seat = await take_seat(self._run_dir, config.ingress_replicas, first=first_seat)
-        closing.callback(seat.release)
+        shard = await take_shard_lock(self._run_dir, config.ingress_replicas, first=first_shard)
+        closing.callback(shard.release)
         clients = EngineClients(self._secret)
         closing.push_async_callback(clients.close)
-        peers = Peers(self._coordinator, seat.number, config.ingress_replicas, self._owner_wait_s)
-        store_path = self._run_dir / sessions_name(seat.number)
-        sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, peers)
+        router = ShardRouter(self._coordinator, shard.number, config.ingress_replicas, self._owner_wait_s)
+        store_path = self._run_dir / sessions_name(shard.number)
+        sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
         await sessions.start()
         app = build_app(config, self._coordinator, clients, endpoint)
         server = DirectServer(app, config.host)
         closing.push_async_callback(server.close)
-        url = await server.start(seat.port)
-        seat.set_port(int(url.rpartition(":")[2]))
+        url = await server.start(shard.port)
+        shard.set_port(int(url.rpartition(":")[2]))
         endpoint.direct_url = url if is_loopback(config.host) else None
-        closing.push_async_callback(peers.close)
-        await peers.start(url)
-        self._health_checks = [sessions.check_health, server.check_health, peers.check_health]
+        closing.push_async_callback(router.close)
+        await router.start(url)
+        self._health_checks = [sessions.check_health, server.check_health, router.check_health]
         self.app, self.sessions, self.direct_url = app, sessions, url
 
     def check_health(self) -> None:
@@ -278,24 +295,21 @@ def build_endpoint(
     secret: str,
     coordinator: FrontPort,
     clients: EngineClients,
-    peers: Peers,
+    router: ShardRouter,
 ) -> tuple[Sessions, Endpoint]:
     """The chat endpoint of one ingress process, and its sessions, not started."""
     facts, settings = model_facts(config), config.endpoint
     renderer, parser = build_renderer(config), get_parser(config.workers.parser)
 
-    def parts_of(journal: Journal) -> SessionParts:
-        return SessionParts(
-            renderer=renderer,
-            reader=TurnReader(renderer, parser),
-            parser=parser,
-            journal=journal,
-            kv_policy=config.kv_policy,
-            max_context_tokens=facts.max_context_tokens,
-            vocab_size=facts.vocab_size,
-            can_constrain=config.engine.kind == "vllm",
-        )
-
+    parts = SessionParts(
+        renderer=renderer,
+        reader=TurnReader(renderer, parser),
+        parser=parser,
+        kv_policy=config.kv_policy,
+        max_context_tokens=facts.max_context_tokens,
+        vocab_size=facts.vocab_size,
+        can_constrain=config.engine.kind == "vllm",
+    )
     limits = SessionLimits(
         max_sessions=settings.max_sessions,
         max_resident_bytes=settings.max_resident_mib << 20,
@@ -303,12 +317,12 @@ def build_endpoint(
     )
     sessions = Sessions(
         store_path,
-        parts_of=parts_of,
+        parts=parts,
         coordinator=coordinator,
         connect=clients.connect,
         secret=secret,
         limits=limits,
-        new_id=peers.new_id,
+        new_id=router.new_id,
     )
     endpoint = Endpoint(
         sessions=sessions,
@@ -318,7 +332,7 @@ def build_endpoint(
         max_model_len=facts.max_context_tokens,
         limits=EndpointLimits(max_open_calls=settings.max_open_calls),
         created_at=int(time.time()),
-        peers=peers,
+        router=router,
     )
     return sessions, endpoint
 

@@ -26,8 +26,8 @@ from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import GenerateRequest, Generation, Lease
 from agentloop_servers.app import build_app, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
-from agentloop_servers.endpoint.peers import Peers
 from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.process import settle_heap
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
@@ -110,8 +110,8 @@ async def run_endpoint(
         config = simulated(model=str(POLICY), engine=engine_settings, endpoint=dict(settings or {}))
         coordinator = _OneReplica(engine_url or "sim://")
         store_path = run_dir / sessions_name(0)
-        peers = Peers(coordinator)
-        sessions, endpoint = build_endpoint(config, store_path, SECRET, coordinator, clients, peers)
+        router = ShardRouter(coordinator)
+        sessions, endpoint = build_endpoint(config, store_path, SECRET, coordinator, clients, router)
         await sessions.start()
         closing.push_async_callback(sessions.close)
         server = DirectServer(build_app(config, coordinator, clients, endpoint), "127.0.0.1")

@@ -21,14 +21,13 @@ import orjson
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
-from agentloop.sessions.facts import CallLimits, Journal, SessionParts
+from agentloop.sessions.facts import CallLimits, SessionParts
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, TokenPolicy
 from agentloop.types import KVPolicy
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
-from agentloop_servers.endpoint.registry import Sessions
-from agentloop_servers.endpoint.session_values import SessionLimits
+from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
@@ -110,22 +109,19 @@ async def chat_service(
         closing.push_async_callback(engine.close)
         coordinator = FakeCoordinator()
 
-        def parts_of(journal: Journal) -> SessionParts:
-            return SessionParts(
-                renderer=RENDERER,
-                reader=TurnReader(RENDERER, PARSER),
-                parser=PARSER,
-                journal=journal,
-                kv_policy=KVPolicy.KEEP,
-                max_context_tokens=spec.max_context_tokens,
-                vocab_size=spec.vocab_size,
-                can_constrain=spec.can_constrain,
-                limits=bounds.calls,
-            )
-
+        parts = SessionParts(
+            renderer=RENDERER,
+            reader=TurnReader(RENDERER, PARSER),
+            parser=PARSER,
+            kv_policy=KVPolicy.KEEP,
+            max_context_tokens=spec.max_context_tokens,
+            vocab_size=spec.vocab_size,
+            can_constrain=spec.can_constrain,
+            limits=bounds.calls,
+        )
         sessions = Sessions(
             run_dir / "sessions.sqlite",
-            parts_of=parts_of,
+            parts=parts,
             coordinator=coordinator,
             connect=lambda url: engine,
             secret=SECRET,

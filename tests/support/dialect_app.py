@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.sessions.facts import Journal, SessionParts
+from agentloop.sessions.facts import SessionParts
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import KVPolicy, Trajectory
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -43,13 +43,11 @@ async def dialect_service(tmp_path: Path, *replies: str, keys: Keys = Keys()) ->
     coordinator = FakeCoordinator()
     parser = get_parser("hermes")
 
-    def parts_of(journal: Journal) -> SessionParts:
-        reader = TurnReader(RENDERER, parser)
-        return SessionParts(RENDERER, reader, parser, journal, KVPolicy.KEEP, 8192, RENDERER.vocab_size)
-
+    reader = TurnReader(RENDERER, parser)
+    parts = SessionParts(RENDERER, reader, parser, KVPolicy.KEEP, 8192, RENDERER.vocab_size)
     sessions = Sessions(
         tmp_path / "sessions.sqlite",
-        parts_of=parts_of,
+        parts=parts,
         coordinator=coordinator,
         connect=lambda url: engine,
         secret="s" * 32,

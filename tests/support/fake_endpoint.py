@@ -20,7 +20,7 @@ from agentloop.sessions.prompts import Prompt
 from agentloop.trajectory.node import Node, Reply
 from agentloop.types import FinishReason, Message, Trajectory, WeightVersionSpan
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
-from agentloop_servers.endpoint.session_values import NewSession
+from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http.auth import Keys, SessionKeys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import orjson
 
 from agentloop_servers.endpoint.endpoint import EndpointLimits
-from agentloop_servers.endpoint.session_values import SessionLimits
+from agentloop_servers.endpoint.registry import SessionLimits
 from agentloop_servers.http.guard import HttpLimits
 from tests.support.chat_service import MODEL, Bounds, ChatService, check_answer
 

@@ -17,7 +17,7 @@ from agentloop.engine import Delta
 from agentloop.errors import AgentLoopError
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.sessions.facts import Journal, SessionParts
+from agentloop.sessions.facts import SessionParts
 from agentloop.sessions.session import Session
 from agentloop.types import (
     FinishReason,
@@ -28,8 +28,7 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
-from agentloop_servers.endpoint.registry import Sessions
-from agentloop_servers.endpoint.session_values import SessionLimits
+from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from tests.support.front_door import FakeCoordinator
 from tests.support.scripted import RENDERER, ids
 from tests.support.service import Inline
@@ -78,23 +77,20 @@ class Site:
         self.talker.gate.set()
 
     async def start(self) -> Sessions:
-        def parts_of(journal: Journal) -> SessionParts:
-            parser = get_parser("hermes")
-            return SessionParts(
-                RENDERER,
-                TurnReader(RENDERER, parser),
-                parser,
-                journal,
-                KVPolicy.KEEP,
-                max_context_tokens=100_000,
-                vocab_size=RENDERER.vocab_size,
-                clock=self.clock,
-                unix_time=lambda: EPOCH_S + self.clock.now(),
-            )
-
+        parser = get_parser("hermes")
+        parts = SessionParts(
+            RENDERER,
+            TurnReader(RENDERER, parser),
+            parser,
+            KVPolicy.KEEP,
+            max_context_tokens=100_000,
+            vocab_size=RENDERER.vocab_size,
+            clock=self.clock,
+            unix_time=lambda: EPOCH_S + self.clock.now(),
+        )
         self.sessions = Sessions(
             self.path / "sessions.sqlite",
-            parts_of=parts_of,
+            parts=parts,
             coordinator=self.coordinator,  # type: ignore[arg-type] # the part that sessions use
             connect=self.talker.connect,  # type: ignore[arg-type]
             secret="run secret",

@@ -139,14 +139,13 @@ class WatchedEngine:
             await source.aclose()
 
 
-def make_parts(journal: MemoryJournal, **fields: object) -> SessionParts:
-    """Parts around `journal`; `fields` override."""
+def make_parts(**fields: object) -> SessionParts:
+    """Parts; `fields` override."""
     renderer = fields.pop("renderer", RENDERER)
     given = {
         "renderer": renderer,
         "reader": TurnReader(renderer, PARSER),
         "parser": PARSER,
-        "journal": journal,
         "kv_policy": KVPolicy.KEEP,
         "max_context_tokens": SPEC.max_context_tokens,
         "vocab_size": RENDERER.vocab_size,
@@ -167,8 +166,8 @@ def make_session(
 ) -> Session:
     """A session; `parts` override those of `make_parts`."""
     facts = SessionFacts("s", CREATED_AT, 3600.0, task_id="t") if facts is None else facts
-    made = make_parts(MemoryJournal() if journal is None else journal, **parts)
-    return Session(facts, parts=made, engine=engine, nodes=nodes, calls=calls)
+    journal = MemoryJournal() if journal is None else journal
+    return Session(facts, parts=make_parts(**parts), engine=engine, journal=journal, nodes=nodes, calls=calls)
 
 
 def ids(text: str) -> list[int]:

@@ -21,7 +21,8 @@ from starlette.responses import Response
 
 from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import AgentLoopError
-from agentloop_servers.endpoint.endpoint import CallableSession, Endpoint
+from agentloop.sessions import Session
+from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http import (
     EventStream,
     envelope_of,
@@ -56,7 +57,7 @@ _MAX_RETRY_COUNT = 1000
 class CallHandler:
     """One HTTP chat request. `open` makes one, once the body is known to be good."""
 
-    def __init__(self, request: Request, endpoint: Endpoint, session: CallableSession, key: CallKey) -> None:
+    def __init__(self, request: Request, endpoint: Endpoint, session: Session, key: CallKey) -> None:
         self.request = request
         self.endpoint = endpoint
         self.session = session
@@ -109,7 +110,7 @@ class CallHandler:
         with self.endpoint.admitted():
             # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
             pieces = self.session.stream(chat, self.key)
-            async with aclosing(pieces):  # type: ignore[type-var] # an async generator
+            async with aclosing(pieces):
                 written = events(pieces)
                 async with aclosing(written):  # type: ignore[type-var] # an async generator
                     async for event in written:
@@ -125,13 +126,13 @@ def _written(result: ChatResult, render: Callable[[ChatResult], Any]) -> bytes:
     return orjson.dumps(render(result))
 
 
-async def session_of(request: Request, endpoint: Endpoint, body_session_id: str | None) -> CallableSession:
+async def session_of(request: Request, endpoint: Endpoint, body_session_id: str | None) -> Session:
     """Return the session that a request means; from here on its answer has `x-session-id`.
 
-    Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and Elsewhere.
+    Raises InvalidRequest for names that disagree, SessionNotFound, Gone, and NotOwner.
     """
     name, sessions = session_name(request, body_session_id), endpoint.sessions
-    found: CallableSession | None = None
+    found: Session | None = None
     if name.session_id is not None:
         endpoint.check_own(name.session_id)
         found = sessions.resident(name.session_id, name.owner)

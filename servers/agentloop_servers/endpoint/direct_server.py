@@ -8,18 +8,20 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.endpoint.bounded_http import BoundedHttp
 from agentloop_servers.private_http import listening_socket
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 3
 KEEP_ALIVE_S = 75  # longer than clients keep an unused connection: they, not we, close it between two requests
 BACKLOG = 2048
+HEADERS_BYTES = 64 << 10
 
 
 class DirectServer:
@@ -48,7 +50,7 @@ class DirectServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",  # whoever serves the app first runs it
             backlog=BACKLOG,
-            http=partial(BoundedHttp, headers_timeout_s=self._headers_timeout_s),  # type: ignore[arg-type]
+            http=partial(_BoundedHttp, headers_timeout_s=self._headers_timeout_s),  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
         )
         self._server = server = _Server(config)
@@ -82,6 +84,55 @@ class DirectServer:
             if port == 0:
                 raise
             return listening_socket(self._host, 0, BACKLOG)
+
+
+class _BoundedHttp(HttpToolsProtocol):
+    """One connection of uvicorn, with a bound on what it does not bound itself: a request's headers.
+
+    It is closed where the headers of a request, the first one too, do not come in time, or are larger than
+    `HEADERS_BYTES`. Bodies are the guard's matter (`http/guard.py`).
+    """
+
+    def __init__(self, *args: Any, headers_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._headers_timeout_s = headers_timeout_s
+        self._deadline: asyncio.TimerHandle | None = None
+        self._num_bytes: int | None = 0  # of the headers so far; None between headers and the next request
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # What one read brings is bounded by the event loop, so that is the most there is beyond the bound.
+        if self._num_bytes is not None:
+            self._num_bytes += len(data)
+            if self._num_bytes > HEADERS_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"Headers of more than {HEADERS_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._num_bytes is None:
+            self._await_headers()
+
+    def on_headers_complete(self) -> None:
+        self._end_waiting()
+        super().on_headers_complete()
+
+    def _await_headers(self) -> None:
+        self._num_bytes = 0
+        self._deadline = self.loop.call_later(self._headers_timeout_s, self.transport.close)
+
+    def _end_waiting(self) -> None:
+        self._num_bytes = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class _Server(uvicorn.Server):

@@ -1,25 +1,20 @@
 """The endpoint as its routes see it, and its bounds. `app.py` makes the one `Endpoint` of a process.
 
 Ownership: sessions belong to `registry.py`, conversations to `agentloop/sessions/session.py`; routes hold neither.
-The Protocols say what routes ask of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import ModelNotFound, Overloaded
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
-from agentloop.sessions import Prompt, SessionFacts
-from agentloop.types import JSON, Message, StopReason, Trajectory
-from agentloop_servers.endpoint.peers import Peers
-from agentloop_servers.endpoint.session_values import NewSession
+from agentloop_servers.endpoint.registry import Sessions
+from agentloop_servers.endpoint.shards import ShardRouter
 
 DEFAULT_MODEL = "default"
 """The name under which every service's model is known, whatever it is."""
@@ -36,82 +31,11 @@ class EndpointLimits:
     registry_timeout_s: float = 60.0  # of what only touches the registry
 
 
-class CallableSession(Protocol):
-    """A session, as a model call uses it: `agentloop.sessions.session.Session`."""
-
-    @property
-    def facts(self) -> SessionFacts: ...
-
-    async def call(self, chat: ChatCall, key: CallKey) -> ChatResult:
-        """One answer. Raises SessionFinished, and whatever the call's fault is."""
-
-    def stream(self, chat: ChatCall, key: CallKey) -> AsyncIterator[ChatPiece | ChatResult]:
-        """The same answer in pieces, the whole last."""
-
-    async def preview(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> Prompt:
-        """The prompt that a call would have; nothing is kept."""
-
-
-class RecordedSession(CallableSession, Protocol):
-    """A session, as its own routes use it."""
-
-    @property
-    def num_turns(self) -> int: ...
-
-    @property
-    def num_open_calls(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    def trajectory(self) -> Trajectory:
-        """Return what is recorded by now."""
-
-    async def set_reward(self, reward: float) -> None:
-        """Durable on return. Raises SessionFinished."""
-
-
-class SessionRegistry(Protocol):
-    """The registry of sessions: `registry.Sessions`, whose docstrings say what each method raises.
-
-    `owner` is "" where the service asks for no keys, and None where a session key proved the right to the session.
-    """
-
-    async def create(self, wanted: NewSession, owner: str) -> RecordedSession: ...
-
-    def resident(self, session_id: str, owner: str | None) -> RecordedSession | None: ...
-
-    async def find(self, session_id: str, owner: str | None) -> RecordedSession: ...
-
-    async def find_or_create(self, session_id: str | None, owner: str) -> RecordedSession: ...
-
-    async def finish(
-        self,
-        session_id: str,
-        owner: str | None,
-        *,
-        stop_reason: StopReason,
-        error: str,
-        reward: float | None,
-        reward_error: str,
-        wait_s: float,
-    ) -> Trajectory: ...
-
-    async def delete(self, session_id: str, owner: str | None) -> None: ...
-
-    def api_key(self, session_id: str) -> str: ...
-
-    def session_of_key(self, key: str) -> str | None: ...
-
-
 @dataclass(slots=True)
 class Endpoint:
     """The OpenAI-compatible endpoint of one process, over one model."""
 
-    sessions: SessionRegistry
+    sessions: Sessions
     renderer: Renderer
     parser: Parser
     model_name: str
@@ -119,7 +43,7 @@ class Endpoint:
     limits: EndpointLimits = EndpointLimits()
     created_at: int = 0  # seconds since 1970, as `GET /v1/models` tells
     unix_time: Callable[[], float] = time.time
-    peers: Peers | None = None  # the endpoint's other processes, if there are any
+    router: ShardRouter | None = None  # to the endpoint's other processes, if there are any
     direct_url: str | None = None  # this process's own, where this host reaches it without a proxy
     num_open_calls: int = field(default=0, init=False)
 
@@ -131,9 +55,9 @@ class Endpoint:
             )
 
     def check_own(self, session_id: str) -> None:
-        """Raises Elsewhere if another process of the endpoint has the session."""
-        if self.peers is not None:
-            self.peers.check_own(session_id)
+        """Raises NotOwner if another process of the endpoint has the session."""
+        if self.router is not None:
+            self.router.check_own(session_id)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """The registry of sessions: who has which, from their creation to the record in the run's store.
 
-    created ──► open ──► finished ──► gone        spilled and restored in between, as memory asks for
+    created ──► open ──► finished ──► gone        evicted and restored in between, as memory asks for
                   └───────── deleted ──┘
 
-Ownership: the sessions of one process, their file, their leases, and the watch that expires, spills and records.
+Ownership: the sessions of one process, their file, their leases, and the watch that expires, evicts and records.
 An answer leaves after what it says is on disk. A session that ends is recorded by the coordinator exactly once:
 what was finished but not recorded when the process died, or while the coordinator was away, is recorded later. Ids
 are never used twice. A one-off session is finished by its time; without a turn it leaves no record, and it never
@@ -13,17 +13,20 @@ leaves a tombstone.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import sqlite3
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import structlog
 
-from agentloop.api import ID_PATTERN, FrontPort
+from agentloop.aio import KeyedLocks, run_to_end
+from agentloop.api import ID_PATTERN, SESSIONS_ROLLOUT_ID, FrontPort
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -34,29 +37,146 @@ from agentloop.errors import (
     SessionNotFound,
 )
 from agentloop.generation import Connect, LeaseConfig, SessionLeases
-from agentloop.sessions import Journal, Session, SessionFacts, SessionParts, SessionState, to_its_end
+from agentloop.sessions import Session, SessionFacts, SessionParts, SessionState
 from agentloop.trajectory import CallRecord, Node
 from agentloop.types import StopReason, Trajectory
-from agentloop_servers.endpoint.counting_journal import CountingJournal
-from agentloop_servers.endpoint.keyed_locks import KeyedLocks
-from agentloop_servers.endpoint.residents import Residents
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
-from agentloop_servers.endpoint.session_values import (
-    NewSession,
-    SessionLimits,
-    SessionStats,
-    gone,
-    not_found,
-    owned,
-)
 from agentloop_servers.http import SessionKeys
-
-__all__ = ["NewSession", "SessionLimits", "SessionStats", "Sessions"]
 
 _PAGE = 64  # sessions that the watch reads at a time
 _SESSION_ID = re.compile(ID_PATTERN)
+_ENTRY_BYTES = 4096  # of a session without turns, as measured: its objects, and its place in the tables here
+
+# What the process grows by for a byte of live objects, the rest being holes that the allocators keep. Measured with
+# `tests/benchmarks/endpoint.py`'s load, 300 sessions x 50 turns, less what the caches of the process grew by: 1.1
+# with 8 calls at a time, 1.26 with 64. What calls need while they are open is not in it: it goes by their number.
+_HEAP_FACTOR = 1.25
 
 _log = structlog.stdlib.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Bounds of a process's sessions. All finite."""
+
+    max_sessions: int = 20_000  # open ones; the next gets 429
+    max_resident_bytes: int = 512 << 20
+    idle_s: float = 60.0  # without use, until a session leaves memory
+    ttl_s: float = 3600.0  # without use, until a session expires; also how long a finished one can be read
+    one_off_ttl_s: float = 600.0
+    max_ttl_s: float = 7 * 86_400.0
+    watch_interval_s: float = 1.0
+    record_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    """What a caller says of a session to come. Its record becomes sample `sample_index` of `group_id`."""
+
+    session_id: str | None = None  # None: one is made up
+    ttl_s: float | None = None
+    rollout_id: str = SESSIONS_ROLLOUT_ID
+    group_id: str = ""  # empty: a group of its own
+    task_id: str = ""
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """The registry at one moment. `num_evicted`, `num_restored`, `num_expired`, `num_corrupt_rows`: so far."""
+
+    num_open: int
+    num_resident: int
+    resident_bytes: int
+    num_evicted: int
+    num_restored: int
+    num_expired: int
+    num_corrupt_rows: int
+
+
+class SessionCache:
+    """The sessions in memory by id, the longest unused first. Synchronous.
+
+    At most one `Session` exists for an id: one that was dropped while a caller still has it is found again, never
+    made twice. A session with open calls is not dropped.
+    """
+
+    def __init__(self, now: Callable[[], float], max_bytes: int, idle_s: float) -> None:
+        self._now = now
+        self._max_bytes = max_bytes
+        self._idle_s = idle_s
+        self._held: OrderedDict[str, Session] = OrderedDict()
+        self._alive: WeakValueDictionary[str, Session] = WeakValueDictionary()
+        self._used_at: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}
+        self._changed: set[str] = set()
+        self._num_bytes = 0
+        self.num_evicted = 0  # so far
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those in memory, and those that were dropped while somebody has them."""
+        return list(self._alive.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """What the process has grown by for the sessions, as estimated."""
+        for session_id in self._changed:
+            session = self._held.get(session_id)
+            if session is not None:
+                size = int((session.num_bytes + _ENTRY_BYTES) * _HEAP_FACTOR)
+                self._num_bytes += size - self._sizes.get(session_id, 0)
+                self._sizes[session_id] = size
+        self._changed.clear()
+        return self._num_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the quota is used up."""
+        return self.num_bytes >= self._max_bytes
+
+    def get(self, session_id: str) -> Session | None:
+        """The session, if it is in memory; it counts as used now."""
+        session = self._alive.get(session_id)
+        if session is not None:
+            self.add(session)
+        return session
+
+    def add(self, session: Session) -> None:
+        """Hold a session; it counts as used now."""
+        session_id = session.facts.session_id
+        if self._held.get(session_id) is not session:
+            self._held[session_id] = self._alive[session_id] = session
+        self._held.move_to_end(session_id)
+        self._used_at[session_id] = self._now()
+        self._changed.add(session_id)
+
+    def drop(self, session_id: str) -> None:
+        """Hold it no more. Unknown ids: no-op."""
+        if self._held.pop(session_id, None) is not None:
+            del self._used_at[session_id]
+            self._num_bytes -= self._sizes.pop(session_id, 0)
+
+    def forget(self, session_id: str) -> None:
+        """Drop a session that has ended for good: not even whoever has it finds it here again."""
+        self.drop(session_id)
+        self._alive.pop(session_id, None)
+
+    def evict(self) -> list[str]:
+        """Drop what is idle, and over the quota what is longest unused. Returns the ids."""
+        idle_since = self._now() - self._idle_s
+        evicted: list[str] = []
+        for session_id in list(self._held):
+            if self._used_at[session_id] > idle_since and not self.is_full:
+                break
+            if self._held[session_id].num_open_calls == 0:
+                self.drop(session_id)
+                evicted.append(session_id)
+        self.num_evicted += len(evicted)
+        return evicted
 
 
 class Sessions:
@@ -66,25 +186,23 @@ class Sessions:
         self,
         store_path: str | Path,
         *,
-        parts_of: Callable[[Journal], SessionParts],
+        parts: SessionParts,
         coordinator: FrontPort,
         connect: Connect,
         secret: str,
-        limits: SessionLimits = SessionLimits(),  # noqa: B008 - frozen
+        limits: SessionLimits = SessionLimits(),
         leases: LeaseConfig = LeaseConfig(),  # noqa: B008 - frozen
         new_id: Callable[[], str] = lambda: f"s-{uuid.uuid4().hex}",
         executor: Executor | None = None,
     ) -> None:
-        """`parts_of` makes what sessions share around the journal that it is given, and says by which clocks time
-        goes; `executor` runs the store, in a thread of its own by default."""
+        """`parts` says by which clocks time goes; `executor` runs the store, in a thread of its own by default."""
         self._coordinator = coordinator
         self._limits = limits
         self._new_id = new_id
         self._keys = SessionKeys(secret)
-        # By the clocks of the parts, which need the journal first.
-        self._store = SessionStore(store_path, lambda: self._parts.unix_time(), executor)
-        self._residents = Residents(lambda: self._parts.clock.now(), limits.max_resident_bytes, limits.idle_s)
-        self._parts = parts = parts_of(CountingJournal(self._store, self._residents, self._one_finished))
+        self._parts = parts
+        self._store = SessionStore(store_path, parts.unix_time, executor)
+        self._cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         self._leases = SessionLeases(
             coordinator, connect, vocab_size=parts.vocab_size, clock=parts.clock, config=leases
         )
@@ -104,7 +222,7 @@ class Sessions:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         stopping = ServiceUnavailable("the service is stopping")
-        await asyncio.gather(*(session.close(stopping) for session in self._residents.sessions))
+        await asyncio.gather(*(session.close(stopping) for session in self._cache.sessions))
         await self._leases.close()
         await self._store.close()
 
@@ -115,12 +233,12 @@ class Sessions:
 
     def stats(self) -> SessionStats:
         """How many sessions there are, and what they take."""
-        residents = self._residents
+        cache = self._cache
         return SessionStats(
             num_open=self._num_open,
-            num_resident=len(residents),
-            resident_bytes=residents.num_bytes,
-            num_spilled=residents.num_spilled,
+            num_resident=len(cache),
+            resident_bytes=cache.num_bytes,
+            num_evicted=cache.num_evicted,
             num_restored=self._num_restored,
             num_expired=self._num_expired,
             num_corrupt_rows=self._store.num_corrupt_rows,
@@ -150,18 +268,14 @@ class Sessions:
                 known = await self._found(facts.session_id, owner)
             except AgentLoopError as error:
                 raise Conflict(f"session id {facts.session_id!r} was used", param="session_id") from error
-            if (
-                dataclasses.replace(known.facts, created_at=facts.created_at) != facts
-                or known.calls
-                or known.num_open_calls
-            ):
+            if replace(known.facts, created_at=facts.created_at) != facts or known.calls or known.num_open_calls:
                 raise Conflict(f"session {facts.session_id!r} exists", param="session_id")
             return known
 
     def resident(self, session_id: str, owner: str | None) -> Session | None:
         """The session, if it is in memory. Raises SessionNotFound for another owner's."""
-        session = self._residents.get(session_id)
-        return None if session is None else owned(session, owner)
+        session = self._cache.get(session_id)
+        return None if session is None else _owned(session, owner)
 
     async def find(self, session_id: str, owner: str | None) -> Session:
         """A session that exists, open or finished; with an owner of None whoever made it.
@@ -218,7 +332,25 @@ class Sessions:
         """
         async with self._locks.of(session_id):
             session = await self._found(session_id, owner)
-            await self._bury(session, SessionState.DELETED, not_found(session_id))
+            await self._delete(session, SessionState.DELETED, _not_found(session_id))
+
+    # --- the journal of its sessions ---
+
+    def begin(self, session_id: str, call: CallRecord) -> None:
+        """Keep that a call is open. Raises SessionNotFound for a session that was deleted, ServiceUnavailable."""
+        if self._cache.get(session_id) is None:
+            raise _not_found(session_id)
+        self._store.begin(session_id, call)
+
+    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
+        """Keep what became of a call; its session is used now, and of a new size."""
+        await self._store.end(session_id, call, nodes)
+        self._cache.get(session_id)
+
+    async def save(self, facts: SessionFacts) -> None:
+        """Keep these facts instead of those before."""
+        if await self._store.save(facts):
+            self._num_open -= 1
 
     # --- inside ---
 
@@ -250,7 +382,7 @@ class Sessions:
                 return None
             raise Overloaded(f"{self._limits.max_sessions} sessions are open")
         self._make_room()
-        return self._resident(facts) if await to_its_end(self._store_new(facts)) else None
+        return self._resident(facts) if await run_to_end(self._store_new(facts)) else None
 
     async def _store_new(self, facts: SessionFacts) -> bool:  # what is stored is counted, whoever leaves
         self._num_open += 1  # its place, before anybody else runs
@@ -263,17 +395,17 @@ class Sessions:
 
     async def _found(self, session_id: str, owner: str | None) -> Session:
         """The session, from memory or disk. The caller holds its lock."""
-        session = self._residents.get(session_id)
+        session = self._cache.get(session_id)
         if session is not None:
-            return owned(session, owner)
+            return _owned(session, owner)
         stored = await self._store.load(session_id)
         if stored is None or stored.state is SessionState.DELETED or owner not in (None, stored.owner):
-            raise not_found(session_id)
+            raise _not_found(session_id)
         if stored.state is SessionState.GONE:
-            raise gone(session_id)
+            raise _gone(session_id)
         if stored.expires_at <= self._parts.unix_time():
             await self._expire(session_id, self._restored(session_id, stored))
-            raise gone(session_id)
+            raise _gone(session_id)
         self._make_room()
         return self._restored(session_id, stored)
 
@@ -287,22 +419,19 @@ class Sessions:
         self, facts: SessionFacts, nodes: Sequence[Node] = (), calls: Sequence[CallRecord] = ()
     ) -> Session:
         engine = self._leases.engine(facts.session_id)
-        session = Session(facts, parts=self._parts, engine=engine, nodes=nodes, calls=calls)
-        self._residents.add(session)
+        session = Session(facts, parts=self._parts, engine=engine, journal=self, nodes=nodes, calls=calls)
+        self._cache.add(session)
         return session
-
-    def _one_finished(self) -> None:
-        self._num_open -= 1
 
     def _make_room(self) -> None:
         """Raises Overloaded if sessions with open calls use up the memory."""
-        if self._residents.is_full:
-            self._spill()
-            if self._residents.is_full:
+        if self._cache.is_full:
+            self._evict()
+            if self._cache.is_full:
                 raise Overloaded("the open sessions use up the endpoint's memory")
 
-    def _spill(self) -> None:
-        for session_id in self._residents.spill():
+    def _evict(self) -> None:
+        for session_id in self._cache.evict():
             self._leases.engine(session_id).release()
 
     async def _record(self, session_id: str, trajectory: Trajectory) -> None:
@@ -318,15 +447,15 @@ class Sessions:
             raise ServiceUnavailable(f"the run's store failed: {error}") from error
         await self._store.mark_recorded(session_id)
 
-    async def _bury(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
+    async def _delete(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
         """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
         session_id = session.facts.session_id
         await session.close(error)
         self._leases.engine(session_id).close()
-        self._residents.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
-        await to_its_end(self._store_end(session_id, state))
+        self._cache.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
+        await run_to_end(self._delete_stored(session_id, state))
 
-    async def _store_end(self, session_id: str, state: SessionState | None) -> None:
+    async def _delete_stored(self, session_id: str, state: SessionState | None) -> None:
         self._num_open -= await self._store.delete(session_id, state)
 
     # --- the watch ---
@@ -334,7 +463,7 @@ class Sessions:
     async def _watch(self) -> None:
         while True:
             await self._parts.clock.sleep(self._limits.watch_interval_s)
-            self._spill()
+            self._evict()
             try:
                 await self._expire_all()
                 await self._record_owed()
@@ -345,13 +474,13 @@ class Sessions:
         while expired := await self._store.expired(_PAGE):
             for session_id in expired:
                 async with self._locks.of(session_id):
-                    session = self._residents.get(session_id)
+                    session = self._cache.get(session_id)
                     if session is None:
                         stored = await self._store.load(session_id)
                         if stored is None or stored.state not in (SessionState.OPEN, SessionState.FINISHED):
                             continue  # somebody was faster
                         if stored.facts is None:
-                            await self._store_end(session_id, SessionState.GONE)
+                            await self._delete_stored(session_id, SessionState.GONE)
                             continue
                         session = self._restored(session_id, stored)
                     await self._expire(session_id, session)
@@ -367,7 +496,7 @@ class Sessions:
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
             await self._record_or_settle(session_id, await session.finish(stop_reason=reason, error=error))
-        await self._bury(session, None if is_one_off else SessionState.GONE, gone(session_id))
+        await self._delete(session, None if is_one_off else SessionState.GONE, _gone(session_id))
         self._num_expired += 1
         _log.info("session_expired", session=session_id, was_open=is_open)
 
@@ -393,3 +522,20 @@ class Sessions:
                 raise
             _log.error("session_not_recorded", session=session_id, code=error.code, error=str(error))
             await self._store.mark_recorded(session_id)
+
+
+def _owned(session: Session, owner: str | None) -> Session:
+    """The session, if it is this owner's; None is whoever made it. Raises SessionNotFound."""
+    if owner not in (None, session.facts.owner):
+        raise _not_found(session.facts.session_id)
+    return session
+
+
+def _not_found(session_id: str) -> SessionNotFound:
+    """The error for an id that nobody has, or another owner."""
+    return SessionNotFound(f"there is no session {session_id!r}", param="session_id")
+
+
+def _gone(session_id: str) -> Gone:
+    """The error for a session whose time is over."""
+    return Gone(f"session {session_id!r} has expired", param="session_id")

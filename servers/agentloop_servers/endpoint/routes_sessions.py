@@ -25,11 +25,11 @@ from agentloop.api import (
 )
 from agentloop.chat import ChatCall, ChatResult
 from agentloop.errors import SessionNotFound
-from agentloop.sessions import SessionState
+from agentloop.sessions import Session, SessionState
 from agentloop.types import Generation, Trajectory
 from agentloop_servers.endpoint.call_handler import CallHandler
-from agentloop_servers.endpoint.endpoint import Endpoint, RecordedSession
-from agentloop_servers.endpoint.session_values import NewSession
+from agentloop_servers.endpoint.endpoint import Endpoint
+from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http import (
     Keys,
     admit,
@@ -161,7 +161,7 @@ class SessionRoutes:
         handler = await CallHandler.open(request, self._endpoint, None)
         return await handler.answer(chat, render_generation)
 
-    async def _found(self, request: Request) -> RecordedSession:
+    async def _found(self, request: Request) -> Session:
         return await self._in_time(self._endpoint.sessions.find(*self._named(request)))
 
     def _named(self, request: Request) -> tuple[str, str | None]:
@@ -194,7 +194,7 @@ def render_generation(result: ChatResult) -> dict[str, Any]:
     }
 
 
-def _described(session: RecordedSession) -> dict[str, Any]:
+def _described(session: Session) -> dict[str, Any]:
     facts = session.facts
     answer = SessionAnswer(
         session_id=facts.session_id,

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from agentloop.api import FrontPort
 from agentloop.engine import Engine
-from agentloop_servers.endpoint import Elsewhere, Endpoint, routes_dialects, routes_openai, routes_sessions
+from agentloop_servers.endpoint import Endpoint, NotOwner, routes_dialects, routes_openai, routes_sessions
 from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_error_handlers, describe
 from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import ROLLOUT_BODIES, RolloutRoutes
@@ -72,11 +72,11 @@ def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys) -> list[type
     """Add the routes for agents; returns the bodies that they take."""
 
     async def pass_on(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Elsewhere)
-        assert endpoint.peers is not None
-        return await endpoint.peers.forward(request, error.rank)
+        assert isinstance(error, NotOwner)
+        assert endpoint.router is not None
+        return await endpoint.router.forward(request, error.rank)
 
-    app.add_exception_handler(Elsewhere, pass_on)
+    app.add_exception_handler(NotOwner, pass_on)
     bodies: list[type[BaseModel]] = []
     for routes in (routes_openai, routes_sessions, routes_dialects):
         app.include_router(routes.router(endpoint, keys))

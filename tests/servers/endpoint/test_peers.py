@@ -22,8 +22,7 @@ from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.endpoint.peers import HOP_HEADER, Elsewhere, Peers
-from agentloop_servers.endpoint.seats import take_seat
+from agentloop_servers.endpoint.shards import HOP_HEADER, NotOwner, ShardRouter, take_shard_lock
 from agentloop_servers.http.guard import HttpGuard, HttpLimits
 from tests.support.chat_service import RENDERER
 from tests.support.front_door import serving
@@ -275,7 +274,7 @@ async def test_an_owner_that_is_away_is_a_retryable_503_until_it_is_back(tmp_pat
         waiting = asyncio.create_task(http.post(f"{call}/chat/completions", json=body()))
         again = site.ingress()
         try:
-            await again.start(first_seat=0)  # as Serve may number it; seat 0 is taken
+            await again.start(first_shard=0)  # as Serve may number it; shard 0 is taken
             async with await waiting as answer:
                 assert answer.status == 200
             async with http.get(f"{direct_url.removesuffix('/v1')}/trajectories") as answer:  # the same port
@@ -303,25 +302,25 @@ async def passing_on_to(
     """An app whose every session is that of `owner`, which serves a bare connection."""
     server = await asyncio.start_server(owner, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    peers = Peers(OnePeer(f"http://127.0.0.1:{port}"), 0, 2, owner_wait_s=0.5)
-    await peers.start("unused")
+    router = ShardRouter(OnePeer(f"http://127.0.0.1:{port}"), 0, 2, owner_wait_s=0.5)
+    await router.start("unused")
 
     async def pass_on(request: Request, error: Exception) -> Response:
-        return await peers.forward(request, 1)
+        return await router.forward(request, 1)
 
     async def call(request: Request) -> Response:
-        raise Elsewhere(1)
+        raise NotOwner(1)
 
     app = FastAPI()
-    app.add_exception_handler(Elsewhere, pass_on)
+    app.add_exception_handler(NotOwner, pass_on)
     app.add_api_route("/{path:path}", call, methods=["POST"])
     app.add_middleware(HttpGuard, limits=HttpLimits())
     try:
         async with server, serving(app) as url:
             yield url
     finally:
-        await peers.close()
-        await peers.close()
+        await router.close()
+        await router.close()
 
 
 @pytest.mark.parametrize(
@@ -376,15 +375,15 @@ async def test_what_goes_on_is_what_came(http):
     assert lines.count(b"content-length: 4") == 1
 
 
-async def test_each_seat_is_taken_once_and_keeps_its_port(tmp_path):
-    first = await take_seat(tmp_path, 2, first=1)
-    second = await take_seat(tmp_path, 2, first=1)
+async def test_each_shard_is_taken_once_and_keeps_its_port(tmp_path):
+    first = await take_shard_lock(tmp_path, 2, first=1)
+    second = await take_shard_lock(tmp_path, 2, first=1)
     assert (first.number, second.number, first.port) == (1, 0, 0)
     with pytest.raises(ServiceUnavailable):
-        await take_seat(tmp_path, 2, timeout_s=0.2)
+        await take_shard_lock(tmp_path, 2, timeout_s=0.2)
     first.set_port(65_535)
     first.set_port(4711)
-    waiting = asyncio.create_task(take_seat(tmp_path, 2))
+    waiting = asyncio.create_task(take_shard_lock(tmp_path, 2))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     first.release()
@@ -398,4 +397,4 @@ async def test_each_seat_is_taken_once_and_keeps_its_port(tmp_path):
 
 async def test_a_rank_beyond_the_number_of_processes_is_refused():
     with pytest.raises(InvalidRequest):
-        Peers(OnePeer(""), 2, 2)
+        ShardRouter(OnePeer(""), 2, 2)

@@ -14,10 +14,11 @@ from agentloop.clock import RealClock
 from agentloop.codec import to_builtins
 from agentloop.errors import Conflict, InvalidRequest, Overloaded, SessionNotFound
 from agentloop.types import Message
-from agentloop_servers.endpoint.registry import Sessions
-from agentloop_servers.endpoint.session_values import NewSession, SessionLimits
+from agentloop_servers.endpoint.open_calls_log import read_open_calls
+from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from agentloop_servers.http.auth import SessionKeys
 from tests.support.session_site import EPOCH_S, LIMITS, Site, say, talk, virtually
+from tests.support.turns import make_call
 
 # --- who has which ---
 
@@ -202,7 +203,7 @@ async def test_over_the_quota_the_longest_unused_go(site: Site, sessions: Sessio
         await talk(await sessions.find_or_create(f"s{index}", ""), 2)
         assert sessions.stats().resident_bytes < 150_000
     stats = sessions.stats()
-    assert stats.num_spilled >= 50
+    assert stats.num_evicted >= 50
     assert 1 <= stats.num_resident < 50
     await sessions.find("s99", "")
     assert sessions.stats().num_restored == 0
@@ -250,12 +251,19 @@ async def test_ten_thousand_sessions_take_bounded_memory_and_all_come_back(tmp_p
     stats = sessions.stats()
     assert stats.num_open == NUM_SESSIONS
     assert largest < (16 << 20) + 100 * 100_000  # the quota, and what the calls under way add
-    assert stats.num_spilled > NUM_SESSIONS / 2
+    assert stats.num_evicted > NUM_SESSIONS / 2
     gc.collect()
-    assert len(sessions._residents._alive) == stats.num_resident
+    assert len(sessions._cache._alive) == stats.num_resident
     for start in range(0, NUM_SESSIONS, 100):
         found = await asyncio.gather(*(sessions.find(f"s{index}", "") for index in range(start, start + 100)))
         assert [session.num_turns for session in found] == [2] * 100
         assert all(session.is_complete for session in found)
     await site.stop()
     assert site.coordinator.leases == {}
+
+
+@virtually()
+async def test_a_session_that_was_thrown_away_begins_nothing(site: Site, sessions: Sessions) -> None:
+    with pytest.raises(SessionNotFound):
+        sessions.begin("s", make_call("c"))
+    assert read_open_calls(site.path / "sessions.open-calls") == ([], 0)

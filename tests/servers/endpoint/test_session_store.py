@@ -23,9 +23,7 @@ from agentloop import codec
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
 from agentloop.sessions.facts import SessionState
 from agentloop.trajectory.node import CallRecord, ModelCallState
-from agentloop_servers.endpoint.counting_journal import CountingJournal
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
-from agentloop_servers.endpoint.residents import Residents
 from agentloop_servers.endpoint.session_store import MAX_WRITE_BATCH, SessionStore, StoredSession
 from tests.support.turns import in_store, make_call, make_facts, make_node
 
@@ -508,14 +506,6 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
         assert still_open < set(ids[::10])
         assert {opened.call.call_id for opened in read_open_calls(log_of(path))[0]} == still_open
         assert len(stored.nodes) == 1000 - len(still_open)
-
-
-async def test_a_session_that_was_thrown_away_begins_nothing(path: Path) -> None:
-    async with opened(path) as store:
-        journal = CountingJournal(store, Residents(lambda: 0.0, 1000, 60.0), lambda: None)
-        with pytest.raises(SessionNotFound):
-            journal.begin("s", make_call("c"))
-        assert read_open_calls(log_of(path)) == ([], 0)
 
 
 _WRITER = """

@@ -22,8 +22,7 @@ from agentloop.errors import (
 from agentloop.sessions.facts import SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
-from agentloop_servers.endpoint.registry import Sessions
-from agentloop_servers.endpoint.session_values import NewSession
+from agentloop_servers.endpoint.registry import NewSession, Sessions
 from tests.support.session_site import LIMITS, Site, say, talk, virtually
 
 # --- ends ---

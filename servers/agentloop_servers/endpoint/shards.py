@@ -1,8 +1,9 @@
-"""Several endpoint processes: each session has one owner among them, and who is asked for another's passes it on.
+"""The endpoint's processes as shards: each session has one owner among them, to which the others pass requests on.
 
-Ownership: the table of the processes' private URLs. The coordinator keeps it, and every process says its own again
-and again, so a restarted coordinator or process is known a moment later. The owner follows from the session's id
-alone; its data is in the owner's file, so the number of processes of a run directory never changes.
+Ownership: each process holds one shard, by a lock, and the table of the processes' private URLs. The coordinator
+keeps the table, and every process says its own URL again and again, so a restarted coordinator or process is known
+a moment later. The owner follows from the session's id alone; its data is in the owner's file, so the number of
+processes of a run directory never changes.
 
 A request is passed on once: an owner never passes it further. What the owner answers goes back byte for byte, and a
 client that leaves, or reads nothing, ends the exchange with the owner, who then sees its own client leave.
@@ -11,8 +12,11 @@ client that leaves, or reads nothing, ends the exchange with the owner, who then
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import uuid
 import zlib
+from pathlib import Path
 from typing import Protocol
 
 import aiohttp
@@ -45,8 +49,68 @@ _NOT_FORWARDED = frozenset(
 )
 _NOT_ANSWERED = frozenset(b"connection date keep-alive server trailer transfer-encoding".split())
 _NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
+LOCK_TIMEOUT_S = 60.0
+_LOCK_RETRY_S = 0.1
 
 _log = structlog.stdlib.get_logger(__name__)
+
+
+class ShardLock:
+    """The shard that this process holds until it ends or releases it: a number, and so one file of sessions.
+
+    The system takes the lock back from a process that dies, however it dies. So no two processes write the sessions
+    of one shard, not even while a wedged one is being replaced, when Serve's own rank of the new one is beyond
+    their number. The lock's file also says on which port the shard was last reached: the process that takes it over
+    listens there again, and the URLs that agents hold go on working.
+    """
+
+    def __init__(self, number: int, descriptor: int) -> None:
+        self.number = number
+        self._descriptor: int | None = descriptor
+
+    @property
+    def port(self) -> int:
+        """Return where the shard was last reached; 0 if it is new."""
+        text = b"" if self._descriptor is None else os.pread(self._descriptor, 8, 0)
+        return int(text) if text.isdigit() else 0
+
+    def set_port(self, port: int) -> None:
+        """Keep it for the process that has the shard next."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, str(port).encode(), 0)
+
+    def release(self) -> None:
+        """Leave it to others. Idempotent."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+
+async def take_shard_lock(
+    run_dir: Path, num_shards: int, *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
+) -> ShardLock:
+    """Take the lock of a free shard, `first` if it is. Raises ServiceUnavailable if none gets free in time."""
+    loop = asyncio.get_running_loop()
+    deadline_at = loop.time() + timeout_s
+    while True:
+        for offset in range(num_shards):
+            lock = _taken(run_dir, (first + offset) % num_shards)
+            if lock is not None:
+                return lock
+        if loop.time() >= deadline_at:
+            raise ServiceUnavailable(f"other processes hold all {num_shards} shards of {run_dir}")
+        await asyncio.sleep(_LOCK_RETRY_S)
+
+
+def _taken(run_dir: Path, number: int) -> ShardLock | None:
+    descriptor = os.open(run_dir / f"sessions-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return ShardLock(number, descriptor)
 
 
 class Directory(Protocol):
@@ -56,7 +120,7 @@ class Directory(Protocol):
         """Say where process `rank` listens; returns where each known one does."""
 
 
-class Elsewhere(Exception):
+class NotOwner(Exception):
     """The session belongs to process `rank`."""
 
     def __init__(self, rank: int) -> None:
@@ -64,7 +128,7 @@ class Elsewhere(Exception):
         self.rank = rank
 
 
-class Peers:
+class ShardRouter:
     """The endpoint's processes as one of them sees it. `start` it once its own URL is known."""
 
     def __init__(
@@ -89,10 +153,10 @@ class Peers:
                 return session_id
 
     def check_own(self, session_id: str) -> None:
-        """Raises Elsewhere if the session is another process's."""
+        """Raises NotOwner if the session is another process's."""
         owner = self._owner(session_id)
         if owner != self._rank:
-            raise Elsewhere(owner)
+            raise NotOwner(owner)
 
     def check_health(self) -> None:
         """Raises what ended the announcements, if something did."""
@@ -109,7 +173,7 @@ class Peers:
             auto_decompress=False,
             skip_auto_headers=_NOT_ADDED,
         )
-        self._announcing = asyncio.create_task(self._announce_for_ever(url), name="endpoint peers")
+        self._announcing = asyncio.create_task(self._announce_for_ever(url), name="endpoint shards")
 
     async def close(self) -> None:
         """Say nothing more. Idempotent."""
@@ -181,9 +245,9 @@ class Peers:
 class _PassedOn(Response):
     """An answer that another process gives."""
 
-    def __init__(self, peers: Peers, request: Request, rank: int, body: bytes) -> None:
+    def __init__(self, router: ShardRouter, request: Request, rank: int, body: bytes) -> None:
         super().__init__()
-        self._peers = peers
+        self._router = router
         self._request = request
         self._rank = rank
         self._body = body
@@ -204,7 +268,7 @@ class _PassedOn(Response):
                 raise ClientDisconnect from error
 
         try:
-            await self._peers.pass_on(self._request, self._rank, self._body, watched)
+            await self._router.pass_on(self._request, self._rank, self._body, watched)
         except AgentLoopError as error:
             if is_started:
                 raise
