@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What a pause does to requests in flight."""
+    """The fate of requests in flight at a pause."""
 
     ABORT = "abort"  # they end now, with the tokens they have
     WAIT = "wait"  # they run to their end first
@@ -42,7 +42,7 @@ class PauseMode(StrEnum):
 
 
 class KVPolicy(StrEnum):
-    """What a weight update does to keys and values computed under older weights."""
+    """The fate of keys and values computed under older weights, at a weight update."""
 
     KEEP = "keep"  # a trajectory goes on with the KV it has; new trajectories never see old KV
     FRESH = "fresh"  # every turn starts from KV of the current version
@@ -68,7 +68,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Logprobs are reported under exactly this distribution: temperature, top-p, top-k, penalties,
+    """The sampling distribution and its limits. Logprobs are reported under exactly this distribution: temperature, top-p, top-k, penalties,
     biases and the constraint applied."""
 
     max_tokens: int
@@ -164,7 +164,7 @@ class Generation:
 
 
 class ToolCallStatus(StrEnum):
-    """What the parser made of one tool call."""
+    """The parser's verdict on one tool call."""
 
     OK = "ok"
     MALFORMED = "malformed"  # marked as a call, not parseable as one
@@ -199,7 +199,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered; `content` is already capped and carries a visible mark where it was cut."""
+    """The answer of a tool; `content` is already capped and carries a visible mark where it was cut."""
 
     call_id: str
     name: str
@@ -210,7 +210,7 @@ class ToolResult:
 
 
 class OnExcess(StrEnum):
-    """What happens when the policy exceeds a limit that can be answered instead of ending the trajectory."""
+    """The reaction to a limit that can be answered instead of ending the trajectory."""
 
     ANSWER = "answer"  # tell the policy (a tool-error message, a truncation mark) and go on
     STOP = "stop"  # end the trajectory with the limit's StopReason
@@ -260,7 +260,7 @@ FAILURES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RolloutTask:
-    """What to roll out. `reference` is for the reward function only: the policy never sees it.
+    """A task to roll out. `reference` is for the reward function only: the policy never sees it.
 
     `loop` and `reward` are names of shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are
     names of tools that the service was configured with.
@@ -280,7 +280,7 @@ class RolloutTask:
 
 
 class OnStale(StrEnum):
-    """What becomes of a trajectory that falls further behind the fleet's weights than its run allows."""
+    """The fate of a trajectory that falls further behind the fleet's weights than its run allows."""
 
     DROP = "drop"  # its tokens are thrown away, and its sample is rolled out again under current weights
     MASK = "mask"  # it goes on to its natural end; its tokens that are too old then leave the mask
@@ -289,7 +289,7 @@ class OnStale(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StalenessLimit:
-    """How far the fleet's weight version may be ahead of the oldest version in a trajectory. 0: on-policy.
+    """The distance the fleet's weight version may be ahead of a trajectory's oldest. 0: on-policy.
 
     With `trajectories_per_version`, how many trajectories the trainer consumes for one new version, no more are
     begun than it can consume in time. Submits that name one `run_id` share that allowance, as long as one of them

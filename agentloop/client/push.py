@@ -26,7 +26,7 @@ Weights: TypeAlias = str | Path | NamedTensors
 
 @dataclass(frozen=True, slots=True)
 class PushOptions:
-    """How tensors become version `version`. `dtype` None means what the fleet computes in."""
+    """The options under which tensors become version `version`. `dtype` None means what the fleet computes in."""
 
     version: int
     kv_policy: KVPolicy | None = None
@@ -47,7 +47,7 @@ class PushTarget(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is: the pusher listens where that host can reach it."""
+        """The service's URL: the pusher listens where that host can reach it."""
 
     async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
         """Have the fleet take the weights from `source`. Raises what the service raises."""

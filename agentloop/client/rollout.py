@@ -60,7 +60,7 @@ class Rollout:
 
     @property
     def num_trajectories(self) -> int:
-        """How many were accepted: tasks times samples."""
+        """Trajectories that were accepted: tasks times samples."""
         return sum(part.num_trajectories for part in self._parts.values())
 
     async def __aiter__(self) -> AsyncIterator[Trajectory]:

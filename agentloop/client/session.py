@@ -88,7 +88,7 @@ class AgentSession:
 
     @property
     def base_url(self) -> str:
-        """Where an OpenAI client finds the session's endpoint; ends with /v1."""
+        """The base URL for an OpenAI client; ends with /v1."""
         place = self._opened
         if place.direct_url is not None and is_loopback(urlsplit(self._transport.url).hostname or ""):
             return place.direct_url
@@ -122,7 +122,7 @@ class AgentSession:
         return _parse(await self._transport.call("GET", self._path), SessionAnswer)
 
     async def trajectories(self) -> list[Trajectory]:
-        """What the session recorded so far; incomplete while calls are open."""
+        """Return what the session recorded so far; incomplete while calls are open."""
         content = await self._transport.call("GET", f"{self._path}/trajectories", accept=MSGPACK)
         return decode_trajectories(content)
 

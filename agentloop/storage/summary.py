@@ -21,7 +21,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class VersionSuccess:
-    """How the trajectories sampled under one version did; `success` is the mean reward of those that have one."""
+    """Success of the trajectories sampled under one version; `success` is the mean reward of those that have one."""
 
     num_trajectories: int
     num_rewarded: int
@@ -154,7 +154,7 @@ def summarize(
 
 
 def _stale(trajectory: Trajectory) -> dict[str, int]:
-    """What one record of a limited run adds to the counts of `StaleSummary`."""
+    """Return what one record of a limited run adds to the counts of `StaleSummary`."""
     is_ended = trajectory.stop_reason is StopReason.STALE
     limit, staleness = trajectory.max_staleness, trajectory.staleness
     is_over = limit is not None and staleness is not None and staleness > limit

@@ -23,7 +23,7 @@ class _Strict(BaseModel):
 
 
 class Mode(StrEnum):
-    """Who owns the accelerators, and where weights come from."""
+    """Ownership of the accelerators, and the source of weights."""
 
     STANDALONE = "standalone"  # engines own theirs; a trainer elsewhere pushes weights
     HYBRID = "hybrid"  # shared with a trainer: engines sleep while it trains, and take its weights on waking
@@ -139,22 +139,22 @@ class ServiceConfig(_Strict):
 
     @property
     def allows_push(self) -> bool:
-        """Whether a trainer may push tensors."""
+        """Tell if a trainer may push tensors."""
         return self.mode in (Mode.STANDALONE, Mode.HYBRID)
 
     @property
     def allows_weights(self) -> bool:
-        """Whether served weights may change at all: a directory, an adapter, or a push where that is allowed."""
+        """Tell if served weights may change at all: a directory, an adapter, or a push where that is allowed."""
         return self.mode is not Mode.COLOCATED
 
     @property
     def allows_adapters(self) -> bool:
-        """Whether a LoRA adapter may be served."""
+        """Tell if a LoRA adapter may be served."""
         return self.allows_weights and self.engine.lora_rank is not None
 
     @property
     def can_sleep(self) -> bool:
-        """Whether the fleet can give its memory back."""
+        """Tell if the fleet can give its memory back."""
         return self.mode in (Mode.HYBRID, Mode.COLOCATED)
 
     @property
@@ -164,7 +164,7 @@ class ServiceConfig(_Strict):
 
     @property
     def weight_staging(self) -> Staging:
-        """Where new weights wait for their commit."""
+        """The place where new weights wait for their commit."""
         return self.engine.weight_staging or ("none" if self.mode is Mode.HYBRID else "auto")
 
     @classmethod

@@ -69,7 +69,7 @@ _ARGUMENTS = arguments_model(_signature)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one run left: its answer, or the error it raised, and the variables after it."""
+    """The outcome of one run: its answer, or the error it raised, and the variables after it."""
 
     text: str
     error: str | None

@@ -46,7 +46,7 @@ app.add_typer(weights, name="weights")
 
 
 class Format(StrEnum):
-    """What `export` writes."""
+    """File formats that `export` writes."""
 
     PARQUET = "parquet"
     JSONL = "jsonl"

@@ -55,7 +55,7 @@ def _python() -> Check:
 
 
 def _package(name: str, *, is_needed: bool = True) -> Check:
-    """Whether it is there to import. It is not imported: an engine takes long, and may claim a GPU."""
+    """Look for a package without importing it: an engine takes long, and may claim a GPU."""
     if importlib.util.find_spec(name) is None:
         return Check(name, False, "not installed", is_needed)
     distributions = importlib.metadata.packages_distributions().get(name, [name])

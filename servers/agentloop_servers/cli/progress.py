@@ -1,4 +1,4 @@
-"""What a user sees of a rollout: how far it is while it goes on, and the summary as a table."""
+"""The user's view of a rollout: its progress while it runs, and the summary as a table."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Tally:
 
 
 class ProgressView(Protocol):
-    """Where a run shows how far it is."""
+    """The place where a run shows its progress."""
 
     def show(self, tally: Tally) -> None:
-        """The counts now; called for every trajectory."""
+        """Show the counts as they are now; called for every trajectory."""
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print a line that stays."""
 
 
 class LiveProgress:

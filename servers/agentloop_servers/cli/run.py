@@ -50,7 +50,7 @@ class WeightPush:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What to run and where to put it."""
+    """The tasks of a run, and the folder it writes to."""
 
     tasks: Path
     num_samples: int
@@ -61,7 +61,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What came back over HTTP; the records themselves are in the store."""
+    """The counts that came back over HTTP; the records themselves are in the store."""
 
     num_accepted: int
     num_received: int
@@ -183,7 +183,7 @@ class MidRunPush:
             self._pushing = self._group.create_task(pushing)
 
     def collected(self, tally: Tally, wall_s: float) -> Collected:
-        """What the run gave, once the context has been left."""
+        """Return what the run gave, once the context has been left."""
         outcome = self._pushing.result() if self._pushing is not None else None
         return Collected(
             num_accepted=tally.num_trajectories,
@@ -210,7 +210,7 @@ async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunO
 async def _push(
     client: RolloutClient, push: WeightPush, progress: ProgressView, doomed: tuple[str, ...]
 ) -> UpdateReport | AgentLoopError:
-    """The report, or the error as a value: trajectories in flight go on under the weights there are."""
+    """Push, and return the report, or the error as a value: trajectories in flight go on under the old weights."""
     try:
         # RECOMPUTE: every recorded logprob can then be computed again from the ids and the span's version alone.
         report = await client.update_weights(push.directory, version=push.version, kv_policy=KVPolicy.RECOMPUTE)
@@ -245,14 +245,14 @@ def _never_ends(room: float, num_trajectories: int, what: str) -> InvalidRequest
 
 
 def _room(limit: StalenessLimit | None, num_versions: int = 0) -> float:
-    """How many trajectories may begin once the fleet is `num_versions` further; infinite without an allowance."""
+    """Count the trajectories that may begin once the fleet is `num_versions` further; infinite without an allowance."""
     if limit is None or limit.trajectories_per_version is None:
         return math.inf
     return (limit.max_staleness + 1 + num_versions) * limit.trajectories_per_version
 
 
 def _push_at(push: WeightPush | None, num_trajectories: int) -> int:
-    """How many trajectories have finished when it is time to push."""
+    """Return how many trajectories have finished when it is time to push."""
     return math.ceil(push.after_share * num_trajectories) if push is not None else 0
 
 
