@@ -68,8 +68,11 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling distribution and its limits. Logprobs are reported under exactly this distribution: temperature, top-p, top-k, penalties,
-    biases and the constraint applied."""
+    """The sampling distribution and its limits.
+
+    Logprobs are reported under exactly this distribution: temperature, top-p, top-k, penalties, biases and the
+    constraint applied.
+    """
 
     max_tokens: int
     temperature: float = 1.0

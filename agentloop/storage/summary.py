@@ -21,7 +21,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class VersionSuccess:
-    """Success of the trajectories sampled under one version; `success` is the mean reward of those that have one."""
+    """Success of the trajectories of one version; `success` is the mean reward of those that have one."""
 
     num_trajectories: int
     num_rewarded: int

@@ -245,7 +245,7 @@ def _never_ends(room: float, num_trajectories: int, what: str) -> InvalidRequest
 
 
 def _room(limit: StalenessLimit | None, num_versions: int = 0) -> float:
-    """Count the trajectories that may begin once the fleet is `num_versions` further; infinite without an allowance."""
+    """Count the trajectories that may begin after `num_versions` more versions; infinite without an allowance."""
     if limit is None or limit.trajectories_per_version is None:
         return math.inf
     return (limit.max_staleness + 1 + num_versions) * limit.trajectories_per_version
