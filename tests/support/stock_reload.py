@@ -5,12 +5,13 @@ A file in the folder of an update orders it, for that update only; all other upd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from agentloop import codec
+from agentloop_servers.weight_transfer import StageOrder
 from agentloop_servers.weight_transfer.verify import Read
 from agentloop_servers.weight_transfer.vllm_worker import RunningModel, WeightWorker
 
@@ -26,9 +27,11 @@ class StockReload(WeightWorker):
         self._faulty = _FaultyModel(self)
         return self._faulty
 
-    def weights_stage(self, number: int, source: Mapping[str, Any]) -> None:
-        self._faulty.folder = Path(source["directory"])
-        super().weights_stage(number, source)
+    def weights_stage(self, order: bytes) -> None:
+        folder = codec.decode(order, StageOrder).folder
+        assert folder is not None
+        self._faulty.folder = Path(folder.directory)
+        super().weights_stage(order)
 
 
 class _FaultyModel(RunningModel):

@@ -28,12 +28,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentloop.engine import TensorInfo
+from agentloop_servers.weight_transfer.layout import CAST_DTYPES
 from agentloop_servers.weight_transfer.verify import Read
 
 # How vLLM calls the methods whose layers compute with their parameters as loaded.
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
-CAST_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 MAX_RUNS = 2**22  # of one parameter; beyond it the check of the coverage takes seconds and gigabytes
 STRIP_ELEMENTS = 16
 MAX_REASON = 120  # characters
@@ -339,7 +339,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         name, base = self._sources.get(storage_key(value), ("", None))
         if base is None or value.dtype != base.dtype:
             self._refuse(f"parameter {parameter} gets computed values, no part of one checkpoint tensor")
-        if written.dtype != value.dtype and not {written.dtype, value.dtype} <= CAST_DTYPES:
+        if written.dtype != value.dtype and not {written.dtype, value.dtype} <= set(CAST_DTYPES.values()):
             self._refuse(f"parameter {parameter} is {written.dtype}, tensor {name} is {value.dtype}")
         value = value.expand(written.shape)
         return Copy(parameter, into, name, Region(value.storage_offset(), into.size, value.stride()))

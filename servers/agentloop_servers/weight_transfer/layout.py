@@ -1,4 +1,4 @@
-"""Where each tensor of an update lies in the buckets that travel.
+"""The layout of an update: the place of each tensor in the buckets that travel.
 
 Sender and receivers compute the same `Layout` from the same tensor list and bucket size, so places never cross the
 wire. Places are in the order of the list, bucket by bucket; no tensor spans two buckets, and every tensor starts at
@@ -20,6 +20,13 @@ from agentloop.errors import CheckpointUnreadable
 ALIGNMENT_BYTES = 256
 ROW_BYTES = 4096  # every bucket is a whole number of rows, the unit of its checksum
 DEFAULT_BUCKET_BYTES = 2**30
+CAST_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""The dtypes that may become another one; FP8, which has its scales beside it, may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +91,21 @@ def lay_out(tensors: Sequence[TensorInfo], bucket_bytes: int = DEFAULT_BUCKET_BY
 
 
 def dtype_of(tensor: TensorInfo) -> torch.dtype:
-    """The torch dtype a `TensorInfo` names. Raises CheckpointUnreadable for any other name."""
+    """Return the torch dtype that a `TensorInfo` names. Raises CheckpointUnreadable for any other name."""
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointUnreadable(f"tensor {tensor.name} has the unknown dtype {tensor.dtype!r}", param="push")
     return dtype
 
 
+def tensor_info(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorInfo:
+    """Describe a tensor as it is sent: in `dtype`, or else in its own."""
+    sent = tensor.dtype if dtype is None else dtype
+    return TensorInfo(name, str(sent).removeprefix("torch."), tuple(tensor.shape))
+
+
 def view(data: torch.Tensor, place: Place) -> torch.Tensor:
-    """The tensor at `place` of a bucket's bytes (one-dimensional uint8); shares its memory."""
+    """View the tensor at `place` of a bucket's bytes (one-dimensional uint8); shares its memory."""
     return data[place.offset : place.offset + place.num_bytes].view(place.dtype).view(place.shape)
 
 

@@ -20,8 +20,9 @@ from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
 
+ADAPTER_ID = 1  # vLLM's number for the one adapter that is served
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_PEFT_PREFIX = "base_model.model."
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<half>[AB])\.weight")
 _EXPERTS = ".experts."
 
@@ -57,13 +58,13 @@ class AdaptedLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight that it changes."""
+        """The shape of the weight that it changes."""
         return self.num_outputs, self.num_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What an adapter folder holds, by the layers' names in checkpoints ("model.layers.0.self_attn.q_proj")."""
+    """The content of an adapter folder, by the layers' names in checkpoints ("model.layers.0.self_attn.q_proj")."""
 
     layers: Mapping[str, AdaptedLayer]
     num_bytes: int
@@ -87,7 +88,7 @@ def check_adapter(directory: str, max_rank: int, served: Mapping[str, TensorInfo
 
 
 def read_adapter(directory: str) -> Adapter:
-    """As `check_adapter`, for any rank and any model."""
+    """Read an adapter folder as `check_adapter` does, for any rank and any model."""
     config = _read_config(Path(directory) / CONFIG_FILE)
     checkpoint = inspect_checkpoint(directory)
     names = [path.name for path in checkpoint.files]
@@ -110,12 +111,12 @@ def read_adapter(directory: str) -> Adapter:
 
 
 def tensor_names(layer: str) -> tuple[str, str]:
-    """The names of a layer's A and B."""
-    return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
+    """Return the names of a layer's A and B."""
+    return f"{_PEFT_PREFIX}{layer}.lora_A.weight", f"{_PEFT_PREFIX}{layer}.lora_B.weight"
 
 
 def is_expert(layer: str) -> bool:
-    """Whether the layer is one of a mixture of experts, which engines keep fused."""
+    """Return True for a layer of a mixture of experts, which engines keep fused."""
     return _EXPERTS in layer
 
 
@@ -168,7 +169,7 @@ def _read_config(path: Path) -> _PeftConfig:
 
 
 def _halves(checkpoint: CheckpointInfo) -> dict[tuple[str, str], TensorInfo]:
-    """The tensors by layer and half."""
+    """Return the tensors by layer and half."""
     halves = {}
     for name, tensor in checkpoint.tensors.items():
         match = _TENSOR.fullmatch(name)
@@ -181,13 +182,13 @@ def _halves(checkpoint: CheckpointInfo) -> dict[tuple[str, str], TensorInfo]:
 
 
 def _by_pattern(patterns: Mapping[str, int | float] | None, layer: str, default: float) -> float:
-    """PEFT's rule: the first pattern that matches an end of the name, from a dot on."""
+    """Apply PEFT's rule: the first pattern that matches an end of the name, from a dot on."""
     matches = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
     return next(matches, default)
 
 
 def _some_layer(model: Path) -> tuple[str, tuple[int, int]]:
-    """A linear layer that vLLM can adapt, and the shape of its weight."""
+    """Find a linear layer that vLLM can adapt, and the shape of its weight."""
     if any(model.glob("*.safetensors")):
         for name, tensor in inspect_checkpoint(str(model)).tensors.items():
             layer, _, leaf = name.rpartition(".")

@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from agentloop.engine import PushSource
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.layout import Layout, lay_out
+from agentloop_servers.weight_transfer.layout import Layout, lay_out, view
 from agentloop_servers.weight_transfer.protocol import (
     AbandonAttempt,
     Accept,
@@ -328,3 +329,25 @@ class Incoming:
 
     def _lost(self, reason: str) -> CheckpointUnreadable:
         return CheckpointUnreadable(f"the weights did not arrive: {reason}", param="push")
+
+
+class TakeTensor(Protocol):
+    """A consumer of one tensor, which is only valid for work put on the current stream before it returns."""
+
+    def __call__(self, name: str, tensor: torch.Tensor, /) -> None: ...
+
+
+def receive(incoming: Incoming, take: TakeTensor) -> None:
+    """Receive all tensors, again from the start if another receiver was lost, and compare them with the sender's.
+
+    Raises what `Incoming` raises; the attempt is compared, and over, on return.
+    """
+    while True:
+        try:
+            for bucket, data in incoming.buckets():
+                for place in incoming.layout.in_bucket(bucket):
+                    take(place.name, view(data, place))
+            incoming.finish()
+        except AttemptRestarted:
+            continue
+        return

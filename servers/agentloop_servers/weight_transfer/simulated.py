@@ -15,13 +15,13 @@ import torch
 from agentloop.aio import in_daemon_thread
 from agentloop.engine import HeldIn, PushSource, StageReport, WeightUpdate
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Incoming, Receiver
+from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
 
 T = TypeVar("T")
 
 
-class _Worker:
-    """One receiver and its update. `leave` may come from any thread, at any time."""
+class _SimulatedWorker:
+    """One worker's receiver and its update. `leave` may come from any thread, at any time."""
 
     def __init__(self, rank: int) -> None:
         self._receiver = Receiver(torch.device("cpu"), rank)
@@ -37,17 +37,11 @@ class _Worker:
         return incoming
 
     def receive(self) -> float:
-        """All tensors, compared with the sender's checksums; the milliseconds it took."""
+        """Receive all tensors and compare them with the sender's checksums; returns the milliseconds it took."""
         assert self.incoming is not None, "it was opened"
-        while True:
-            try:
-                for _ in self.incoming.buckets():
-                    pass  # there is no model to bring them into
-                self.incoming.finish()
-            except AttemptRestarted:
-                continue
-            self._receiver.close()
-            return self.incoming.transfer_ms
+        receive(self.incoming, lambda name, tensor: None)  # there is no model to bring them into
+        self._receiver.close()
+        return self.incoming.transfer_ms
 
     def leave(self) -> None:
         self._is_left = True
@@ -62,24 +56,24 @@ class ReceivedWeights:
         self._num_workers = num_workers
         self._can_hold = can_hold
         self._timeout_s = timeout_s
-        self._waiting: list[_Worker] = []  # one phase: opened by a stage, for the transfer
+        self._waiting: list[_SimulatedWorker] = []  # one phase: opened by a stage, for the transfer
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         source = update.push
         assert source is not None, "asked for pushes only"
         self._drop()
-        workers = [_Worker(rank) for rank in range(self._num_workers)]
+        workers = [_SimulatedWorker(rank) for rank in range(self._num_workers)]
         opened = await _on_all(workers, lambda worker: worker.open(source, self._can_hold, self._timeout_s))
         transport, num_bytes = opened[0].transport, opened[0].num_bytes
         if opened[0].is_one_phase:
             self._waiting = workers
             return StageReport(HeldIn.NOWHERE, transport, num_bytes)
-        times_ms = await _on_all(workers, _Worker.receive)
+        times_ms = await _on_all(workers, _SimulatedWorker.receive)
         return StageReport(HeldIn.HOST, transport, num_bytes, max(times_ms))
 
     async def transfer(self, update: WeightUpdate) -> float:
         workers, self._waiting = self._waiting, []
-        return max(await _on_all(workers, _Worker.receive))
+        return max(await _on_all(workers, _SimulatedWorker.receive))
 
     async def offer(self, version: int) -> PushSource | None:
         return None
@@ -90,8 +84,8 @@ class ReceivedWeights:
         self._waiting = []
 
 
-async def _on_all(workers: list[_Worker], step: Callable[[_Worker], T]) -> list[T]:
-    """One step of every worker at once. The first that fails, or a cancellation, makes all leave."""
+async def _on_all(workers: list[_SimulatedWorker], step: Callable[[_SimulatedWorker], T]) -> list[T]:
+    """Run one step of every worker at once. The first that fails, or a cancellation, makes all leave."""
     try:
         return list(await asyncio.gather(*(in_daemon_thread(step, worker) for worker in workers)))
     except BaseException:

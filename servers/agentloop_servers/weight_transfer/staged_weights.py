@@ -16,32 +16,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 
-from agentloop.engine import HeldIn
+from agentloop.engine import CommitReport, HeldIn
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, apply, apply_fills, source, target
 from agentloop_servers.weight_transfer.layout import view
-from agentloop_servers.weight_transfer.receiver import AttemptRestarted, Incoming
+from agentloop_servers.weight_transfer.receiver import Incoming, receive
 from agentloop_servers.weight_transfer.verify import Read, RowChecksums, checksum, to_host
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """What a commit did and how long it took, in ms. `num_*` count parameters or layers."""
-
-    swap_ms: float
-    verify_ms: float
-    num_verified: int
-    num_unverified: int = 0
-    transfer_ms: float = 0.0
 
 
 class ServedModel(Protocol):
@@ -49,31 +38,34 @@ class ServedModel(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """What the model computes with, in place, each tensor once."""
+        """The tensors that the model computes with, in place, each once."""
 
     def reload(self, tensors: Tensors) -> None:
         """Load checkpoint tensors through the engine's own loader."""
 
     def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
-        """Prove a reload: layers compared, layers that could not be. Raises RuntimeError."""
+        """Prove a reload; returns how many layers were compared and could not be. Raises RuntimeError."""
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
 
 
 class StagedWeights(Protocol):
-    """One staged update. `loaded`, after a commit: the tensors that went through the engine's own loader, if they
-    are still there; what it made of them proves a plan."""
+    """One staged update.
+
+    `loaded`, after a commit: the tensors that went through the engine's own loader, if they are still there; what
+    it made of them proves a plan.
+    """
 
     held_in: HeldIn
     loaded: Mapping[str, torch.Tensor]
 
-    def commit(self, model: ServedModel) -> Swap:
-        """Bring it into the model."""
+    def commit(self, model: ServedModel) -> CommitReport:
+        """Bring the update into the model, and prove it."""
 
 
 class ShadowParameters:
-    """See the module. `shadows` has a tensor for each parameter, of its dtype and shape.
+    """A copy of the parameters, beside them. `shadows` has a tensor for each parameter, of its dtype and shape.
 
     What the commit needs is made here and in `settle`, so that nothing but copies and sums is left for the freeze.
     """
@@ -101,10 +93,10 @@ class ShadowParameters:
         apply(self._plan, name, tensor, self._shadows)
 
     def settle(self) -> None:
-        """All tensors were accepted, and their copies are done."""
+        """Sum what was staged: all tensors were accepted, and their copies are done."""
         self._staged_sums.compute()
 
-    def commit(self, model: ServedModel) -> Swap:
+    def commit(self, model: ServedModel) -> CommitReport:
         device = self._into[0].device
         started = _Mark(device)
         with torch.no_grad():
@@ -119,11 +111,11 @@ class ShadowParameters:
         wrong = self._served_sums.first_difference(self._staged_sums)
         if wrong is not None:
             raise RuntimeError(f"parameter {wrong} does not hold what was sent")
-        return Swap(started.ms_to(swapped), swapped.ms_to(verified), len(self._names))
+        return CommitReport(started.ms_to(swapped), swapped.ms_to(verified), len(self._names))
 
 
 class StagedCheckpoint:
-    """See the module. `tensors` has a tensor of the update's dtype and shape for each of its names."""
+    """The tensors as they came. `tensors` has a tensor of the update's dtype and shape for each of its names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], held_in: HeldIn) -> None:
         self.held_in = held_in
@@ -134,19 +126,19 @@ class StagedCheckpoint:
         self.tensors[name].copy_(tensor, non_blocking=True)
 
     def settle(self) -> None:
-        """Nothing to do: the tensors were compared with the sender's as they came."""
+        """Do nothing: the tensors were compared with the sender's as they came."""
 
-    def commit(self, model: ServedModel) -> Swap:
+    def commit(self, model: ServedModel) -> CommitReport:
         started_at = time.perf_counter()
         model.reload(iter(self.tensors.items()))
         model.synchronize()
         swapped_at = time.perf_counter()
         compared = model.compare(list(self.tensors), self.tensors.__getitem__)
-        return Swap(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
+        return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
 class StagedFiles:
-    """See the module. Raises CheckpointUnreadable for a folder that cannot be loaded."""
+    """A folder that the commit reads. Raises CheckpointUnreadable for one that cannot be loaded."""
 
     held_in = HeldIn.FILES
 
@@ -155,7 +147,7 @@ class StagedFiles:
         self._directory = directory
         self.info = inspect_checkpoint(directory)
 
-    def commit(self, model: ServedModel) -> Swap:
+    def commit(self, model: ServedModel) -> CommitReport:
         started_at = time.perf_counter()
         if inspect_checkpoint(self._directory) != self.info:
             raise CheckpointUnreadable("the checkpoint was changed after it was staged", param="directory")
@@ -164,11 +156,14 @@ class StagedFiles:
             model.synchronize()
             swapped_at = time.perf_counter()
             compared = model.compare(list(self.info.tensors), checkpoint.read)
-        return Swap(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
+        return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
 class StreamedWeights:
-    """See the module. `plan` None: through the loader, which cannot begin again when another receiver is lost."""
+    """An update that the commit receives.
+
+    `plan` None: through the loader, which cannot begin again when another receiver is lost.
+    """
 
     held_in = HeldIn.NOWHERE
 
@@ -177,13 +172,13 @@ class StreamedWeights:
         self._incoming = incoming
         self._plan = plan
 
-    def commit(self, model: ServedModel) -> Swap:
+    def commit(self, model: ServedModel) -> CommitReport:
         started_at = time.perf_counter()
-        swap = self._by_plan(self._plan, model) if self._plan is not None else self._by_loader(model)
-        swap_ms = _ms(started_at) - swap.verify_ms
-        return Swap(swap_ms, swap.verify_ms, swap.num_verified, swap.num_unverified, self._incoming.transfer_ms)
+        report = self._by_plan(self._plan, model) if self._plan is not None else self._by_loader(model)
+        swap_ms = _ms(started_at) - report.verify_ms
+        return replace(report, swap_ms=swap_ms, transfer_ms=self._incoming.transfer_ms)
 
-    def _by_plan(self, plan: CopyPlan, model: ServedModel) -> Swap:
+    def _by_plan(self, plan: CopyPlan, model: ServedModel) -> CommitReport:
         parameters = model.parameters
         wanted: dict[Copy, torch.Tensor] = {}
 
@@ -201,9 +196,9 @@ class StreamedWeights:
         copied_at = time.perf_counter()
         found = to_host([checksum(target(copy, parameters)) for copy in wanted])
         _compare_sums([copy.parameter for copy in wanted], found, to_host(list(wanted.values())))
-        return Swap(0.0, _ms(copied_at), len(wanted))
+        return CommitReport(0.0, _ms(copied_at), len(wanted))
 
-    def _by_loader(self, model: ServedModel) -> Swap:
+    def _by_loader(self, model: ServedModel) -> CommitReport:
         names = [place.name for place in self._incoming.layout.places]
         kept: dict[str, torch.Tensor] = {}  # for the comparison afterwards: on the host, where there is room
 
@@ -220,29 +215,7 @@ class StreamedWeights:
         loaded_at = time.perf_counter()
         compared = model.compare(names, kept.__getitem__)
         self.loaded = kept
-        return Swap(0.0, _ms(loaded_at), *compared)
-
-
-class TakeTensor(Protocol):
-    """Takes a tensor that is only valid for work put on the current stream by the time it returns."""
-
-    def __call__(self, name: str, tensor: torch.Tensor, /) -> None: ...
-
-
-def receive(incoming: Incoming, accept: TakeTensor) -> None:
-    """Receive all tensors, again from the start if another receiver was lost, and compare them with the sender's.
-
-    Raises what `Incoming` raises; the pass is compared, and over, on return.
-    """
-    while True:
-        try:
-            for bucket, data in incoming.buckets():
-                for place in incoming.layout.in_bucket(bucket):
-                    accept(place.name, view(data, place))
-            incoming.finish()
-        except AttemptRestarted:
-            continue
-        return
+        return CommitReport(0.0, _ms(loaded_at), *compared)
 
 
 class OpenCheckpoint:
@@ -266,12 +239,12 @@ class OpenCheckpoint:
         self._stack.close()
 
     def tensors(self) -> Tensors:
-        """Every tensor, in the order of the files."""
+        """Yield every tensor, in the order of the files."""
         for name, file in self._file_by_name.items():
             yield name, file.get_tensor(name)
 
     def read(self, name: str) -> Any:
-        """A tensor to be sliced."""
+        """Return a tensor to be sliced."""
         return self._file_by_name[name].get_slice(name)
 
 

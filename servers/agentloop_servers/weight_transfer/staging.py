@@ -21,20 +21,19 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from agentloop.engine import HeldIn, PushSource, TensorInfo, TensorNames
+from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames
 from agentloop.errors import AgentLoopError, CheckpointUnreadable
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.checkpoint import inspect_checkpoint
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, PlanRefused, Region, prove, trace
-from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of
-from agentloop_servers.weight_transfer.receiver import Incoming, Receiver
+from agentloop_servers.weight_transfer.layout import DEFAULT_BUCKET_BYTES, dtype_of, tensor_info
+from agentloop_servers.weight_transfer.receiver import Incoming, Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
 from agentloop_servers.weight_transfer.staged_weights import (
     OpenCheckpoint,
@@ -44,20 +43,15 @@ from agentloop_servers.weight_transfer.staged_weights import (
     StagedFiles,
     StagedWeights,
     StreamedWeights,
-    Swap,
-    receive,
 )
+from agentloop_servers.weight_transfer.worker_calls import CheckedFolder, StageProgress, StageState
 
 OFFER_TIMEOUT_S = 300.0
-JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end; it looks every 50 ms
+RESERVE_BYTES = 2**30
+HOST_SHARE = 2 / 3
+THREAD_JOIN_TIMEOUT_S = 10.0  # of a stage's thread that was told to end; it looks every 50 ms
 
-
-class StageState(StrEnum):
-    """How far a stage is."""
-
-    RECEIVING = "receiving"
-    HELD = "held"
-    FAILED = "failed"
+Form = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(slots=True)
@@ -67,10 +61,8 @@ class _Stage:
     number: int
     state: StageState = StageState.RECEIVING
     error: str = ""
-    transport: str = ""
-    num_bytes: int = 0
-    transfer_ms: float = 0.0
-    hold: StagedWeights | None = None
+    report: StageReport | None = None
+    staged: StagedWeights | None = None
     incoming: Incoming | None = None
     is_dropped: bool = False
     thread: threading.Thread | None = None
@@ -78,8 +70,10 @@ class _Stage:
 
 @dataclass(slots=True)
 class _KnownPlan:
-    """A plan for tensors of these names and shapes, in whatever order and dtype they come; `is_proved` once it
-    agreed with what the engine loaded by itself."""
+    """A copy plan for tensors of these names and shapes, in whatever order and dtype they come.
+
+    `is_proved` once it agreed with what the engine loaded by itself.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     plan: CopyPlan
@@ -87,7 +81,10 @@ class _KnownPlan:
 
 
 class WeightStager:
-    """One a worker process. `can_trace` false: a model that computes with packed copies of its parameters."""
+    """The stager of one worker process.
+
+    `can_trace` false: a model that computes with packed copies of its parameters.
+    """
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class WeightStager:
         device: torch.device,
         rank: int,
         *,
-        staging: str,
+        policy: str,
         can_trace: bool,
         timeout_s: float,
     ) -> None:
@@ -106,29 +103,31 @@ class WeightStager:
         self.rank = rank
         self._can_trace = can_trace
         self._timeout_s = timeout_s
-        self._memory = StagingMemory(device, staging)
+        self._memory = StagingMemory(device, policy)
         self._receiver = Receiver(device, rank)
         self._stream: torch.cuda.Stream | None = None
         self._known: _KnownPlan | None = None
         self._refused: Mapping[str, tuple[int, ...]] = {}
         self._stage: _Stage | None = None
-        self._served: StagedCheckpoint | None = (
-            None  # what the last push brought, where parameters cannot be read back
-        )
+        # What the last push brought, where parameters cannot be read back.
+        self._served: StagedCheckpoint | None = None
         self._sender: WeightSender | None = None
         self._sending: threading.Thread | None = None
 
     # --- plans --------------------------------------------------------------------------------------------
 
-    def prepare(self, directory: str, tensors: Sequence[TensorInfo]) -> None:
-        """The engine has loaded `directory` by itself: trace the plan for its tensors, and prove it with them."""
-        known = self._plan_for(tuple(tensors))
+    def prepare(self, loaded: CheckedFolder) -> None:
+        """Trace the plan for the tensors of a folder that the engine itself has loaded, and prove it with them."""
+        known = self._plan_for(loaded.tensors)
         if known is not None:
-            with OpenCheckpoint(inspect_checkpoint(directory)) as checkpoint:
+            with OpenCheckpoint(inspect_checkpoint(loaded.directory)) as checkpoint:
                 self._prove(known, checkpoint.read)
 
     def _plan_for(self, tensors: tuple[TensorInfo, ...]) -> _KnownPlan | None:
-        """Call on the worker's own thread only: it runs the model's loader."""
+        """Return the plan for these tensors, if there is one.
+
+        Call on the worker's own thread only: it runs the model's loader.
+        """
         shapes = {tensor.name: tuple(tensor.shape) for tensor in tensors}
         if not self._can_trace or shapes == self._refused:
             return None
@@ -153,35 +152,27 @@ class WeightStager:
 
     # --- staging ------------------------------------------------------------------------------------------
 
-    def stage(self, number: int, source: PushSource | str, tensors: Sequence[TensorInfo]) -> None:
-        """Begin to receive from a push, or from a directory. What was staged before is dropped."""
+    def stage(self, number: int, source: PushSource | CheckedFolder) -> None:
+        """Begin to receive from a push, or from a folder. What was staged before is dropped."""
         if self._stage is not None:
             self.drop(self._stage.number)
         stage = self._stage = _Stage(number)
         if isinstance(source, PushSource) and source.names is TensorNames.RUNTIME:
             plan: CopyPlan | None = self._plan_of_parameters()
         else:
-            known = self._plan_for(tuple(tensors))
+            known = self._plan_for(source.tensors)
             plan = known.plan if known is not None and known.is_proved else None
         stage.thread = threading.Thread(
-            target=self._run, args=(stage, source, tuple(tensors), plan), name=f"stage-{number}", daemon=True
+            target=self._run, args=(stage, source, plan), name=f"stage-{number}", daemon=True
         )
         stage.thread.start()
 
-    def poll(self, number: int) -> dict[str, Any]:
-        """The state of a stage, in plain values."""
+    def poll(self, number: int) -> StageProgress:
+        """Return the progress of a stage."""
         stage = self._stage
         if stage is None or stage.number != number:
-            return {"state": StageState.FAILED.value, "error": "it was dropped"}
-        held_in = stage.hold.held_in if stage.hold is not None else HeldIn.NOWHERE
-        return {
-            "state": stage.state.value,
-            "error": stage.error,
-            "held_in": held_in.value,
-            "transport": stage.transport,
-            "num_bytes": stage.num_bytes,
-            "transfer_ms": stage.transfer_ms,
-        }
+            return StageProgress(StageState.FAILED, "it was dropped")
+        return StageProgress(stage.state, stage.error, stage.report)
 
     def drop(self, number: int) -> None:
         """Give a stage up; returns when its thread has let go. Another number: no-op."""
@@ -191,11 +182,11 @@ class WeightStager:
         self._stage = None
         stage.is_dropped = True
         if stage.incoming is not None and (
-            stage.state is not StageState.HELD or isinstance(stage.hold, StreamedWeights)
+            stage.state is not StageState.HELD or isinstance(stage.staged, StreamedWeights)
         ):
             stage.incoming.abort()  # else all has arrived, and the connection serves the next update
         if stage.thread is not None:
-            stage.thread.join(JOIN_TIMEOUT_S)
+            stage.thread.join(THREAD_JOIN_TIMEOUT_S)
             if stage.thread.is_alive():
                 # It waits inside the driver or the loader; its memory must not be written by two.
                 self._memory = StagingMemory(self._device, "none")
@@ -210,15 +201,13 @@ class WeightStager:
         self._receiver.close()
         self._receiver = Receiver(self._device, self.rank)
 
-    def _run(
-        self, stage: _Stage, source: PushSource | str, tensors: tuple[TensorInfo, ...], plan: CopyPlan | None
-    ) -> None:
+    def _run(self, stage: _Stage, source: PushSource | CheckedFolder, plan: CopyPlan | None) -> None:
         try:
             with self._side_stream():
                 if isinstance(source, PushSource):
                     self._receive_push(stage, source, plan)
                 else:
-                    self._read_directory(stage, source, tensors, plan)
+                    self._read_folder(stage, source.directory, plan)
         except AgentLoopError as error:
             stage.error = error.message
         except Exception as error:  # whatever it is, it is the update's failure: the worker goes on
@@ -227,7 +216,7 @@ class WeightStager:
 
     def _receive_push(self, stage: _Stage, source: PushSource, plan: CopyPlan | None) -> None:
         form = _form(source.tensors) if plan is None else self._parameter_form()
-        held_in = self._memory.choose(form, self._buffer_bytes(source.tensors))
+        held_in = self._memory.choose(form, _buffer_bytes(source.tensors))
         incoming = self._receiver.open(
             source,
             can_hold=held_in is not HeldIn.NOWHERE,
@@ -235,53 +224,51 @@ class WeightStager:
             is_given_up=lambda: stage.is_dropped,
         )
         stage.incoming = incoming
-        stage.transport, stage.num_bytes = incoming.transport, incoming.num_bytes
         if stage.is_dropped:
             incoming.abort()
             raise CheckpointUnreadable("it was dropped", param="push")
         if incoming.is_one_phase:
-            stage.hold = StreamedWeights(incoming, plan)
-            return
-        try:
-            hold = self._hold(plan, form, held_in)
-            receive(incoming, hold.accept)
-        except BaseException as error:
-            incoming.fail(str(error) or type(error).__name__)
-            raise
-        self._settle(hold)
-        stage.transfer_ms = incoming.transfer_ms
-        stage.hold = hold
+            stage.staged = StreamedWeights(incoming, plan)
+        else:
+            try:
+                staged = self._place_for(plan, form, held_in)
+                receive(incoming, staged.accept)
+            except BaseException as error:
+                incoming.fail(str(error) or type(error).__name__)
+                raise
+            self._settle(staged)
+            stage.staged = staged
+        stage.report = StageReport(
+            stage.staged.held_in, incoming.transport, incoming.num_bytes, incoming.transfer_ms
+        )
 
-    def _read_directory(
-        self, stage: _Stage, directory: str, tensors: tuple[TensorInfo, ...], plan: CopyPlan | None
-    ) -> None:
-        stage.transport = "directory"
+    def _read_folder(self, stage: _Stage, directory: str, plan: CopyPlan | None) -> None:
         files = StagedFiles(directory)
-        stage.num_bytes = files.info.num_bytes
         form = self._parameter_form()
         held_in = HeldIn.NOWHERE if plan is None else self._memory.choose(form, 0)
         if plan is None or held_in is HeldIn.NOWHERE:
-            stage.hold = files
-            return
-        hold = self._hold(plan, form, held_in)
-        with OpenCheckpoint(files.info) as checkpoint:
-            for name, tensor in checkpoint.tensors():
-                if stage.is_dropped:
-                    raise CheckpointUnreadable("it was dropped", param="directory")
-                hold.accept(name, tensor)
-        self._settle(hold)
-        stage.hold = hold
+            stage.staged = files
+        else:
+            staged = self._place_for(plan, form, held_in)
+            with OpenCheckpoint(files.info) as checkpoint:
+                for name, tensor in checkpoint.tensors():
+                    if stage.is_dropped:
+                        raise CheckpointUnreadable("it was dropped", param="directory")
+                    staged.accept(name, tensor)
+            self._settle(staged)
+            stage.staged = staged
+        stage.report = StageReport(stage.staged.held_in, "directory", files.info.num_bytes)
 
-    def _hold(self, plan: CopyPlan | None, form: Form, held_in: HeldIn) -> StagedCheckpoint | ShadowParameters:
+    def _place_for(self, plan: CopyPlan | None, form: Form, held_in: HeldIn) -> StagedCheckpoint | ShadowParameters:
         tensors = self._memory.take(form, held_in)
         if plan is None:
             return StagedCheckpoint(tensors, held_in)
         return ShadowParameters(plan, tensors, self._model.parameters, held_in)
 
-    def _settle(self, hold: StagedCheckpoint | ShadowParameters) -> None:
-        """What the hold made of the tensors is complete, and may be read from any stream."""
+    def _settle(self, staged: StagedCheckpoint | ShadowParameters) -> None:
+        """Wait until what was staged is complete, and may be read from any stream."""
         self._synchronize()
-        hold.settle()
+        staged.settle()
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -290,32 +277,32 @@ class WeightStager:
 
     # --- committing ---------------------------------------------------------------------------------------
 
-    def commit(self, number: int) -> Swap:
-        """Bring what stage `number` holds into the model, and prove it. Raises; then the weights are unknown."""
+    def commit(self, number: int) -> CommitReport:
+        """Bring what stage `number` holds into the model, and prove it. If it raises, the weights are unknown."""
         stage, self._stage = self._stage, None
-        if stage is None or stage.number != number or stage.hold is None or stage.state is not StageState.HELD:
+        if stage is None or stage.number != number or stage.staged is None or stage.state is not StageState.HELD:
             raise RuntimeError("nothing is held for this commit")
         self._end_offer()
         self._served = None
-        hold = stage.hold
+        staged = stage.staged
         try:
-            swap = hold.commit(self._model)
+            report = staged.commit(self._model)
         except BaseException as error:
             if stage.incoming is not None:
                 stage.incoming.fail(str(error) or type(error).__name__)
             raise
-        if hold.loaded and self._known is not None and not self._known.is_proved:
-            self._prove(self._known, hold.loaded.__getitem__)
+        if staged.loaded and self._known is not None and not self._known.is_proved:
+            self._prove(self._known, staged.loaded.__getitem__)
             self._memory.release()  # what the next update needs has another form
-        elif isinstance(hold, StagedCheckpoint):
-            self._served = hold
-        hold.loaded = {}
-        return swap
+        elif isinstance(staged, StagedCheckpoint):
+            self._served = staged
+        staged.loaded = {}
+        return report
 
     # --- offering -----------------------------------------------------------------------------------------
 
-    def offer(self, token: str) -> dict[str, Any] | None:
-        """Begin to give the served weights to whoever comes with `token`; None if they cannot be read back."""
+    def offer(self, token: str) -> PushSource | None:
+        """Begin to give the served weights to workers that come with `token`; None if they cannot be read back."""
         self._end_offer()
         if self._can_trace:
             names, tensors = TensorNames.RUNTIME, self._model.parameters
@@ -324,24 +311,21 @@ class WeightStager:
         else:
             return None
         items = [
-            Outgoing(_info(name, tensor), partial(torch.Tensor.detach, tensor)) for name, tensor in tensors.items()
+            Outgoing(tensor_info(name, tensor), partial(torch.Tensor.detach, tensor))
+            for name, tensor in tensors.items()
         ]
         sender = self._sender = WeightSender(device=self._device)
         offer = sender.offer(items, names, token)
         self._sending = threading.Thread(target=_send, args=(sender,), name="offer", daemon=True)
         self._sending.start()
-        return {
-            "address": offer.addresses[0],
-            "names": names.value,
-            "tensors": [[item.info.name, item.info.dtype, list(item.info.shape)] for item in items],
-        }
+        return offer
 
     def _end_offer(self) -> None:
         sender, self._sender = self._sender, None
         sending, self._sending = self._sending, None
         if sender is not None and sending is not None:
             sender.cancel("the offer is over")
-            sending.join(JOIN_TIMEOUT_S)
+            sending.join(THREAD_JOIN_TIMEOUT_S)
             sender.close()
 
     # --- inside -------------------------------------------------------------------------------------------
@@ -350,7 +334,7 @@ class WeightStager:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._model.parameters.items()]
 
     def _plan_of_parameters(self) -> CopyPlan:
-        """For tensors that are this model's own parameters: each is copied whole."""
+        """Make the plan for tensors that are this model's own parameters: each is copied whole."""
         if not self._can_trace:
             raise CheckpointUnreadable("this engine cannot take another one's parameters", param="push")
         parameters = self._model.parameters
@@ -361,14 +345,9 @@ class WeightStager:
             copies.append(Copy(parameter=name, into=whole, tensor=name, out_of=dense))
         return CopyPlan(tuple(copies), (), {name: tuple(tensor.shape) for name, tensor in parameters.items()})
 
-    def _buffer_bytes(self, tensors: Sequence[TensorInfo]) -> int:
-        """What arrives through: two buckets."""
-        largest = max(torch.Size(tensor.shape).numel() * dtype_of(tensor).itemsize for tensor in tensors)
-        return int(2 * max(largest, DEFAULT_BUCKET_BYTES))
-
     @contextlib.contextmanager
     def _side_stream(self) -> Iterator[None]:
-        """Device work beside the model's own."""
+        """Put device work beside the model's own."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._device.type == "cuda":
@@ -388,22 +367,18 @@ def _send(sender: WeightSender) -> None:
         sender.run(OFFER_TIMEOUT_S)
 
 
+def _buffer_bytes(tensors: Sequence[TensorInfo]) -> int:
+    """Return the bytes of the two buckets that these tensors arrive through."""
+    largest = max(_num_bytes([one]) for one in _form(tensors))
+    return int(2 * max(largest, DEFAULT_BUCKET_BYTES))
+
+
 def _form(tensors: Sequence[TensorInfo]) -> Form:
     return [(tensor.name, dtype_of(tensor), tuple(tensor.shape)) for tensor in tensors]
 
 
-def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
-    return TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
-RESERVE_BYTES = 2**30
-HOST_SHARE = 2 / 3
-
-Form = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
-
-
 class StagingMemory:
-    """One set of named tensors at a time."""
+    """The memory for staged weights: one set of named tensors at a time."""
 
     def __init__(self, device: torch.device, policy: str) -> None:
         """`policy`: "auto", "device", "host" or "none"."""
@@ -414,7 +389,7 @@ class StagingMemory:
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     def choose(self, form: Form, buffer_bytes: int) -> HeldIn:
-        """Where tensors of this form can wait; `buffer_bytes` of device memory are needed beside them."""
+        """Choose where tensors of this form wait; `buffer_bytes` of device memory are needed beside them."""
         if self._policy == "none":
             return HeldIn.NOWHERE
         if self._tensors and form == self._form:
@@ -430,7 +405,7 @@ class StagingMemory:
         return HeldIn.NOWHERE
 
     def take(self, form: Form, held_in: HeldIn) -> Mapping[str, torch.Tensor]:
-        """Tensors of this form, uninitialised or with what an earlier update left in them."""
+        """Return tensors of this form, uninitialised or with what an earlier update left in them."""
         if not self._tensors or form != self._form or held_in is not self._held_in:
             self.release()
             self._tensors = {name: self._empty(dtype, shape, held_in) for name, dtype, shape in form}
@@ -462,7 +437,7 @@ def _free_device_bytes(device: torch.device) -> int:
 
 
 def _available_host_bytes() -> int:
-    """Linux's estimate of what can be had without swapping."""
+    """Return Linux's estimate of what can be had without swapping, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -16,16 +16,10 @@ from torch.distributed.tensor import DTensor
 from agentloop.client import NamedTensors
 from agentloop.engine import TensorInfo
 from agentloop.errors import InvalidRequest
+from agentloop_servers.weight_transfer.layout import CAST_DTYPES, tensor_info
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _OUTERMOST = "module."  # DistributedDataParallel; further in, a model may have a part of that name
-CAST_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-"""The dtypes that may become another one; FP8, which has its scales beside it, may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +31,19 @@ class NamedTensor:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks must load it together."""
+        """The number of ranks that must load it together."""
         return self.tensor.device_mesh.size() if isinstance(self.tensor, DTensor) else 1
 
     @property
     def load(self) -> Callable[[], torch.Tensor]:
-        """Gives the whole tensor; collective if `num_ranks` is more than 1."""
+        """The function that gives the whole tensor; collective if `num_ranks` is more than 1."""
         return _Load(self.tensor)
 
     def info(self, dtype: torch.dtype | None) -> TensorInfo:
-        """What it is when it is sent: its dtype is `dtype` if it is of the kind that is cast, else its own."""
+        """Describe it as it is sent: in `dtype` if its own is one that may be cast, else in its own."""
         own = self.tensor.dtype
         sent = dtype if dtype is not None and own in CAST_DTYPES.values() else own
-        return TensorInfo(self.name, dtype_name(sent), tuple(self.tensor.shape))
+        return tensor_info(self.name, self.tensor, sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ class _Load:
 
 
 def collect(weights: NamedTensors) -> list[NamedTensor]:
-    """The tensors in their order. Raises InvalidRequest, naming it, for what cannot be one of a checkpoint."""
+    """Return the tensors in their order. Raises InvalidRequest, naming it, for what a checkpoint cannot hold."""
     if not isinstance(weights, Iterable):
         raise _refusal(f"{type(weights).__name__} has no names for its tensors; give model.named_parameters()")
     pairs: Iterable[tuple[str, object]] = weights.items() if isinstance(weights, Mapping) else weights
@@ -84,7 +78,7 @@ def collect(weights: NamedTensors) -> list[NamedTensor]:
 
 
 def checkpoint_name(name: str) -> str:
-    """The name without what DDP, torch.compile, FSDP and activation checkpointing put into it."""
+    """Return the name without what DDP, torch.compile, FSDP and activation checkpointing put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     while name.startswith(_OUTERMOST):
@@ -93,20 +87,15 @@ def checkpoint_name(name: str) -> str:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype of that name. Raises InvalidRequest unless floating-point tensors are ever cast to it."""
+    """Return the dtype of that name. Raises InvalidRequest unless floating-point tensors are ever cast to it."""
     dtype = CAST_DTYPES.get(str(name).removeprefix("torch."))
     if dtype is None:
         raise InvalidRequest(f"weights are sent as one of {', '.join(CAST_DTYPES)}, not {name!r}", param="dtype")
     return dtype
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As `TensorInfo` writes it: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def digest(tensors: Sequence[NamedTensor]) -> int:
-    """The same on ranks that hold the same tensors (or shards of them) in the same order. 64 bits."""
+    """Hash names, dtypes and shapes: equal on ranks that hold the same tensors (or shards) in order. 64 bits."""
     state = hashlib.blake2b(digest_size=8)
     for one in tensors:
         state.update(f"{one.name}\0{one.tensor.dtype}\0{tuple(one.tensor.shape)}\0{one.num_ranks}\n".encode())

@@ -28,8 +28,9 @@ from agentloop.client import NamedTensors, PushOptions, PushTarget
 from agentloop.engine import PushSource
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
+from agentloop_servers.weight_transfer.layout import CAST_DTYPES
 from agentloop_servers.weight_transfer.sender import SendReport, WeightSender
-from agentloop_servers.weight_transfer.state_dict import CAST_DTYPES, NamedTensor, collect, digest, parse_dtype
+from agentloop_servers.weight_transfer.state_dict import NamedTensor, collect, digest, parse_dtype
 from agentloop_servers.weight_transfer.trainer_group import (
     RankPart,
     TrainerGroup,

@@ -1,7 +1,8 @@
 """The half of a weight update that runs inside vLLM's worker processes.
 
 vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`); the engine calls its methods through
-`collective_rpc`, between two steps. Only plain values cross the process border. The work itself is in `staging.py`.
+`collective_rpc`, between two steps. Values cross the process border as codec bytes
+(`worker_calls.py`). The work itself is in `staging.py`.
 
 Two things stock reloading does not do, both silent:
 
@@ -16,16 +17,16 @@ with the files, and that layers the adapter does not have add nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
 
-from agentloop.engine import PushSource, TensorInfo, TensorNames
+from agentloop import codec
 from agentloop_servers.weight_transfer.lora import (
+    ADAPTER_ID,
     WEIGHTS_FILE,
     Adapter,
     is_expert,
@@ -35,6 +36,7 @@ from agentloop_servers.weight_transfer.lora import (
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import WeightStager
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
+from agentloop_servers.weight_transfer.worker_calls import StageOrder, StagingSetup
 
 
 class WeightWorker:
@@ -45,70 +47,63 @@ class WeightWorker:
     device: torch.device
     _stager: WeightStager
 
-    def weights_prepare(
-        self, directory: str | None, tensors: Sequence[Sequence[Any]], staging: str, timeout_s: float
-    ) -> None:
-        """Once, after the start and before any request. `directory` None: the weights are dummy."""
+    def weights_prepare(self, setup: bytes) -> None:
+        """Make the stager from a `StagingSetup`. Once, after the start and before any request."""
+        settings = codec.decode(setup, StagingSetup)
         parallel = self.vllm_config.parallel_config
         self._stager = WeightStager(
             self.weights_model(),
             self.model_runner.get_model(),
             self.device,
             parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            staging=staging,
+            policy=settings.policy,
             can_trace=self.device.type != "cpu",
-            timeout_s=timeout_s,
+            timeout_s=settings.timeout_s,
         )
-        if directory is not None:
-            self._stager.prepare(directory, _infos(tensors))
+        if settings.loaded is not None:
+            self._stager.prepare(settings.loaded)
 
     def weights_model(self) -> RunningModel:
         """The model that updates go into."""
         return RunningModel(self)
 
-    def weights_stage(self, number: int, source: Mapping[str, Any]) -> None:
-        """Begin to receive."""
-        tensors = _infos(source["tensors"])
-        if "directory" in source:
-            self._stager.stage(number, source["directory"], tensors)
-            return
-        push = PushSource(
-            addresses=tuple(source["addresses"]),
-            token=source["token"],
-            tensors=tensors,
-            names=TensorNames(source["names"]),
-            num_receivers=source["num_receivers"],
-        )
-        self._stager.stage(number, push, tensors)
+    def weights_stage(self, order: bytes) -> None:
+        """Begin to receive what a `StageOrder` names."""
+        wanted = codec.decode(order, StageOrder)
+        source = wanted.push or wanted.folder
+        if source is None:
+            raise ValueError("a stage without a source")
+        self._stager.stage(wanted.number, source)
 
-    def weights_poll(self, number: int) -> dict[str, Any]:
-        """How far it is."""
-        return self._stager.poll(number)
+    def weights_poll(self, number: int) -> bytes:
+        """Return a stage's `StageProgress`."""
+        return codec.encode(self._stager.poll(number))
 
     def weights_drop(self, number: int) -> None:
-        """Give it up."""
+        """Give a stage up."""
         self._stager.drop(number)
 
-    def weights_commit(self, number: int) -> dict[str, Any]:
-        """Swap; generation is paused."""
+    def weights_commit(self, number: int) -> bytes:
+        """Bring a stage into the model while generation is paused; returns a `CommitReport`."""
         with torch.no_grad():
-            return asdict(self._stager.commit(number))
+            return codec.encode(self._stager.commit(number))
 
-    def weights_offer(self, token: str) -> dict[str, Any] | None:
-        """Give the served weights to another engine's worker."""
-        return self._stager.offer(token)
+    def weights_offer(self, token: str) -> bytes | None:
+        """Give the served weights to another engine's worker; returns a `PushSource`, None if that cannot be."""
+        offer = self._stager.offer(token)
+        return None if offer is None else codec.encode(offer)
 
     def weights_release(self) -> None:
         """Give back all memory that is not the model's."""
         self._stager.release()
 
     def weights_verify_adapter(self, directory: str) -> int:
-        """As `verify_adapter`, of this worker."""
+        """Prove this worker's adapter; see `verify_adapter`."""
         return verify_adapter(self.model_runner, directory)
 
 
 class RunningModel:
-    """A worker's model as commits see it; see `holds.ServedModel`."""
+    """A worker's model as commits see it; see `ServedModel`."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -146,12 +141,6 @@ class RunningModel:
 
         finalize_layerwise_reload(self._module, self._worker.vllm_config.model_config)
 
-
-def _infos(tensors: Sequence[Sequence[Any]]) -> tuple[TensorInfo, ...]:
-    return tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
-
-
-ADAPTER_ID = 1
 
 _Slices: TypeAlias = list[torch.Tensor | None]
 
@@ -193,7 +182,7 @@ def verify_adapter(model_runner: Any, directory: str) -> int:
 
 
 def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], Any]]:
-    """The worker's layers that can be compared: name, the checkpoint's names of its slices, the layer.
+    """Yield the worker's layers that can be compared: name, the checkpoint's names of its slices, the layer.
 
     The output head is one too, but without slices; it is compared only if the adapter has it.
     """
@@ -209,7 +198,7 @@ def _layers(manager: Any, adapter: Adapter) -> Iterator[tuple[str, list[str], An
 
 
 def _wanted(layer: Any, parts: Sequence[str], adapter: Adapter, file: Any) -> tuple[_Slices, _Slices]:
-    """A and B of every slice as this worker should hold them, without the padding; None: nothing of the adapter."""
+    """Return A and B of every slice as this worker should hold them, unpadded; None: nothing of the adapter."""
     dtype = layer.lora_b_stacked[0].dtype
     halves_a: _Slices = []
     halves_b: _Slices = []
@@ -239,7 +228,7 @@ def _pairs(
 
 
 def _is_equal(held: torch.Tensor, expected: torch.Tensor | None) -> torch.Tensor:
-    """Whether `held` is `expected` and zeros around it."""
+    """Compare `held` with `expected` and zeros around it; a 0-dim bool tensor, no sync."""
     padded = torch.zeros_like(held)
     if expected is not None:
         padded[: expected.shape[0], : expected.shape[1]] = expected.to(held.device)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentloop.engine import PushSource, TensorInfo, TensorNames
+from agentloop.engine import CommitReport, PushSource, TensorInfo
+from agentloop_servers.weight_transfer import CheckedFolder, StageProgress, StageState
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import lay_out
-from agentloop_servers.weight_transfer.receiver import AttemptRestarted
+from agentloop_servers.weight_transfer.receiver import AttemptRestarted, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
-from agentloop_servers.weight_transfer.staged_weights import Swap, Tensors, receive
+from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import WeightStager
 from agentloop_servers.weight_transfer.verify import Read
 
@@ -44,7 +45,7 @@ class TwoInOne(torch.nn.Module):
 
 
 class PlainModel:
-    """See `holds.ServedModel`. `num_reloads` counts the loads through the model's own loader."""
+    """See `ServedModel`. `num_reloads` counts the loads through the model's own loader."""
 
     def __init__(self, module: TwoInOne) -> None:
         self.module = module
@@ -92,20 +93,20 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def infos() -> list[TensorInfo]:
-    return [TensorInfo(name, "float32", tuple(tensor.shape)) for name, tensor in weights(0).items()]
+def infos() -> tuple[TensorInfo, ...]:
+    return tuple(TensorInfo(name, "float32", tuple(tensor.shape)) for name, tensor in weights(0).items())
 
 
 class Site:
     """A stager, its model, and a trainer that listens."""
 
     def __init__(
-        self, kind: type[PlainModel] = PlainModel, *, staging: str = "auto", can_trace: bool = True
+        self, kind: type[PlainModel] = PlainModel, *, policy: str = "auto", can_trace: bool = True
     ) -> None:
         self.module = TwoInOne()
         self.model = kind(self.module)
         self.stager = WeightStager(
-            self.model, self.module, torch.device("cpu"), 0, staging=staging, can_trace=can_trace, timeout_s=20.0
+            self.model, self.module, torch.device("cpu"), 0, policy=policy, can_trace=can_trace, timeout_s=20.0
         )
         self.sender = WeightSender(bucket_bytes=1024)
         self.num_stages = 0
@@ -115,7 +116,7 @@ class Site:
         """As the engine's own start does."""
         save_file(weights(seed), directory / "model.safetensors")
         self.module.load_weights(iter(weights(seed).items()))
-        self.stager.prepare(str(directory), infos())
+        self.stager.prepare(CheckedFolder(str(directory), infos()))
 
     def offer(self, seed: int, *, is_reversed: bool = False) -> PushSource:
         items = [
@@ -128,24 +129,24 @@ class Site:
         self.trainer.start()
         return offer
 
-    def stage(self, source: PushSource | str) -> dict[str, object]:
+    def stage(self, source: PushSource | CheckedFolder) -> StageProgress:
         self.num_stages += 1
-        self.stager.stage(self.num_stages, source, infos())
+        self.stager.stage(self.num_stages, source)
         return self.wait()
 
-    def wait(self) -> dict[str, object]:
+    def wait(self) -> StageProgress:
         deadline_at = time.monotonic() + 20.0
-        while (state := self.stager.poll(self.num_stages))["state"] == "receiving":
+        while (progress := self.stager.poll(self.num_stages)).state is StageState.RECEIVING:
             assert time.monotonic() < deadline_at
             time.sleep(0.005)
-        return state
+        return progress
 
-    def commit(self) -> Swap:
-        swap = self.stager.commit(self.num_stages)
+    def commit(self) -> CommitReport:
+        report = self.stager.commit(self.num_stages)
         if self.trainer is not None:
             self.trainer.join(20.0)
             assert not self.trainer.is_alive()
-        return swap
+        return report
 
     def assert_holds(self, seed: int) -> None:
         expected = weights(seed)
@@ -167,11 +168,13 @@ def site() -> Iterator[Site]:
 
 def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Site, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
-    state = site.stage(site.offer(seed=2))
-    assert (state["state"], state["held_in"], state["transport"]) == ("held", "host", "shm")
+    progress = site.stage(site.offer(seed=2))
+    assert progress.state == "held"
+    assert progress.report is not None
+    assert (progress.report.held_in, progress.report.transport) == ("host", "shm")
     site.assert_holds(1)
-    swap = site.commit()
-    assert swap.num_verified == 2
+    report = site.commit()
+    assert report.num_verified == 2
     site.assert_holds(2)
     assert site.model.num_reloads == 0
 
@@ -179,9 +182,9 @@ def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Site, t
 def test_a_plan_serves_tensors_in_any_order(site: Site, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     source = site.offer(seed=2, is_reversed=True)
-    site.stager.stage(1, source, source.tensors)
+    site.stager.stage(1, source)
     site.num_stages = 1
-    assert site.wait()["state"] == "held"
+    assert site.wait().state == "held"
     site.commit()
     site.assert_holds(2)
     assert site.model.num_reloads == 0
@@ -191,7 +194,7 @@ def test_a_directory_is_staged_the_same_way(site: Site, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     (tmp_path / "next").mkdir()
     save_file(weights(2), tmp_path / "next" / "model.safetensors")
-    assert site.stage(str(tmp_path / "next"))["held_in"] == "host"
+    assert site.stage(CheckedFolder(str(tmp_path / "next"), infos())).report.held_in == "host"
     site.assert_holds(1)
     site.commit()
     site.assert_holds(2)
@@ -200,7 +203,7 @@ def test_a_directory_is_staged_the_same_way(site: Site, tmp_path: Path) -> None:
 
 def test_dummy_weights_are_loaded_once_by_the_model_itself_which_proves_the_plan(site: Site) -> None:
     for seed, num_reloads in ((1, 1), (2, 1), (3, 1)):
-        assert site.stage(site.offer(seed))["held_in"] == "host"
+        assert site.stage(site.offer(seed)).report.held_in == "host"
         site.commit()
         site.assert_holds(seed)
         assert site.model.num_reloads == num_reloads
@@ -221,11 +224,12 @@ def test_a_model_that_computes_with_copies_goes_through_its_loader(tmp_path: Pat
 
 @pytest.mark.parametrize("can_trace", [True, False])
 def test_one_phase_receives_in_the_commit(can_trace: bool, tmp_path: Path) -> None:
-    site = Site(staging="none", can_trace=can_trace)
+    site = Site(policy="none", can_trace=can_trace)
     try:
         site.load(tmp_path, seed=1)
-        state = site.stage(site.offer(seed=2))
-        assert (state["state"], state["held_in"], state["transfer_ms"]) == ("held", "nowhere", 0.0)
+        progress = site.stage(site.offer(seed=2))
+        assert progress.state == "held"
+        assert (progress.report.held_in, progress.report.transfer_ms) == ("nowhere", 0.0)
         site.assert_holds(1)
         assert site.commit().transfer_ms > 0
         site.assert_holds(2)
@@ -255,11 +259,11 @@ def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Site, t
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
     site.num_stages += 1
-    site.stager.stage(site.num_stages, replace(offer, num_receivers=1), infos())
+    site.stager.stage(site.num_stages, replace(offer, num_receivers=1))
     site.sender.close()
-    state = site.wait()
-    assert state["state"] == "failed"
-    assert state["error"]
+    progress = site.wait()
+    assert progress.state == "failed"
+    assert progress.error
     with pytest.raises(RuntimeError, match="nothing is held"):
         site.stager.commit(site.num_stages)
     site.assert_holds(1)
@@ -268,11 +272,11 @@ def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Site, t
 def test_a_dropped_stage_lets_go_of_the_trainer(site: Site, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
-    site.stager.stage(1, replace(offer, num_receivers=2), infos())  # the other one never comes
+    site.stager.stage(1, replace(offer, num_receivers=2))  # the other one never comes
     site.stager.drop(1)
-    assert site.stager.poll(1)["state"] == "failed"
+    assert site.stager.poll(1).state == "failed"
     site.num_stages = 1
-    assert site.stage(site.offer(seed=3))["state"] == "held"
+    assert site.stage(site.offer(seed=3)).state == "held"
     site.commit()
     site.assert_holds(3)
 
@@ -288,9 +292,7 @@ def test_what_was_pushed_can_be_given_on(can_trace: bool, tmp_path: Path) -> Non
         site.commit()
         given = site.stager.offer("a token")
         assert given is not None
-        tensors = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in given["tensors"])
-        source = PushSource((given["address"],), "a token", tensors, TensorNames(given["names"]), num_receivers=1)
-        assert other.stage(source)["state"] == "held"
+        assert other.stage(replace(given, num_receivers=1)).state == "held"
         other.commit()
         other.assert_holds(2)
     finally:

@@ -27,16 +27,19 @@ from agentloop.engine import CommitReport
 from agentloop.errors import EngineError
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
-from agentloop_servers.weight_transfer import check_adapter, inspect_checkpoint, read_through, write_zero_adapter
+from agentloop_servers.weight_transfer import (
+    ADAPTER_ID,
+    check_adapter,
+    inspect_checkpoint,
+    read_through,
+    write_zero_adapter,
+)
 
-__all__ = ["LoraAdapters", "check_adapter", "lora_request", "write_zero_adapter"]
-
-ADAPTER_NAME, ADAPTER_ID = "adapter", 1
-VERIFY_METHOD = "weights_verify_adapter"  # of `transfer/adapter.py`'s AdapterCheck, in every worker
+ADAPTER_NAME = "adapter"
 
 
 def lora_request(path: str, *, is_reload: bool = False) -> Any:
-    """vLLM's LoRARequest for the adapter at `path`; `is_reload` reads its files although the id is known."""
+    """Make vLLM's LoRARequest for the adapter at `path`; `is_reload` reads its files although the id is known."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, path, load_inplace=is_reload)
@@ -65,7 +68,7 @@ class LoraAdapters:
         await self._load(llm)
 
     def check(self, directory: str) -> int:
-        """Check an adapter and read it through, so that the commit reads memory; its bytes. Blocks.
+        """Check an adapter and read it through, so that the commit reads memory; returns its bytes. Blocks.
 
         Raises CheckpointUnreadable.
         """
@@ -84,7 +87,7 @@ class LoraAdapters:
         self._point_to(directory)
         await self._load(process.llm)
         loaded_at = time.perf_counter()
-        counts = await process.on_workers(VERIFY_METHOD, str(self._link))
+        counts = await process.on_workers("weights_verify_adapter", str(self._link))
         verified_at = time.perf_counter()
         return CommitReport(
             swap_ms=(loaded_at - started_at) * 1e3,

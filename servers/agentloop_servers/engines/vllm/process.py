@@ -109,7 +109,7 @@ class VllmProcess:
     async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension in every worker; results in the order of their ranks.
 
-        Arguments and results are plain: strings, numbers, lists, dicts of them. Raises our error for what a worker
+        Arguments and results are strings, numbers and codec bytes. Raises our error for what a worker
         or vLLM raised.
         """
         async with vllm_call(method):

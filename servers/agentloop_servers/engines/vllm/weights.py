@@ -1,8 +1,8 @@
 """The weights of one vLLM engine: what is staged, what is served, under which version.
 
-The bytes move in vLLM's worker processes (`transfer/worker.py`), which this object drives by remote calls; each
-returns at once while decoding goes on, except a commit, which only comes while generation is paused. One stage at a
-time; a new one drops what the last one held.
+The bytes move in vLLM's worker processes (`weight_transfer/vllm_worker.py`), which this object drives by remote
+calls; each returns at once while decoding goes on, except a commit, which only comes while generation is paused.
+One stage at a time; a new one drops what the last one held.
 """
 
 from __future__ import annotations
@@ -10,18 +10,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo, TensorNames, WeightUpdate
+from agentloop import codec
+from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorNames, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.lora import LoraAdapters
 from agentloop_servers.engines.vllm.process import VllmProcess
-from agentloop_servers.weight_transfer import ServedForm
+from agentloop_servers.weight_transfer import (
+    CheckedFolder,
+    ServedForm,
+    StageOrder,
+    StageProgress,
+    StageState,
+    StagingSetup,
+    merge_commit_reports,
+    merge_stage_reports,
+)
 
-POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
-HELD, FAILED = "held", "failed"
+STAGE_POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
 
 Staged: TypeAlias = tuple[int, WeightUpdate]
 """A staged update and its number at the workers."""
@@ -46,17 +55,12 @@ class VllmWeights:
         self._form = await asyncio.to_thread(ServedForm, self._config.model, is_dummy=is_dummy)
 
     async def start(self) -> None:
-        """Once vLLM is up: let its workers get ready, and stamp the version that it was started with."""
-        form = self._served_form()
-        known = form.tensors
-        directory = self._config.model if self._config.load_format != "dummy" else None
-        await self._process.on_workers(
-            "weights_prepare",
-            directory,
-            _plain(known),
-            self._config.weight_staging,
-            self._config.stage_timeout_s,
-        )
+        """Let the workers of a vLLM that is up get ready, and stamp the version that it was started with."""
+        loaded = None
+        if self._config.load_format != "dummy":
+            loaded = CheckedFolder(self._config.model, self._served_form().tensors)
+        setup = StagingSetup(loaded, self._config.weight_staging, self._config.stage_timeout_s)
+        await self._process.on_workers("weights_prepare", codec.encode(setup))
         if self._lora is not None:
             await self._lora.start(self._process.llm)
         if self._config.initial_version is not None:
@@ -81,8 +85,8 @@ class VllmWeights:
             if update.adapter is not None:
                 report = await self._stage_adapter(update.adapter)
             else:
-                source = await asyncio.to_thread(self._source, update)
-                report = await self._stage_tensors(number, source)
+                order = await asyncio.to_thread(self._order, number, update)
+                report = await self._stage_tensors(order)
             self._staged = (number, update)
             return report
 
@@ -121,9 +125,8 @@ class VllmWeights:
         offers = await self._process.on_workers("weights_offer", token)
         if any(offer is None for offer in offers):
             return None
-        tensors = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in offers[0]["tensors"])
-        addresses = tuple(offer["address"] for offer in offers)
-        return PushSource(addresses, token, tensors, TensorNames(offers[0]["names"]))
+        sources = [codec.decode(offer, PushSource) for offer in offers]
+        return replace(sources[0], addresses=tuple(source.addresses[0] for source in sources))
 
     async def release(self) -> None:
         """Give back all memory that is not vLLM's: what is staged, and the buffers of transfers."""
@@ -138,46 +141,40 @@ class VllmWeights:
             raise EngineError("the engine is not started")
         return self._form
 
-    def _source(self, update: WeightUpdate) -> dict[str, Any]:
-        """What the workers need to know, checked against the served model; blocks."""
+    def _order(self, number: int, update: WeightUpdate) -> StageOrder:
+        """Make the workers' order of an update, checked against the served model; blocks."""
         form = self._served_form()
         if self._lora is not None:
             raise CheckpointUnreadable("this engine serves adapters: push an adapter, not weights", param="adapter")
         if update.directory is not None:
             tensors = form.check_directory(update.directory)
-            return {"directory": update.directory, "tensors": _plain(tensors)}
+            return StageOrder(number, folder=CheckedFolder(update.directory, tensors))
         if update.push is None:
             raise InvalidRequest("an update without a source", param="directory")
-        push = update.push
-        if push.names is TensorNames.CHECKPOINT:
-            form.check_push(push.tensors)
-        return {
-            "addresses": list(push.addresses),
-            "token": push.token,
-            "tensors": _plain(push.tensors),
-            "names": push.names.value,
-            "num_receivers": push.num_receivers,
-        }
+        if update.push.names is TensorNames.CHECKPOINT:
+            form.check_push(update.push.tensors)
+        return StageOrder(number, push=update.push)
 
-    async def _stage_tensors(self, number: int, source: dict[str, Any]) -> StageReport:
+    async def _stage_tensors(self, order: StageOrder) -> StageReport:
         is_held = False
         try:
             async with asyncio.timeout(self._config.stage_timeout_s):
-                await self._process.on_workers("weights_stage", number, source)
+                await self._process.on_workers("weights_stage", codec.encode(order))
                 while True:
-                    states = await self._process.on_workers("weights_poll", number)
-                    failed = next((state for state in states if state["state"] == FAILED), None)
+                    answers = await self._process.on_workers("weights_poll", order.number)
+                    stages = [codec.decode(answer, StageProgress) for answer in answers]
+                    failed = next((stage for stage in stages if stage.state is StageState.FAILED), None)
                     if failed is not None:
-                        raise CheckpointUnreadable(failed["error"], param="directory")
-                    if all(state["state"] == HELD for state in states):
+                        raise CheckpointUnreadable(failed.error, param="directory")
+                    if all(stage.state is StageState.HELD for stage in stages):
                         is_held = True
-                        return _stage_report(states)
-                    await asyncio.sleep(POLL_S)
+                        return merge_stage_reports([stage.report for stage in stages if stage.report is not None])
+                    await asyncio.sleep(STAGE_POLL_S)
         except TimeoutError as error:
             raise CheckpointUnreadable(f"not received within {self._config.stage_timeout_s:g} s") from error
         finally:
             if not is_held and self._process.llm is not None:
-                await asyncio.shield(self._process.on_workers("weights_drop", number))
+                await asyncio.shield(self._process.on_workers("weights_drop", order.number))
 
     async def _stage_adapter(self, directory: str) -> StageReport:
         if self._lora is None:
@@ -188,33 +185,8 @@ class VllmWeights:
     async def _swap(self, number: int, update: WeightUpdate) -> CommitReport:
         if update.adapter is not None and self._lora is not None:
             return await self._lora.commit(update.adapter, self._process)
-        return _commit_report(await self._process.on_workers("weights_commit", number))
+        answers = await self._process.on_workers("weights_commit", number)
+        return merge_commit_reports([codec.decode(answer, CommitReport) for answer in answers])
 
     async def _label(self, version: int) -> None:
         await self._process.llm.update_weight_version(str(version))
-
-
-def _plain(tensors: tuple[TensorInfo, ...]) -> list[list[Any]]:
-    """What crosses to the workers are lists and strings."""
-    return [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in tensors]
-
-
-def _stage_report(states: list[Mapping[str, Any]]) -> StageReport:
-    """Of all workers: the slowest, and the one that holds least."""
-    order = [HeldIn.NOWHERE, HeldIn.FILES, HeldIn.HOST, HeldIn.DEVICE]
-    return StageReport(
-        held_in=min((HeldIn(state["held_in"]) for state in states), key=order.index),
-        transport="+".join(sorted({state["transport"] for state in states})),
-        num_bytes=max(state["num_bytes"] for state in states),
-        transfer_ms=max(state["transfer_ms"] for state in states),
-    )
-
-
-def _commit_report(reports: list[Mapping[str, Any]]) -> CommitReport:
-    return CommitReport(
-        swap_ms=max(report["swap_ms"] for report in reports),
-        verify_ms=max(report["verify_ms"] for report in reports),
-        num_verified=sum(report["num_verified"] for report in reports),
-        num_unverified=sum(report["num_unverified"] for report in reports),
-        transfer_ms=max(report["transfer_ms"] for report in reports),
-    )

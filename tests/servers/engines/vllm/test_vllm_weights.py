@@ -31,9 +31,8 @@ from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode, Sa
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.weight_transfer.broadcast import Outgoing
-from agentloop_servers.weight_transfer.receiver import Receiver
+from agentloop_servers.weight_transfer.receiver import Receiver, receive
 from agentloop_servers.weight_transfer.sender import WeightSender
-from agentloop_servers.weight_transfer.staged_weights import receive
 
 pytestmark = pytest.mark.engine
 
