@@ -16,7 +16,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.types import KVPolicy
 
-PUSHER = "agentloop_servers.weight_transfer.trainer:Pusher"
+PUSHER = "agentloop_servers.weight_transfer.trainer:TensorPusher"
 TRANSPORTS = ("auto", "nccl", "ipc", "shm")
 
 NamedTensors: TypeAlias = Mapping[str, object] | Iterable[tuple[str, object]]
@@ -53,20 +53,20 @@ class PushTarget(Protocol):
         """Have the fleet take the weights from `source`. Raises what the service raises."""
 
     async def status(self) -> ServiceStatus:
-        """The service at this moment."""
+        """Return the service's state at this moment."""
 
 
 class Pusher(Protocol):
-    """Sends this process's tensors to every replica; keeps its connections between updates. Close it at the end."""
+    """A sender of this process's tensors to every replica. Keeps its connections between updates; close it."""
 
     async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
-        """One update. The tensors must not change until it returns."""
+        """Make one update. The tensors must not change until it returns."""
 
     async def close(self) -> None:
         """Let go of the connections. Idempotent."""
 
 
 def open_pusher(target: PushTarget, listen_host: str | None) -> Pusher:
-    """The shipped one. Raises InvalidRequest where torch is missing."""
+    """Make the shipped pusher. Raises InvalidRequest where torch is missing."""
     make = cast(Callable[[PushTarget, str | None], Pusher], resolve(PUSHER, param="weights"))
     return make(target, listen_host)

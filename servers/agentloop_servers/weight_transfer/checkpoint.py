@@ -1,4 +1,4 @@
-"""What a folder of safetensors files holds, read from the headers alone (no torch), and whether a model takes it.
+"""The content of a folder of safetensors files, read from the headers alone (no torch), and its fit to a model.
 
 The format: eight bytes little-endian header length, a JSON header (name -> dtype, shape, byte offsets), then the
 bytes of all tensors without a hole. Every rule is checked, so a truncated or half-written file is found here and
@@ -89,7 +89,7 @@ def check_fits(update: Mapping[str, TensorInfo], served: Mapping[str, TensorInfo
 
 
 def has_tied_embeddings(directory: str) -> bool:
-    """Whether the folder's `config.json` ties the output head to the input embeddings."""
+    """Return True if the folder's `config.json` ties the output head to the input embeddings."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -140,7 +140,7 @@ class ServedForm:
         self._check(by_name)
 
     def confirm(self) -> None:
-        """What was checked last is served now."""
+        """Note that what was checked last is served now."""
         self._served = self._served or self._offered
 
     def _check(self, offered: Mapping[str, TensorInfo]) -> None:
@@ -150,7 +150,7 @@ class ServedForm:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """The tensors of a file whose header was checked to be JSON and to fit the file."""
+    """Read the tensors of a file whose header was checked to be JSON and to fit the file."""
     try:
         with path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))

@@ -1,5 +1,7 @@
-"""A model's own `load_weights` as a list of plain copies, so that a swap of weights writes into the parameters that
-are there, and every tensor-parallel rank knows which slices of the checkpoint it takes.
+"""A model's own `load_weights` as a list of plain copies, the copy plan.
+
+So a swap of weights writes into the parameters that are there, and every tensor-parallel rank knows which slices of
+the checkpoint it takes.
 
 `trace` runs `load_weights` over meta tensors (no bytes, no memory) and records each write to a parameter instead of
 doing it. The model is as it was afterwards, also when the trace is refused.
@@ -35,8 +37,8 @@ from agentloop_servers.weight_transfer.verify import Read
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 PLAIN_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 MAX_RUNS = 2**22  # of one parameter; beyond it the check of the coverage takes seconds and gigabytes
-STRIP_ELEMENTS = 16
-MAX_REASON = 120  # characters
+SPOT_CHECK_ELEMENTS = 16
+MAX_REASON_CHARS = 120
 
 
 class PlanRefused(Exception):
@@ -98,12 +100,12 @@ class CopyPlan:
 
 
 def target(copy: Copy | Fill, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The view of the parameter that is written."""
+    """View the part of the parameter that is written."""
     return _view(parameters[copy.parameter], copy.into)
 
 
 def source(copy: Copy, tensor: torch.Tensor) -> torch.Tensor:
-    """The view of the whole checkpoint tensor that is read. Raises ValueError unless it is contiguous."""
+    """View the part of the whole checkpoint tensor that is read. Raises ValueError unless it is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"tensor {copy.tensor} is not contiguous")
     return _view(tensor, copy.out_of)
@@ -141,7 +143,7 @@ def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
         if info.name in shapes:
             raise PlanRefused(f"tensor {info.name} is in the checkpoint twice")
         shapes[info.name] = tuple(info.shape)
-    snapshot = Snapshot(model)
+    snapshot = _LoadingSnapshot(model)
     try:
         with torch.no_grad(), recorder:
             model.load_weights(recorder.sources(tensors))
@@ -149,7 +151,7 @@ def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
         raise
     except Exception as error:
         # Some of vLLM's assertions have no message, and some messages name every parameter.
-        raise PlanRefused(f"load_weights failed: {type(error).__name__} {str(error)[:MAX_REASON]}") from error
+        raise PlanRefused(f"load_weights failed: {type(error).__name__} {str(error)[:MAX_REASON_CHARS]}") from error
     finally:
         replaced = snapshot.restore()
     if recorder.refusal is not None:  # a loader may have swallowed it
@@ -161,7 +163,7 @@ def trace(model: torch.nn.Module, tensors: Sequence[TensorInfo]) -> CopyPlan:
 
 
 def prove(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) -> int:
-    """Compare three strips of every copy's target with the checkpoint, bit for bit; returns the number of copies.
+    """Compare three spots of every copy's target with the checkpoint, bit for bit; returns the number of copies.
 
     Raises PlanRefused on the first difference. One synchronisation for each pair of dtypes.
     """
@@ -169,19 +171,19 @@ def prove(plan: CopyPlan, parameters: Mapping[str, torch.Tensor], read: Read) ->
     for name, copies in plan.by_tensor.items():
         tensor = read(name)
         for copy in copies:
-            for into, index in _strips(copy, plan.shapes[name]):
+            for into, index in _spots(copy, plan.shapes[name]):
                 actual, expected = _view(parameters[copy.parameter], into), tensor[index].reshape(-1)
                 if actual.shape != expected.shape:
                     raise PlanRefused(f"tensor {name} has another shape than the plan's {plan.shapes[name]}")
                 key = (actual.device, actual.dtype, expected.device, expected.dtype)
                 groups[key].append((copy, actual, expected))
-    for (device, dtype, _, _), strips in groups.items():
-        actual = torch.cat([strip[1] for strip in strips])
-        expected = torch.cat([strip[2] for strip in strips]).to(device=device, dtype=dtype)
+    for (device, dtype, _, _), spots in groups.items():
+        actual = torch.cat([spot[1] for spot in spots])
+        expected = torch.cat([spot[2] for spot in spots]).to(device=device, dtype=dtype)
         differs = (actual.view(torch.uint8) != expected.view(torch.uint8)).cpu().numpy()
         if differs.any():
-            ends = np.cumsum([strip[1].nbytes for strip in strips])
-            copy = strips[int(np.searchsorted(ends, differs.argmax(), side="right"))][0]
+            ends = np.cumsum([spot[1].nbytes for spot in spots])
+            copy = spots[int(np.searchsorted(ends, differs.argmax(), side="right"))][0]
             raise PlanRefused(f"parameter {copy.parameter} does not hold the values of tensor {copy.tensor}")
     return len(plan.copies)
 
@@ -190,14 +192,13 @@ def _view(base: torch.Tensor, region: Region) -> torch.Tensor:
     return torch.as_strided(base, region.size, region.stride, base.storage_offset() + region.offset)
 
 
-def _strips(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[slice, ...]]]:
-    """The first, the last and some row of a copy, a few elements of each: in the parameter, and as the tensor's
-    index."""
+def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[slice, ...]]]:
+    """Yield a few elements of the first, the last and some row of a copy: in the parameter, and as the index."""
     size = copy.into.size or (1,)
     into, out_of = copy.into.stride or (1,), copy.out_of.stride or (1,)
     num_rows = prod(size[:-1])
     some = zlib.crc32(f"{copy.parameter} {copy.tensor}".encode())
-    longest = min(STRIP_ELEMENTS, size[-1]) if out_of[-1] == 1 else 1
+    longest = min(SPOT_CHECK_ELEMENTS, size[-1]) if out_of[-1] == 1 else 1
     for row, column in (
         (0, 0),
         (some % num_rows, some % (size[-1] - longest + 1)),
@@ -246,7 +247,7 @@ class _Targets:
             attributes = {**module._buffers, **vars(module)}
             for name, tensor in attributes.items():
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    self._others.setdefault(storage_key(tensor), f"{prefix}.{name}")
+                    self._others.setdefault(_storage_key(tensor), f"{prefix}.{name}")
 
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.numel() == 0:
@@ -255,7 +256,7 @@ class _Targets:
             raise PlanRefused(f"parameter {name} has no storage or another layout than it was made with")
         first = parameter.storage_offset()
         span = (first, first + parameter.numel(), name, parameter.dtype)
-        spans = self._spans[storage_key(parameter)]
+        spans = self._spans[_storage_key(parameter)]
         for start, stop, other, _ in spans:  # `named_parameters` gives tied ones, which are one object, once
             if start < span[1] and span[0] < stop:
                 raise PlanRefused(f"parameters {other} and {name} share memory")
@@ -264,12 +265,12 @@ class _Targets:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and (
-            storage_key(tensor) in self._spans or storage_key(tensor) in self._others
+            _storage_key(tensor) in self._spans or _storage_key(tensor) in self._others
         )
 
     def place(self, tensor: torch.Tensor) -> tuple[str, Region]:
-        """The parameter of which this is a view, and which view. Raises PlanRefused."""
-        key, offset = storage_key(tensor), tensor.storage_offset()
+        """Find the parameter of which this is a view, and which view. Raises PlanRefused."""
+        key, offset = _storage_key(tensor), tensor.storage_offset()
         for start, stop, name, dtype in self._spans.get(key, ()):
             if start <= offset < stop:
                 if tensor.dtype != dtype:
@@ -295,7 +296,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if not isinstance(dtype, torch.dtype):
                 self._refuse(f"tensor {info.name} has the unknown dtype {info.dtype}")
             tensor = torch.empty(info.shape, dtype=dtype, device="meta")
-            self._sources[storage_key(tensor)] = (info.name, tensor)
+            self._sources[_storage_key(tensor)] = (info.name, tensor)
             yield info.name, tensor
 
     def __torch_dispatch__(
@@ -307,17 +308,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 if written.numel() > 0:
                     self._record(func, written, args)
                 return args[0]
-        if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self._sources:
+        if func is torch.ops.aten._to_copy.default and _storage_key(args[0]) in self._sources:
             return self._moved(args[0], kwargs.get("dtype") or args[0].dtype)
         return func(*args, **kwargs)
 
     def _moved(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What `.to(device)` gives for a part of a checkpoint tensor: the same part of it."""
-        name, base = self._sources[storage_key(tensor)]
+        """Make what `.to(device)` gives for a part of a checkpoint tensor: the same part of it."""
+        name, base = self._sources[_storage_key(tensor)]
         if tensor.dtype != base.dtype or dtype != base.dtype:
             self._refuse(f"load_weights casts tensor {name} before it copies it")
         moved = torch.empty(base.shape, dtype=dtype, device="meta")
-        self._sources[storage_key(moved)] = (name, moved)
+        self._sources[_storage_key(moved)] = (name, moved)
         return moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _record(self, func: Any, written: torch.Tensor, args: tuple[Any, ...]) -> None:
@@ -336,7 +337,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._refuse(f"load_weights writes parameter {parameter} with {func}")
 
     def _copy(self, parameter: str, into: Region, written: torch.Tensor, value: torch.Tensor) -> Copy:
-        name, base = self._sources.get(storage_key(value), ("", None))
+        name, base = self._sources.get(_storage_key(value), ("", None))
         if base is None or value.dtype != base.dtype:
             self._refuse(f"parameter {parameter} gets computed values, no part of one checkpoint tensor")
         if written.dtype != value.dtype and not {written.dtype, value.dtype} <= set(CAST_DTYPES.values()):
@@ -350,7 +351,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operation writes, by its schema."""
+    """Yield the tensors that an operation writes, by its schema."""
     for position, name in _write_arguments(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         yield from (item for item in (value if isinstance(value, list | tuple) else [value]) if item is not None)
@@ -386,7 +387,7 @@ def _check_coverage(targets: _Targets, writes: Sequence[Copy | Fill]) -> None:
 
 
 def _runs(name: str, region: Region) -> tuple[Any, int]:
-    """A region as the starts of equally long runs of neighbouring elements."""
+    """Return a region as the starts of equally long runs of neighbouring elements."""
     dimensions = sorted((stride, size) for stride, size in zip(region.stride, region.size, strict=True) if size > 1)
     length = 1
     while dimensions and dimensions[0][0] == length:
@@ -399,13 +400,16 @@ def _runs(name: str, region: Region) -> tuple[Any, int]:
     return starts, length
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Names a tensor's storage as long as it lives; meta tensors have no address."""
+def _storage_key(tensor: torch.Tensor) -> int:
+    """Return a key of a tensor's storage for as long as it lives; meta tensors have no address."""
     return int(tensor.untyped_storage()._cdata)
 
 
-class Snapshot:
-    """The Python state of a model's modules and parameters; the bytes are never touched."""
+class _LoadingSnapshot:
+    """The Python state of a model's modules and parameters, so that running its loading code can be undone.
+
+    The bytes are never touched.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -431,4 +435,4 @@ class Snapshot:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return _storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,10 +1,10 @@
 """`client.update_weights(tensors)`: the glue between a torch training process and `WeightSender`.
 
 An update is two things at once: the sender runs in a thread, and the service is told where to fetch from. Whichever
-ends badly ends the other; the service's answer is the outcome, because the service knows which replicas serve
-what. Under torch.distributed every rank calls `push`: rank 0 does the above, the others take part in its gathers
-(`ranks.py`). The calling task owns everything: `push` returns, raises or is cancelled only when its threads are
-done, and each of them has a deadline.
+ends badly ends the other; the service's answer is the outcome, because the service knows which replicas serve what.
+Under torch.distributed every rank calls `push`: rank 0 does the above, the others take part in its gathers
+(`trainer_group.py`). The calling task owns everything: `push` returns, raises or is cancelled only when its threads
+are done, and each of them has a deadline.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class Sender(Protocol):
-    """`WeightSender`, as it is used here."""
+    """The calls of `WeightSender` that a pusher makes."""
 
     def offer(self, items: Sequence[Outgoing]) -> PushSource:
-        """Listen, and say where."""
+        """Listen, and return where."""
 
     def run(self, timeout_s: float, before_attempt: Callable[[], None] | None = None) -> SendReport:
-        """One transfer. Blocking."""
+        """Make one transfer. Blocks."""
 
     def cancel(self, reason: str) -> None:
         """Make `run` raise."""
@@ -73,11 +73,11 @@ MakeSender = Callable[[str, str], Sender]
 
 
 def make_sender(listen_host: str, transport: str) -> Sender:
-    """The shipped one."""
+    """Make the shipped sender."""
     return WeightSender(listen_host=listen_host, transport=transport)
 
 
-class Pusher:
+class TensorPusher:
     """A sender of this process's tensors to every replica; it keeps its connections while updates succeed."""
 
     def __init__(
@@ -95,11 +95,11 @@ class Pusher:
         self._answer_grace_s = answer_grace_s
         self._sender: Sender | None = None
         self._transport = ""
-        self._ranks: TrainerGroup | None = None
+        self._group: TrainerGroup | None = None
         self._is_pushing = False
 
     async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
-        """One update from tensors that stay as they are until this returns.
+        """Make one update from tensors that stay as they are until this returns.
 
         Raises InvalidRequest for weights that cannot be sent, DeadlineExceeded, and what the service raises. Ranks
         other than 0 that are cancelled go on to the update's end: rank 0's gathers need them.
@@ -126,14 +126,14 @@ class Pusher:
     async def close(self) -> None:
         """Let go of the connections and of the ranks' group. Idempotent."""
         await self._drop_sender()
-        if self._ranks is not None:
-            ranks, self._ranks = self._ranks, None
-            ranks.close()
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()
 
     # --- all ranks together ---
 
     async def _push_together(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
-        ranks = await _in_thread(self._gathered_ranks, options.timeout_s)
+        group = await _in_thread(self._join_group, options.timeout_s)
         tensors, refusal = [], None
         try:
             tensors = collect(weights)
@@ -143,37 +143,37 @@ class Pusher:
             options.version, digest(tensors), len(tensors), shortened(refusal.message) if refusal else None
         )
         try:
-            await _in_thread(ranks.agree, part, options.timeout_s)
+            await _in_thread(group.agree, part, options.timeout_s)
         except InvalidRequest:
             if refusal is not None:
                 raise refusal from None
             raise
-        if not ranks.is_sender:
+        if not group.is_sender:
             load_all = _on_this_device(lambda: _load_all(tensors))
-            return await _in_thread(ranks.follow, load_all, options.timeout_s + _MARGIN_S)
+            return await _in_thread(group.follow, load_all, options.timeout_s + _MARGIN_S)
         give_up_at = time.monotonic() + options.timeout_s
         try:
-            report = await self._send(tensors, options, lambda: ranks.begin_attempt(give_up_at - time.monotonic()))
+            report = await self._send(tensors, options, lambda: group.begin_attempt(give_up_at - time.monotonic()))
         except BaseException as error:  # a cancellation too: the others wait for a word
-            await self._tell(ranks, UpdateOutcome.failed(error))
+            await self._tell(group, UpdateOutcome.failed(error))
             raise
-        await self._tell(ranks, UpdateOutcome(report))
+        await self._tell(group, UpdateOutcome(report))
         return report
 
-    def _gathered_ranks(self, timeout_s: float) -> TrainerGroup:
-        """The ranks' group; making it is collective, and all ranks find alike whether it must be made."""
-        if self._ranks is None or not self._ranks.can_wait(timeout_s):
-            if self._ranks is not None:
-                self._ranks.close()
-            self._ranks = TrainerGroup(max(timeout_s, _GROUP_TIMEOUT_S))
-        return self._ranks
+    def _join_group(self, timeout_s: float) -> TrainerGroup:
+        """Return the trainer group; making it is collective, and all ranks decide alike."""
+        if self._group is None or not self._group.can_wait(timeout_s):
+            if self._group is not None:
+                self._group.close()
+            self._group = TrainerGroup(max(timeout_s, _GROUP_TIMEOUT_S))
+        return self._group
 
-    async def _tell(self, ranks: TrainerGroup, outcome: UpdateOutcome) -> None:
-        """Best effort: what came of the update does not depend on whether the others heard of it."""
+    async def _tell(self, group: TrainerGroup, outcome: UpdateOutcome) -> None:
+        """Tell the other ranks, as well as it goes: the update's outcome does not depend on it."""
         try:
-            await _in_thread(ranks.end, outcome, _STOP_TIMEOUT_S)
+            await _in_thread(group.end, outcome, _STOP_TIMEOUT_S)
         except AgentLoopError as error:
-            _log.error("ranks_not_told", reason=error.message)
+            _log.error("trainer_group_not_told", reason=error.message)
 
     # --- one process ---
 
@@ -229,7 +229,7 @@ class Pusher:
         return asking.result()
 
     async def _fleet_dtype(self) -> torch.dtype | None:
-        """What all replicas compute in; None if they differ or do not say: tensors then go as they are."""
+        """Return the dtype of all replicas; None if they differ or do not say: tensors then go as they are."""
         dtypes = {replica.weight_dtype for replica in (await self._target.status()).replicas}
         name = dtypes.pop() if len(dtypes) == 1 else None
         return parse_dtype(name) if name is not None and name in CAST_DTYPES else None
@@ -250,7 +250,10 @@ class Pusher:
 
 
 def host_towards(url: str) -> str:
-    """The address of this machine that the host of `url` can reach. Raises InvalidRequest if there is no route."""
+    """Find the address of this machine that the host of `url` can reach.
+
+    Raises InvalidRequest if there is no route.
+    """
     parts = urlsplit(url)
     host = parts.hostname or ""
     if is_loopback(host):
@@ -270,7 +273,7 @@ def _load_all(tensors: Sequence[NamedTensor]) -> None:
 
 
 def _on_this_device(work: Callable[[], T]) -> Callable[[], T]:
-    """`work`, for another thread: on the caller's CUDA device, after what the caller has put on its stream."""
+    """Wrap `work` for another thread: on the caller's CUDA device, after what the caller has put on its stream."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return work
     device, stream_end = torch.cuda.current_device(), torch.cuda.current_stream().record_event()
@@ -284,7 +287,7 @@ def _on_this_device(work: Callable[[], T]) -> Callable[[], T]:
 
 
 async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """What a blocking function gives. A cancellation takes effect when it has returned: it has its own deadline."""
+    """Run a blocking function. A cancellation takes effect when it has returned: it has its own deadline."""
     threads: list[threading.Thread] = []
 
     @wraps(function)

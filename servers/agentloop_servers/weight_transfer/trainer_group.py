@@ -1,4 +1,4 @@
-"""What the ranks of one training job say to each other in an update that all of them make together.
+"""The group of all ranks of one training job, in an update that they make together.
 
 Rank 0 sends; the others only load, so that its gathers of sharded tensors complete. Words travel as MessagePack in
 CPU tensors over a gloo group of its own: it has deadlines whatever the job's backend is, and takes no GPU. One
@@ -25,12 +25,12 @@ from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, W
 
 _AGAIN = -1  # "an attempt begins"; else the number of bytes of the outcome that follows
 _PART_BYTES = 1024
-_MAX_ERROR_CHARS = 200
+_MAX_PART_ERROR_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank brings to an update. `error` says why it cannot take part."""
+    """One rank's part of an update. `error` is the reason why it cannot take part."""
 
     version: int
     digest: int  # of the names, dtypes and shapes
@@ -40,7 +40,7 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """How an update ended: a report, or an error in its wire form."""
+    """The end of an update: a report, or an error in its wire form."""
 
     report: UpdateReport | None = None
     error: bytes | None = None  # JSON
@@ -48,20 +48,20 @@ class UpdateOutcome:
 
     @classmethod
     def failed(cls, error: BaseException) -> UpdateOutcome:
-        """An error as the other ranks will raise it."""
+        """Make the outcome of an error, as the other ranks will raise it."""
         if not isinstance(error, AgentLoopError):
             error = WeightUpdateFailed(f"rank 0: {type(error).__name__} {error}".rstrip())
         return cls(error=orjson.dumps(error.to_wire()), status=error.http_status)
 
     def result(self) -> UpdateReport:
-        """The report; raises the error."""
+        """Return the report, or raise the error."""
         if self.report is not None:
             return self.report
         raise from_wire(orjson.loads(self.error or b"null"), self.status)
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several of a training job."""
+    """Return True if this process is one of several of a training job."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
@@ -76,11 +76,11 @@ class TrainerGroup:
 
     @property
     def is_sender(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return bool(dist.get_rank() == 0)
 
     def can_wait(self, timeout_s: float) -> bool:
-        """Whether the group serves an update with this deadline, and the job is still the one it was made in."""
+        """Return True if the group serves an update with this deadline, and the job is the one it was made in."""
         return dist.group.WORLD is self._world and timeout_s <= self._timeout_s
 
     def agree(self, part: RankPart, timeout_s: float) -> None:
@@ -104,17 +104,17 @@ class TrainerGroup:
                 )
 
     def begin_attempt(self, timeout_s: float) -> None:
-        """Rank 0: the others load everything once."""
+        """Tell the others, as rank 0, to load everything once."""
         self._say(torch.tensor([_AGAIN]), timeout_s)
 
     def end(self, outcome: UpdateOutcome, timeout_s: float) -> None:
-        """Rank 0: the update is over."""
+        """Tell the others, as rank 0, how the update ended."""
         data = torch.frombuffer(bytearray(codec.encode(outcome)), dtype=torch.uint8)
         self._say(torch.tensor([len(data)]), timeout_s)
         self._say(data, timeout_s)
 
     def follow(self, load_all: Callable[[], None], timeout_s: float) -> UpdateReport:
-        """The other ranks: load as often as rank 0 says, then return or raise what it did."""
+        """Load as often as rank 0 says, as another rank; then return or raise what rank 0 did."""
         give_up_at = time.monotonic() + timeout_s
         while (num_bytes := self._hear_number(give_up_at)) == _AGAIN:
             load_all()
@@ -133,7 +133,7 @@ class TrainerGroup:
         return int(number.item())
 
     def _say(self, data: torch.Tensor, timeout_s: float) -> None:
-        """From rank 0 into `data` of all others."""
+        """Broadcast from rank 0 into `data` of all others."""
         self._wait(lambda: dist.broadcast(data, 0, group=self._group, async_op=True), timeout_s)
 
     def _wait(self, start: Callable[[], dist.Work], timeout_s: float) -> None:
@@ -159,5 +159,5 @@ def _describe(part: RankPart) -> str:
 
 
 def shortened(message: str) -> str:
-    """An error that fits into a `RankPart`."""
-    return message[:_MAX_ERROR_CHARS]
+    """Cut an error so that it fits into a `RankPart`."""
+    return message[:_MAX_PART_ERROR_CHARS]

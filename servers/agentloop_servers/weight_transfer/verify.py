@@ -31,10 +31,10 @@ WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over rows r of (r+1) times the sum of the row's words, wrapping; a 0-dim int64 tensor, no sync.
+    """Return the sum over rows r of (r+1) times the sum of the row's words, wrapping: a 0-dim int64 tensor.
 
-    A row is one index of the first dimension. The value depends on the bytes and the number of rows only, and is
-    the same on every device.
+    No sync. A row is one index of the first dimension. The value depends on the bytes and the number of rows only,
+    and is the same on every device.
     """
     rows = words(tensor)
     weights = torch.arange(1, len(rows) + 1, dtype=torch.int64, device=tensor.device)
@@ -42,12 +42,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_checksum(data: torch.Tensor) -> torch.Tensor:
-    """`checksum` of a whole bucket (uint8), gaps between its tensors included."""
+    """Return the `checksum` of a whole bucket (uint8), gaps between its tensors included."""
     return checksum(data.view(-1, ROW_BYTES))
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as integers, [rows, words of a row]: a view, or of a copy where its memory is not dense."""
+    """View a tensor's bytes as integers, [rows, words of a row]; a view of a copy where memory is not dense."""
     num_rows = tensor.shape[0] if tensor.ndim > 0 else 1
     if tensor.numel() == 0:
         return torch.zeros((num_rows, 1), dtype=torch.uint8, device=tensor.device)
@@ -60,13 +60,15 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(sums: list[torch.Tensor]) -> list[int]:
-    """0-dim int64 tensors of one device as ints, with one sync."""
+    """Return 0-dim int64 tensors of one device as ints, with one sync."""
     return torch.stack(sums).tolist() if sums else []
 
 
 class RowChecksums:
-    """The sums of every row of these tensors, as they are at each `compute`; a row is an index of the first
-    dimension. The tensors must stay where they are."""
+    """The sums of every row of these tensors, as they are at each `compute`; the tensors must stay where they are.
+
+    A row is an index of the first dimension.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError for a tensor that is not contiguous."""
@@ -86,8 +88,10 @@ class RowChecksums:
             torch.sum(rows, dim=1, dtype=torch.int64, out=part)
 
     def first_difference(self, other: RowChecksums) -> str | None:
-        """The name of the first tensor whose sums differ from another's of the same shapes, both as computed last;
-        None if all are equal. Syncs."""
+        """Return the name of the first tensor whose sums differ from another's; None if all are equal.
+
+        The other's tensors have the same shapes; both sums are those computed last. Syncs.
+        """
         theirs = other._sums.to(self._sums.device)
         if torch.equal(self._sums, theirs):
             return None
@@ -140,10 +144,10 @@ def compare_layers(model: torch.nn.Module, names: Set[str], read: Read) -> tuple
             continue
         if num_stored < len(parts):
             raise RuntimeError(f"layer {name} has only {num_stored} of {len(parts)} parts in the checkpoint")
-        strip = _stored_strip(name, [read(part) for part in parts])
+        stored = _stored_columns(name, [read(part) for part in parts])
         is_compared = False
-        for actual in _effective_strips(layer, weight, strip):
-            _check_equal(name, actual, strip.values)
+        for actual in _effective_columns(layer, weight, stored):
+            _check_equal(name, actual, stored.values)
             is_compared = True
         num_compared += is_compared
         num_skipped += not is_compared
@@ -158,7 +162,7 @@ def _checkpoint_names(module_name: str, packed: dict[str, list[str]]) -> list[st
     return [f"{prefix}{dot}{part}.weight" for part in packed.get(leaf, [leaf])]
 
 
-def _stored_strip(name: str, pieces: list[Stored]) -> _Columns:
+def _stored_columns(name: str, pieces: list[Stored]) -> _Columns:
     shape = _shape(pieces[0])
     if len(shape) == 1:
         return _Columns(torch.cat([piece[:] for piece in pieces]), 0, 1)
@@ -171,20 +175,20 @@ def _shape(piece: Any) -> list[int]:
     return list(piece.shape) if isinstance(piece, torch.Tensor) else list(piece.get_shape())
 
 
-def _effective_strips(layer: Any, weight: torch.Tensor, strip: _Columns) -> Iterator[torch.Tensor]:
-    """The same columns as the layer computes with them: its parameter, and its packed copy if it has one."""
-    if strip.values.ndim == 1:
-        if weight.shape == strip.values.shape:
+def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> Iterator[torch.Tensor]:
+    """Yield the same columns as the layer computes with them: its parameter, and its packed copy if it has one."""
+    if stored.values.ndim == 1:
+        if weight.shape == stored.values.shape:
             yield weight
         return
-    num_rows, num_columns = strip.values.shape
+    num_rows, num_columns = stored.values.shape
     # Rows beyond the stored ones are the vocabulary's padding.
-    if weight.numel() > 0 and weight.shape[0] >= num_rows and weight.shape[1] == strip.width:
-        yield weight[:num_rows, strip.first : strip.first + num_columns]
+    if weight.numel() > 0 and weight.shape[0] >= num_rows and weight.shape[1] == stored.width:
+        yield weight[:num_rows, stored.first : stored.first + num_columns]
     width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
-    if hasattr(layer, "cpu_linear") and width == strip.width:
+    if hasattr(layer, "cpu_linear") and width == stored.width:
         unit = torch.zeros(num_columns, width, dtype=weight.dtype)
-        unit[torch.arange(num_columns), strip.first + torch.arange(num_columns)] = 1
+        unit[torch.arange(num_columns), stored.first + torch.arange(num_columns)] = 1
         columns = layer.cpu_linear(unit, weight, None).T
         if columns.shape[0] >= num_rows:
             yield columns[:num_rows]

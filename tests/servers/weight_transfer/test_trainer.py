@@ -21,7 +21,7 @@ from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, Invalid
 from agentloop.types import KVPolicy
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from agentloop_servers.weight_transfer.trainer import Pusher, host_towards
+from agentloop_servers.weight_transfer.trainer import TensorPusher, host_towards
 from tests.support.front_door import FakeCoordinator, FakeEngine, serving
 from tests.support.receiving import FakeSender, ReceivingFleet
 
@@ -41,8 +41,8 @@ class Site:
         self.senders.append(FakeSender(host, transport, **self.sender_options))  # type: ignore[arg-type]
         return self.senders[-1]
 
-    def pusher(self, answer_grace_s: float = 20.0, listen_host: str | None = None) -> Pusher:
-        return Pusher(self.client, listen_host, make_sender=self.make_sender, answer_grace_s=answer_grace_s)
+    def pusher(self, answer_grace_s: float = 20.0, listen_host: str | None = None) -> TensorPusher:
+        return TensorPusher(self.client, listen_host, make_sender=self.make_sender, answer_grace_s=answer_grace_s)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ async def test_what_cannot_be_sent_is_refused_before_anything_happens(
 
 async def test_the_admin_key_is_needed_and_is_enough(site: Site) -> None:
     async with RolloutClient(site.client.url, admin_key="admin") as client:
-        pusher = Pusher(client, make_sender=site.make_sender)
+        pusher = TensorPusher(client, make_sender=site.make_sender)
         assert (await pusher.push(WEIGHTS, PushOptions(1))).version == 1
     async with RolloutClient(site.client.url, api_key="user") as client:
         with pytest.raises(AgentLoopError, match="admin key"):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
 from agentloop.errors import AgentLoopError
-from agentloop_servers.weight_transfer.trainer import Pusher
+from agentloop_servers.weight_transfer.trainer import TensorPusher
 from tests.support.receiving import FakeSender
 
 WORLD_SIZE = 2
@@ -80,7 +80,7 @@ async def main(rank: int, url: str) -> dict[str, str]:
         if rank == 0:
             seen["alone"] = await said(update(make_model(6).named_parameters(), 6, all_ranks=False))
             seen["a shard alone"] = await said(update(model.named_parameters(), 7, all_ranks=False))
-        pusher = Pusher(client, make_sender=make_sender)
+        pusher = TensorPusher(client, make_sender=make_sender)
         options = PushOptions(MANY_PASSES)
         seen["passes"] = await said(lambda: pusher.push(model.named_parameters(), options))
         await pusher.close()
