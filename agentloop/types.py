@@ -323,7 +323,6 @@ class Lease:
     lease_id: str
     replica_id: str
     url: str
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

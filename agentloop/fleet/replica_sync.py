@@ -85,19 +85,17 @@ class ReplicaSync:
         *,
         initial: tuple[WeightUpdate, KVPolicy] | None = None,
         on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
-        on_commit: Callable[[], None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
         log: FilteringBoundLogger | None = None,
     ) -> None:
         """`initial` is what engines load at their start. `on_staged` is awaited once an update can only go forward:
-        from there a restarted coordinator goes on with it (`restore`). `on_commit` is called when the fleet has
-        begun to serve the new version, `on_change` after every order, also one that failed."""
+        from there a restarted coordinator goes on with it (`serve`). `on_change` is called after every order,
+        also one that failed."""
         self._fleet = fleet
         self.connect = connect
         self.config = config or WeightConfig()
         self._clock = clock
         self._on_staged = on_staged
-        self._on_commit = on_commit
         self._on_change = on_change
         self._log = structlog.get_logger("fleet") if log is None else log
         self._desired = DesiredState(source=initial)
@@ -122,9 +120,13 @@ class ReplicaSync:
         """The latest updates, oldest first."""
         return tuple(self._reports)
 
-    def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
-        """Take over what an earlier coordinator was bringing the fleet to; replicas catch up as they register."""
-        self._serve(update, kv_policy)
+    def serve(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+        """Bring the fleet to an update that replicas hold, or that an earlier coordinator was bringing it to.
+
+        Replicas without these weights catch up.
+        """
+        self._desired = replace(self._desired, source=(update, kv_policy))
+        self._fleet.set_weight_version(update.version)
 
     # --- the operator's orders ---
 
@@ -307,18 +309,13 @@ class ReplicaSync:
                 async with self._gate:
                     await run.pause(kv_policy)
                     await run.commit(update.version)
-                    self._serve(update, kv_policy)
-                    self._on_commit()
+                    self.serve(update, kv_policy)
                     asleep, self._desired = self._desired.asleep, self._desired.woken(tags)
                     await run.wake_rest(asleep, tags)
                     await run.resume(is_asleep=bool(self._desired.asleep), is_paused=self._desired.is_paused)
             finally:
                 run.end()
         return run.progress
-
-    def _serve(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
-        self._desired = replace(self._desired, source=(update, kv_policy))
-        self._fleet.set_weight_version(update.version)
 
     # --- one replica to the desired state ---
 

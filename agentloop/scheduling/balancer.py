@@ -56,13 +56,7 @@ class Balancer:
         self._mean_tokens = float(self._config.prior_trajectory_tokens)
         self._num_finished = 0
         self._num_granted = 0
-        self._epoch = 0
         self._prefix = uuid4().hex[:12]  # lease ids stay unique over coordinators
-
-    @property
-    def epoch(self) -> int:
-        """Grows at every weight update; a lease carries the epoch it was placed in."""
-        return self._epoch
 
     @property
     def mean_trajectory_tokens(self) -> float:
@@ -75,10 +69,6 @@ class Balancer:
     def work_tokens(self, replica_id: str) -> float:
         """Predicted tokens of the trajectories leased to a replica."""
         return self._work_tokens.get(replica_id, 0.0)
-
-    def begin_epoch(self) -> None:
-        """Weights have changed: trajectories that ask from now on may be placed anew."""
-        self._epoch += 1
 
     def acquire(self, assignment_id: str, group_id: str, num_prompt_tokens: int) -> Lease:
         """A place for a trajectory. Asking again returns the lease it holds, while its replica takes traffic.
@@ -200,7 +190,7 @@ class Balancer:
     def _grant(self, replica: ReplicaRecord) -> Lease:
         self._num_granted += 1
         self._placed_at[replica.replica_id] = self._num_granted
-        return Lease(f"{self._prefix}-{self._num_granted}", replica.replica_id, replica.url, self._epoch)
+        return Lease(f"{self._prefix}-{self._num_granted}", replica.replica_id, replica.url)
 
     def _hold(self, holding: _Holding) -> None:
         self._by_holder[holding.holder_id] = holding

@@ -259,7 +259,7 @@ async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
 @virtual
 async def test_after_a_restart_pushed_weights_come_from_those_who_hold_them(clock):
     site = Site(clock)
-    site.sync.restore(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
+    site.sync.serve(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
     holder = site.register("holder", version=4)
     late = site.register("late", version=0)
     assert not await site.late.bring_up("late")

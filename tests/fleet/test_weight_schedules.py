@@ -100,10 +100,10 @@ def fleet_problems(world: World) -> list[str]:
     """What is wrong with the fleet, asking engines rather than the registry."""
     desk = world.coordinator.replicas
     problems = []
-    if desk._sync.update_state is not UpdateState.IDLE or desk.is_paused:
-        problems.append(f"the controller is {desk._sync.update_state}, paused: {desk.is_paused}")
-    known = {replica.replica_id: replica for replica in desk._fleet.replicas}
-    placeable = {replica.replica_id for replica in desk._fleet.placeable()}
+    if desk.sync.update_state is not UpdateState.IDLE or desk.sync.desired.is_paused:
+        problems.append(f"the controller is {desk.sync.update_state}, paused: {desk.sync.desired.is_paused}")
+    known = {replica.replica_id: replica for replica in desk.fleet.replicas}
+    placeable = {replica.replica_id for replica in desk.fleet.placeable()}
     for process in world.processes.values():
         replica = known.pop(process.replica_id, None)
         if not process.is_alive:

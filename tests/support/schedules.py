@@ -220,7 +220,7 @@ class World:
 
     def placeable(self) -> list[Process]:
         """The processes that take traffic and are alive."""
-        urls = {replica.url for replica in self.coordinator.replicas._fleet.placeable()}
+        urls = {replica.url for replica in self.coordinator.replicas.fleet.placeable()}
         return [process for process in self.processes.values() if process.is_alive and process.url in urls]
 
     def watch(self) -> None:
@@ -268,7 +268,7 @@ class World:
         if is_readable:
             self.history.pushed.add(version)
         update, sender = self._source(version, is_readable)
-        was_asleep = bool(self.coordinator.replicas.asleep)
+        was_asleep = bool(self.coordinator.replicas.sync.desired.asleep)
         try:
             report = await self.ask(lambda c: c.replicas.update_weights(update, self.kv_policy))
         finally:
@@ -411,7 +411,7 @@ class World:
 
     async def needs_a_push(self) -> bool:
         """Whether there is nothing that the controller could bring a replica to."""
-        sync = self.coordinator.replicas._sync
+        sync = self.coordinator.replicas.sync
         served = sync.served()
         if served is None or sync.desired.asleep:
             return True

@@ -33,8 +33,7 @@ class Site:
         self.info = info
         self.engines = {}
         self.fleet = Fleet()
-        self.num_commits = 0
-        self.sync = ReplicaSync(self.fleet, self.connect, clock, CONFIG, on_commit=self.on_commit, initial=initial)
+        self.sync = ReplicaSync(self.fleet, self.connect, clock, CONFIG, initial=initial)
         self.late = LateReplicas(self.sync, self.fleet, clock)
         for replica_id in replica_ids:
             self.register(replica_id, version)
@@ -42,9 +41,6 @@ class Site:
             if version is not None:
                 self.fleet.begin_update(replica)
                 self.fleet.admit(replica)
-
-    def on_commit(self):
-        self.num_commits += 1
 
     def connect(self, url):
         return self.engines[url.removeprefix("fake://")]

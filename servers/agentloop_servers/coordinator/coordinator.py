@@ -52,7 +52,7 @@ class Coordinator:
         """Queue what an earlier coordinator left unfinished, and begin to watch."""
         saved = await self._store.saved_weights()
         if saved is not None:
-            self.replicas.restore(*saved)
+            self.replicas.sync.serve(*saved)
         await self.rollouts.restore()
         self._watching = asyncio.create_task(self._watch(), name="coordinator-watch")
 
@@ -76,16 +76,16 @@ class Coordinator:
 
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
-        replicas = self.replicas
+        replicas, desired = self.replicas, self.replicas.sync.desired
         return ServiceStatus(
             is_ready=replicas.is_ready,
-            is_paused=replicas.is_paused,
+            is_paused=desired.is_paused,
             weight_version=replicas.weight_version,
             replicas=replicas.statuses(),
             num_workers=self.rollouts.num_workers,
             rollouts=self.rollouts.queue.rollouts,
-            updates=replicas.reports,
-            asleep=replicas.asleep,
+            updates=replicas.sync.reports,
+            asleep=tuple(sorted(desired.asleep)),
         )
 
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:

@@ -60,48 +60,35 @@ class Replicas:
         self._clock = clock
         self._log = log
         self._changed = changed
-        self._fleet = Fleet(config.fleet)
-        self.balancer = Balancer(self._fleet, config.balancer)
-        self._sync = ReplicaSync(
-            self._fleet,
+        self.fleet = Fleet(config.fleet)
+        self.balancer = Balancer(self.fleet, config.balancer)
+        self.sync = ReplicaSync(
+            self.fleet,
             connect,
             clock,
             config.weights,
             initial=None if config.initial_weights is None else (config.initial_weights, config.kv_policy),
             on_staged=on_staged,
-            on_commit=self.balancer.begin_epoch,
             on_change=self._fleet_changed,
             log=log,
         )
-        self._late = LateReplicas(self._sync, self._fleet, clock, on_change=self._fleet_changed, log=log)
+        self._late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions that updates under way are to bring; a refused one is here for a moment.
         self._coming: list[int] = []
 
     @property
     def is_ready(self) -> bool:
         """Whether a replica takes traffic."""
-        return bool(self._fleet.placeable())
-
-    @property
-    def is_paused(self) -> bool:
-        return self._sync.desired.is_paused
-
-    @property
-    def asleep(self) -> tuple[MemoryTag, ...]:
-        return tuple(sorted(self._sync.desired.asleep))
+        return bool(self.fleet.placeable())
 
     @property
     def weight_version(self) -> int | None:
-        return self._fleet.weight_version
+        return self.fleet.weight_version
 
     @property
     def versions(self) -> FleetVersions:
         """The version that the fleet serves, and the one that it is being brought to."""
-        return FleetVersions(self._fleet.weight_version, max(self._coming, default=None))
-
-    @property
-    def reports(self) -> tuple[UpdateReport, ...]:
-        return self._sync.reports
+        return FleetVersions(self.fleet.weight_version, max(self._coming, default=None))
 
     def check_health(self) -> None:
         """Raises what ended a task that only a bug can end."""
@@ -113,8 +100,8 @@ class Replicas:
     # --- coming and going ---
 
     async def register(self, registration: ReplicaRegistration) -> None:
-        known = self._fleet.get(registration.replica_id)
-        replica = self._fleet.register(registration, self._clock.now())
+        known = self.fleet.get(registration.replica_id)
+        replica = self.fleet.register(registration, self._clock.now())
         if known is not None and known.incarnation != replica.incarnation:
             self.balancer.drop_replica(replica.replica_id)
         self._log.info("replica_registered", replica=replica.replica_id, version=registration.weight_version)
@@ -122,21 +109,21 @@ class Replicas:
         self._fleet_changed()
 
     async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
-        before = self._fleet.get(replica_id)
-        is_known = self._fleet.heartbeat(replica_id, load, is_usable, self._clock.now())
-        after = self._fleet.get(replica_id)
+        before = self.fleet.get(replica_id)
+        is_known = self.fleet.heartbeat(replica_id, load, is_usable, self._clock.now())
+        after = self.fleet.get(replica_id)
         if before is not None and after is not None and before.state is not after.state:
             self._log.info("replica_state", replica=replica_id, state=after.state, before=before.state)
             self._fleet_changed()
         return is_known
 
     async def deregister(self, replica_id: str) -> None:
-        if self._fleet.deregister(replica_id):
+        if self.fleet.deregister(replica_id):
             self._forget(replica_id, "left")
 
     def look(self, now: float) -> None:
         """Count the silence, and end direct leases that nobody gave back."""
-        for replica_id in self._fleet.expire(now):
+        for replica_id in self.fleet.expire(now):
             self._forget(replica_id, "silent")
         self.balancer.expire(now)
         self._fleet_changed()
@@ -157,7 +144,7 @@ class Replicas:
                 weight_dtype=replica.registration.info.weight_dtype,
                 error=replica.error,
             )
-            for replica in self._fleet.replicas
+            for replica in self.fleet.replicas
         )
 
     # --- places ---
@@ -172,14 +159,14 @@ class Replicas:
             try:
                 return grant()
             except NoHealthyReplica:
-                if not self._fleet.may_recover_soon() or not await self._changed.wait_until(deadline_at):
+                if not self.fleet.may_recover_soon() or not await self._changed.wait_until(deadline_at):
                     raise
 
     def report_failure(self, lease: Lease) -> None:
         """A call under this lease got no answer."""
-        replica = self._fleet.get(lease.replica_id)
+        replica = self.fleet.get(lease.replica_id)
         if replica is not None and replica.url == lease.url:
-            self._fleet.report_failure(lease.replica_id)
+            self.fleet.report_failure(lease.replica_id)
 
     def end_lease(self, holder_id: str, num_tokens: int | None = None) -> None:
         """Release what a holder has, if it has a lease."""
@@ -189,37 +176,33 @@ class Replicas:
 
     # --- weights ---
 
-    def restore(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
-        """Before any replica registers: what an earlier coordinator was bringing the fleet to."""
-        self._sync.restore(update, kv_policy)
-
     @to_its_end
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
         policy = self._config.kv_policy if kv_policy is None else kv_policy
         with self._update_under_way(update.version):
             try:
-                return await self._sync.update_weights(update, policy)
+                return await self.sync.update_weights(update, policy)
             finally:
-                for replica in self._fleet.replicas:
+                for replica in self.fleet.replicas:
                     if replica.state is ReplicaState.QUARANTINED:
                         self.balancer.drop_replica(replica.replica_id)
                         self._log.warning("replica_quarantined", replica=replica.replica_id, error=replica.error)
 
     @to_its_end
     async def pause(self, mode: PauseMode) -> None:
-        await self._sync.pause(mode)
+        await self.sync.pause(mode)
 
     @to_its_end
     async def resume(self) -> None:
-        await self._sync.resume()
+        await self.sync.resume()
 
     @to_its_end
     async def sleep(self, level: int) -> None:
-        await self._sync.sleep(level)
+        await self.sync.sleep(level)
 
     @to_its_end
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
-        await self._sync.wake(tags)
+        await self.sync.wake(tags)
 
     # --- inside ---
 

@@ -65,13 +65,12 @@ async def test_direct_leases(site, coordinator):
 async def test_an_update_from_end_to_end(site, coordinator):
     for engine in site.engines.values():
         engine.seconds = {"commit": 2.0}
-    before = await coordinator.rollouts.lease("before", 10)
+    await coordinator.rollouts.lease("before", 10)
     updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None))
     await site.clock.sleep(1.0)
     started = site.clock.now()
-    after = await coordinator.rollouts.lease("during", 10)  # waits for the end of the commit instead of failing
+    await coordinator.rollouts.lease("during", 10)  # waits for the end of the commit instead of failing
     assert site.clock.now() - started == pytest.approx(1.0)
-    assert (before.epoch, after.epoch) == (0, 1)
     result = await updating
     assert result.kv_policy is KVPolicy.RECOMPUTE
     assert result.stall_ms == pytest.approx(2000.0)
@@ -169,7 +168,7 @@ async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordina
     waiting = asyncio.create_task(coordinator.rollouts.lease("other", 10))
     await site.clock.sleep(1.0)
     await coordinator.replicas.wake(ALL_MEMORY)
-    assert (await waiting).epoch == 0
+    await waiting
     assert await coordinator.rollouts.lease("s", 10) == lease
     assert (await coordinator.status()).asleep == ()
     assert await site.states() == {"a": "ready", "b": "ready"}
