@@ -67,7 +67,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.generation",
         "agentloop.parsers",
         "agentloop.rendering",
-        "agentloop.rollout",
         "agentloop.trajectory",
     },
     "agentloop.agents": {"agentloop.api", "agentloop.client", "agentloop.rollout"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
 from agentloop.generation.turn_reader import TurnReader
-from agentloop.generation.turn_sampler import SampleOrder, SessionEngine, sample_reply, stream_reply
+from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 
 __all__ = [
     "AssignedLease",
@@ -13,10 +13,9 @@ __all__ = [
     "LeaseConfig",
     "LeasedEngine",
     "NewestVersion",
-    "SampleOrder",
-    "SessionEngine",
     "SessionLeases",
     "TurnReader",
-    "sample_reply",
-    "stream_reply",
+    "TurnRequest",
+    "sample_turn",
+    "stream_turn",
 ]

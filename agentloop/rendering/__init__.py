@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.rendering.renderer import OnUnstable, Renderer, off_loop
+from agentloop.rendering.tokenizer import TextDecoder
 
-__all__ = ["OnUnstable", "Renderer"]
+__all__ = ["OnUnstable", "Renderer", "TextDecoder", "off_loop"]

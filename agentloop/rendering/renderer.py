@@ -8,13 +8,15 @@ from several threads.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 from tokenizers import Tokenizer
@@ -23,14 +25,22 @@ from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixSta
 from agentloop.parsers import DecodedText
 from agentloop.rendering.prefix_stability import StabilityReport, examine, show_difference
 from agentloop.rendering.template import ChatTemplate, read_json, token_text
-from agentloop.rendering.tokenizer import Tokens
+from agentloop.rendering.tokenizer import TextDecoder, Tokens
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
+T = TypeVar("T")
+
+_LONG_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _MARK = "one sampled turn"
 _REPLY = "one observation"
 _CALL_ID = "call00000"  # nine letters and digits: some templates insist
 _MAX_BOUNDARIES = 128
+
+
+async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
+    """Render or tokenise a text of `num_chars`, in a thread if it is long."""
+    return await asyncio.to_thread(work) if num_chars > _LONG_CHARS else work()
 
 
 class OnUnstable(StrEnum):
@@ -154,6 +164,10 @@ class Renderer:
     def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
         """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
         return self._tokens.decode_with_offsets(ids)
+
+    def decoder(self) -> TextDecoder:
+        """Make a decoder for ids that come in pieces."""
+        return TextDecoder(self._tokens, self._stop_token_ids[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text: it may be a part of a character."""

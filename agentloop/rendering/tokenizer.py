@@ -27,6 +27,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ANCHOR = "A"  # stands before a token whose text is asked for: many decoders treat a text's first token otherwise
 _MAX_HELD_TOKENS = 64  # a character takes at most four bytes; more held tokens are bytes that never make one
 
+# Of a TextDecoder:
+_CONTEXT = 4  # tokens that are decoded again before new ones: what some decoders write depends on those before
+_MAX_OPEN_BYTES = 3  # of a character whose last one is missing; a token has at least one, or no text
+_MAX_OPEN_CHARS = 64  # so many are given out, whatever the tokenizer makes of the next id
+_MAX_HELD = 12  # further tokens, before those without any text are sorted out
+
 
 class Tokens:
     """One tokenizer, with its added tokens sorted into control tokens and mere vocabulary (runs of spaces)."""
@@ -200,6 +206,79 @@ class Tokens:
         if ends:
             ends[-1] = len(text)
         return DecodedText(text, tuple(ends))
+
+
+class TextDecoder:
+    """Ids to text as they come: only characters that no later id can change, until `finish`.
+
+    For tokenizers that make any text of bytes (byte-level ones, and those that fall back to bytes) text and offsets
+    are those of `Tokens.decode_with_offsets` on all ids at once. What was given out never changes, however the ids
+    were cut. Time is linear in the ids.
+    """
+
+    def __init__(self, tokens: Tokens, stop_token_id: int) -> None:
+        self._tokens = tokens
+        self._stop_token_id = stop_token_id
+        self._window: list[int] = []  # the ids whose text may still change, and a few before them
+        self._num_final = 0  # ids of the window whose text was given out
+        self._num_seen = 0  # characters of it
+
+    def add(self, ids: Sequence[int]) -> DecodedText:
+        """The characters that are certain now; `ends` count within them, and lack those of the last few ids."""
+        if not ids:
+            return DecodedText("", ())
+        self._window.extend(ids)
+        num_ids = len(self._window)
+        for num_final in range(num_ids, max(num_ids - _MAX_OPEN_BYTES, self._num_final) - 1, -1):
+            decoded = self._tokens.decode_with_offsets(self._window[:num_final])
+            if not decoded.text.endswith(_REPLACEMENT):
+                return self._give_whole(decoded)
+        return self._give_broken(self._tokens.decode_with_offsets(self._window))
+
+    def finish(self) -> DecodedText:
+        """The characters that were not certain, and the ends that were lacking."""
+        return self._give(self._tokens.decode_with_offsets(self._window), None, len(self._window))
+
+    def _give_whole(self, decoded: DecodedText) -> DecodedText:
+        """`decoded` ends with a whole character: all it holds is certain."""
+        num_final = len(decoded.ends)
+        given = self._give(decoded, None, num_final)
+        for start in range(num_final - _CONTEXT, num_final - _CONTEXT - _MAX_OPEN_BYTES - 1, -1):
+            if start <= 0:
+                break
+            context = self._tokens.decode_with_offsets(self._window[start:num_final])
+            if not context.text.startswith(_REPLACEMENT):  # it does not begin within a character
+                self._window, self._num_final = self._window[start:], num_final - start
+                self._num_seen = len(context.text)
+                break
+        return given
+
+    def _give_broken(self, decoded: DecodedText) -> DecodedText:
+        """Bytes that are no UTF-8: certain is what was so before the last id, which may begin a character."""
+        num_certain = max(decoded.ends[-2], self._num_seen) if len(decoded.ends) > 1 else 0
+        num_open = len(decoded.text) - num_certain
+        if num_open > _MAX_OPEN_CHARS:
+            return self._give_whole(decoded)
+        given = self._give(decoded, num_certain, len(decoded.ends) - 1)
+        if len(self._window) > _CONTEXT + num_open + _MAX_HELD:
+            *before, last = self._window
+            before = [token_id for token_id in before if self._has_text(token_id)][-_CONTEXT - num_open :]
+            self._window, self._num_final = [*before, last], len(before)
+            self._num_seen = max(len(self._tokens.decode_with_offsets(self._window).text) - num_open, 0)
+        return given
+
+    def _give(self, decoded: DecodedText, num_certain: int | None, num_final: int) -> DecodedText:
+        seen = self._num_seen
+        given = DecodedText(
+            decoded.text[seen:num_certain],
+            tuple(max(end - seen, 0) for end in decoded.ends[self._num_final : num_final]),
+        )
+        self._num_seen, self._num_final = seen + len(given.text), num_final
+        return given
+
+    def _has_text(self, token_id: int) -> bool:
+        stop = self._stop_token_id
+        return self._tokens.decode((stop, token_id)) != self._tokens.decode((stop,))
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop.rollout.context import LONG_RENDER_CHARS, AssistantTurn, LoopContext
+from agentloop.rollout.context import AssistantTurn, LoopContext
 from agentloop.rollout.loops import AgentLoop, load_loop
 from agentloop.rollout.rewards import RewardFunction, exact_match, load_reward, score
 from agentloop.rollout.single_turn import SingleTurn
@@ -12,7 +12,6 @@ from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
 
 __all__ = [
-    "LONG_RENDER_CHARS",
     "AgentLoop",
     "AssistantTurn",
     "LoopContext",

@@ -6,14 +6,13 @@ calls. Sampled ids are never rendered again; only what is new is. Long renders l
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from agentloop.errors import InvariantBroken
 from agentloop.parsers import Parser
-from agentloop.rendering import Renderer
+from agentloop.rendering import Renderer, off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
@@ -33,7 +32,6 @@ from agentloop.types import (
     ToolResult,
 )
 
-LONG_RENDER_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
 MAX_CONTINUATIONS = 32  # of one turn that engine-side aborts keep cutting
 
 Generate = Callable[[GenerateRequest], Awaitable[Generation]]
@@ -174,9 +172,7 @@ class LoopContext:
         return self._renderer.bridge(self._path.pending, self._definitions, is_closed=self._is_closed)
 
     async def _off_loop(self, messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
-        if sum(len(message.content) for message in messages) > LONG_RENDER_CHARS:
-            return await asyncio.to_thread(work)
-        return work()
+        return await off_loop(sum(len(message.content) for message in messages), work)
 
     async def _sample_tokens(self, room: int, temperature: float | None) -> tuple[list[int], FinishReason]:
         """One turn's ids. A generation that the engine's operator aborted goes on where it was cut."""

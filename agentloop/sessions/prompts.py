@@ -8,7 +8,6 @@ extends the stored ids only if it begins with them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,8 +22,7 @@ from agentloop.errors import (
     TemplateNotPrefixStable,
     UnsupportedParameter,
 )
-from agentloop.rendering import Renderer
-from agentloop.rollout import LONG_RENDER_CHARS
+from agentloop.rendering import Renderer, off_loop
 from agentloop.sessions.facts import SessionParts
 from agentloop.trajectory import Match, Node, Split, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, Message, SamplingParams
@@ -151,9 +149,7 @@ def _array(ids: Sequence[int]) -> IntArray:
 
 
 async def _rendered(messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
-    if sum(map(_num_chars, messages)) > LONG_RENDER_CHARS:
-        return await asyncio.to_thread(work)
-    return work()
+    return await off_loop(sum(map(_num_chars, messages)), work)
 
 
 def _num_chars(message: Message) -> int:

@@ -19,7 +19,7 @@ import structlog
 from agentloop.aio import run_to_end
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, Overloaded, ServiceUnavailable
-from agentloop.generation import SampleOrder, SessionEngine, sample_reply, stream_reply
+from agentloop.generation import LeasedEngine, TurnRequest, sample_turn, stream_turn
 from agentloop.sessions.calls import LiveCall, record_of
 from agentloop.sessions.facts import SessionParts
 from agentloop.sessions.journal import JournalWriter
@@ -38,7 +38,7 @@ class CallRunner:
         self,
         session_id: str,
         parts: SessionParts,
-        engine: SessionEngine,
+        engine: LeasedEngine,
         memory: SessionMemory,
         journal: JournalWriter,
     ) -> None:
@@ -133,19 +133,20 @@ class CallRunner:
 
     async def _sample(self, live: LiveCall, question: Question, turn_index: int) -> list[Reply]:
         """All choices side by side: all of them or none."""
-        orders = [self._order(live, question, turn_index, choice) for choice in range(live.chat.num_choices)]
-        if len(orders) == 1:
-            return [await self._sample_choice(live, orders[0])]
+        choices = range(live.chat.num_choices)
+        turns = [self._turn_request(live, question, turn_index, choice_index) for choice_index in choices]
+        if len(turns) == 1:
+            return [await self._sample_choice(live, turns[0])]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._sample_choice(live, order)) for order in orders]
+            tasks = [group.create_task(self._sample_choice(live, wanted)) for wanted in turns]
         return [task.result() for task in tasks]
 
-    def _order(self, live: LiveCall, question: Question, turn_index: int, choice_index: int) -> SampleOrder:
+    def _turn_request(self, live: LiveCall, question: Question, turn_index: int, choice_index: int) -> TurnRequest:
         chat, sampling = live.chat, question.sampling
         if sampling.seed is not None and choice_index:
             sampling = replace(sampling, seed=sampling.seed + choice_index)
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
-        return SampleOrder(
+        return TurnRequest(
             request_id=f"{live.call_id}:{choice_index}",
             prompt_ids=question.prompt.ids,
             sampling=sampling,
@@ -155,16 +156,18 @@ class CallRunner:
             tools=chat.tools,
             reads_calls=question.reads_calls,
             reads_thoughts=chat.prompt_ids is None,
-            timeout_s=max(live.deadline_at - asyncio.get_running_loop().time(), 0.001),
+            timeout_s=chat.timeout_s,
+            deadline_at=live.deadline_at,
             trajectory_id=self._session_id,
+            keeps_kv=keeps_kv,
             kv_version=self._memory.first_version if keeps_kv else None,
         )
 
-    async def _sample_choice(self, live: LiveCall, order: SampleOrder) -> Reply:
+    async def _sample_choice(self, live: LiveCall, wanted: TurnRequest) -> Reply:
         reader = self._parts.reader
         if not live.is_streamed:
-            return await sample_reply(self._engine, reader, order)
-        async with aclosing(stream_reply(self._engine, reader, order)) as items:
+            return await sample_turn(self._engine, reader, wanted)
+        async with aclosing(stream_turn(self._engine, reader, wanted)) as items:
             async for item in items:
                 if isinstance(item, Reply):
                     return item

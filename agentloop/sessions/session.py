@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from agentloop.aio import run_to_end
 from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import AgentLoopError, InvalidRequest, SessionFinished
-from agentloop.generation import SessionEngine
+from agentloop.generation import LeasedEngine
 from agentloop.sessions.calls import LiveCall, whole_pieces
 from agentloop.sessions.facts import CallLimits, Journal, SessionFacts, SessionParts, SessionState
 from agentloop.sessions.journal import JournalWriter
@@ -41,7 +41,7 @@ class Session:
         facts: SessionFacts,
         *,
         parts: SessionParts,
-        engine: SessionEngine,
+        engine: LeasedEngine,
         journal: Journal,
         nodes: Iterable[Node] = (),
         calls: Iterable[CallRecord] = (),

@@ -32,7 +32,7 @@ def xml(name: str = "add", value: str = "1") -> str:
 
 
 def whole(reader: TurnReader, text: str, reading: Reading) -> Message:
-    return reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading).message
+    return reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)[0]
 
 
 def split(reader: TurnReader, pieces: list[str], reading: Reading = WITH_CALLS) -> list[Increment]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from agentloop.generation.turn_reader import Reading, ReadTurn, TurnReader
+from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import OnUnstable, Renderer
@@ -131,31 +131,31 @@ def read(reader: TurnReader, text: str, *, calls: bool = True, thoughts: bool = 
 
 def test_a_thought_at_the_start_is_no_content(reader: TurnReader):
     turn = read(reader, "<think>\nLet me see.\n</think>\n\nFour.\n")
-    assert turn == ReadTurn(Message("assistant", "Four.", reasoning="Let me see."), 28)
+    assert turn == (Message("assistant", "Four.", reasoning="Let me see."), 28)
 
 
 def test_a_thought_that_the_prompt_opened_runs_to_its_mark(reader: TurnReader):
     turn = read(reader, "Hm.</think>Four.", is_thinking=True)
-    assert turn == ReadTurn(Message("assistant", "Four.", reasoning="Hm."), 11)
+    assert turn == (Message("assistant", "Four.", reasoning="Hm."), 11)
 
 
 @pytest.mark.parametrize(("text", "is_thinking"), [("<think>\nHm, so", False), ("Hm, so ", True)])
 def test_an_unfinished_thought_is_all_there_is(reader: TurnReader, text: str, is_thinking: bool):
     turn = read(reader, text, is_thinking=is_thinking)
-    assert turn == ReadTurn(Message("assistant", "", reasoning="Hm, so"), len(text))
+    assert turn == (Message("assistant", "", reasoning="Hm, so"), len(text))
 
 
 @pytest.mark.parametrize("text", ["So <think>hm</think>", "\n<think>hm</think>", "<thinking>", "hm</think>"])
 def test_marks_elsewhere_are_content(reader: TurnReader, text: str):
-    assert read(reader, text) == ReadTurn(Message("assistant", text.strip()), 0)
+    assert read(reader, text) == (Message("assistant", text.strip()), 0)
 
 
 def test_calls_are_read_after_the_thought_only(reader: TurnReader):
     thought = f"<think>I could write {CALL}</think>"
-    turn = read(reader, f"{thought} Now: {CALL}")
-    assert turn.message.reasoning == f"I could write {CALL}"
-    assert turn.message.content == "Now:"
-    (call,) = turn.message.tool_calls
+    message, _ = read(reader, f"{thought} Now: {CALL}")
+    assert message.reasoning == f"I could write {CALL}"
+    assert message.content == "Now:"
+    (call,) = message.tool_calls
     assert (call.id, call.name, call.arguments) == ("call_3_0", "add", {"a": 1})
     start = len(thought) + len(" Now: ")
     assert (call.token_start, call.token_end) == (start, start + len(CALL))
@@ -163,9 +163,9 @@ def test_calls_are_read_after_the_thought_only(reader: TurnReader):
 
 def test_without_calls_and_thoughts_the_text_stays_as_it_is(reader: TurnReader):
     text = f"<think>x</think> {CALL}\n"
-    assert read(reader, text, calls=False, thoughts=False).message == Message("assistant", text)
-    assert read(reader, " x \n", calls=False).message == Message("assistant", " x \n")
-    assert read(reader, text, calls=False).message == Message("assistant", f"{CALL}\n", reasoning="x")
+    assert read(reader, text, calls=False, thoughts=False)[0] == Message("assistant", text)
+    assert read(reader, " x \n", calls=False)[0] == Message("assistant", " x \n")
+    assert read(reader, text, calls=False)[0] == Message("assistant", f"{CALL}\n", reasoning="x")
 
 
 def test_a_prompt_tells_whether_it_leaves_a_thought_open(tmp_path: Path):

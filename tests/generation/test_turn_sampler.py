@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece
 from agentloop.chat.dialect import arguments_text
 from agentloop.codec import encode
-from agentloop.engine import Delta
-from agentloop.errors import DeadlineExceeded, EnginePaused, InvalidRequest, MalformedEngineResponse
+from agentloop.engine import Delta, TokenEngine
+from agentloop.errors import DeadlineExceeded, EngineLost, EnginePaused, InvalidRequest, MalformedEngineResponse
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import (
     MAX_CONTINUATIONS,
-    SampleOrder,
-    SessionEngine,
-    sample_reply,
-    stream_reply,
+    TurnRequest,
+    sample_turn,
+    stream_turn,
 )
 from agentloop.parsers.by_name import get_parser
 from agentloop.simulation.engine import SimulatedEngine
@@ -41,6 +40,7 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
+from tests.support.engines import leased
 from tests.support.scripted import RENDERER, SPEC, call, ids
 
 READER = TurnReader(RENDERER, get_parser("hermes"))
@@ -48,10 +48,10 @@ STOP_ID = RENDERER.stop_token_ids[0]
 PROMPT = tuple(RENDERER.render([Message("user", "What is 2 + 3?")], []))
 
 
-def order(max_tokens: int = 1000, **fields: object) -> SampleOrder:
+def order(max_tokens: int = 1000, **fields: object) -> TurnRequest:
     sampling = SamplingParams(max_tokens, seed=7, stop_token_ids=RENDERER.stop_token_ids)
     given = {"request_id": "r", "prompt_ids": PROMPT, "sampling": sampling, "turn_index": 0, "reads_calls": True}
-    return SampleOrder(**{**given, **fields})  # type: ignore[arg-type]
+    return TurnRequest(**{**given, **fields})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -120,8 +120,12 @@ async def simulated(engine: SimulatedEngine):
         await engine.close()
 
 
-async def streamed(engine: SessionEngine, wanted: SampleOrder, reader: TurnReader = READER):
-    items = [item async for item in stream_reply(engine, reader, wanted)]
+async def whole_turn(engine: TokenEngine, wanted: TurnRequest) -> Reply:
+    return await sample_turn(leased(engine), READER, wanted)
+
+
+async def streamed(engine: TokenEngine, wanted: TurnRequest, reader: TurnReader = READER):
+    items = [item async for item in stream_turn(leased(engine), reader, wanted)]
     *pieces, reply = items
     assert isinstance(reply, Reply)
     check_pieces(pieces, reply)
@@ -167,7 +171,7 @@ def test_a_stream_gives_the_reply_of_the_whole_call_however_it_is_cut(
     wanted = order(sampling=sampling, stop=tuple(stop), reads_calls=reads, reads_thoughts=reads)
 
     async def both() -> tuple[Reply, Reply]:
-        whole = await sample_reply(Tape([(sampled, reason)]), READER, wanted)
+        whole = await whole_turn(Tape([(sampled, reason)]), wanted)
         _, reply = await streamed(Tape([(sampled, reason)], sizes, versions=(0, 0, 1, 2)), wanted)
         return whole, replace(reply, weight_versions=whole.weight_versions)
 
@@ -184,7 +188,7 @@ async def test_a_simulated_engine_gives_both_the_same(seed: int, stop: tuple[str
         stop=stop, sampling=replace(order().sampling, max_tokens=200, temperature=1.0, seed=seed), reads_calls=True
     )
     async with simulated(SimulatedEngine(SPEC)) as engine:
-        whole = await sample_reply(engine, READER, wanted)
+        whole = await whole_turn(engine, wanted)
         _, reply = await streamed(engine, wanted)
         assert encode(replace(whole, replica_id="", cached_tokens=0)) == encode(replace(reply, cached_tokens=0))
         assert engine.load().num_running == 0
@@ -258,7 +262,7 @@ async def test_the_stop_token_is_no_text():
 
 async def test_an_empty_stop_string_is_refused():
     with pytest.raises(InvalidRequest):
-        await sample_reply(said("Hi"), READER, order(stop=("",)))
+        await whole_turn(said("Hi"), order(stop=("",)))
 
 
 # --- aborts, faults, cancellation -------------------------------------------------------------------------
@@ -270,7 +274,7 @@ async def test_an_abort_is_continued_where_it_cut(is_streamed: bool):
     takes = [(first, FinishReason.ABORT), ((), FinishReason.ABORT), (second, FinishReason.STOP)]
     tape = Tape(takes, [2] * 9, versions=(3,) * len(first) + (4,))
     sampling = replace(order().sampling, min_tokens=2)
-    run = streamed(tape, order(sampling=sampling)) if is_streamed else sample_reply(tape, READER, order())
+    run = streamed(tape, order(sampling=sampling)) if is_streamed else whole_turn(tape, order())
     reply = (await run)[1] if is_streamed else await run
     assert reply.message.content == "Hello, world"
     assert reply.token_ids.tolist() == [*first, *second]
@@ -286,7 +290,7 @@ async def test_an_abort_is_continued_where_it_cut(is_streamed: bool):
 
 
 async def test_an_abort_with_no_room_left_is_a_length():
-    reply = await sample_reply(Tape([(ids("abcd"), FinishReason.ABORT)]), READER, order(len(ids("abcd"))))
+    reply = await whole_turn(Tape([(ids("abcd"), FinishReason.ABORT)]), order(len(ids("abcd"))))
     assert reply.finish_reason is FinishReason.LENGTH
 
 
@@ -295,13 +299,13 @@ async def test_a_constrained_turn_that_was_cut_is_sampled_again(stop: tuple[str,
     wanted = order(sampling=replace(order().sampling, constraint=Constraint(ConstraintKind.JSON_OBJECT)), stop=stop)
     cut, whole = (ids("{"), FinishReason.ABORT), ((*ids("{}"), STOP_ID), FinishReason.STOP)
     tape = Tape([cut, cut, whole])
-    reply = await sample_reply(tape, READER, wanted)
+    reply = await whole_turn(tape, wanted)
     assert reply.message.content == "{}"
     assert [request.request_id for request in tape.requests] == ["r.0", "r~1.0", "r~2.0"]
     assert {request.token_ids for request in tape.requests} == {PROMPT}
     endless = Tape([cut] * 100)
     with pytest.raises(EnginePaused):
-        await sample_reply(endless, READER, wanted)
+        await whole_turn(endless, wanted)
     assert len(endless.requests) == MAX_CONTINUATIONS
 
 
@@ -316,7 +320,7 @@ SLOW = replace(SPEC, latency=LatencyModel(decode_s=0.002))
 
 async def test_a_stream_that_is_closed_runs_no_more():
     async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
-        async with aclosing(stream_reply(engine, READER, order())) as pieces:
+        async with aclosing(stream_turn(leased(engine), READER, order())) as pieces:
             assert (await anext(pieces)).content
             assert engine.load().num_running == 1
         assert engine.load().num_running == 0
@@ -325,7 +329,7 @@ async def test_a_stream_that_is_closed_runs_no_more():
 @pytest.mark.parametrize("stop", [(), ("never",)])
 async def test_a_call_that_is_cancelled_runs_no_more(stop: tuple[str, ...]):
     async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
-        task = asyncio.create_task(sample_reply(engine, READER, order(stop=stop)))
+        task = asyncio.create_task(whole_turn(engine, order(stop=stop)))
         while engine.load().num_running == 0:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -336,17 +340,18 @@ async def test_a_call_that_is_cancelled_runs_no_more(stop: tuple[str, ...]):
 
 async def test_a_found_stop_string_ends_the_engine_request():
     async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word STOP ") * 50))) as engine:
-        async for item in stream_reply(engine, READER, order(stop=("STOP",))):
+        async for item in stream_turn(leased(engine), READER, order(stop=("STOP",))):
             if isinstance(item, Reply) or item.finish is not None:
                 assert engine.load().num_running == 0
 
 
-@pytest.mark.parametrize("stop", [(), ("never",)])
-async def test_an_engine_that_does_not_answer_meets_the_deadline(stop: tuple[str, ...]):
-    async with simulated(SimulatedEngine(SPEC)) as engine:
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_engine_that_does_not_answer_meets_the_deadline(is_streamed: bool):
+    request = GenerateRequest("r", PROMPT, order().sampling, timeout_s=0.05)
+    async with simulated(SimulatedEngine(SPEC)) as engine, asyncio.timeout(20):
         engine.faults.num_hung = 1
         with pytest.raises(DeadlineExceeded):
-            await sample_reply(engine, READER, order(stop=stop, timeout_s=0.05))
+            await (anext(leased(engine).stream(request)) if is_streamed else leased(engine).generate(request))
         assert engine.load().num_running + engine.load().num_waiting == 0
 
 
@@ -368,9 +373,12 @@ class Broken(Tape):
             yield made
 
 
-@pytest.mark.parametrize("how", ["logprob", "other ids", "no end"])
-async def test_what_a_stream_cannot_be_is_refused(how: str):
-    with pytest.raises(MalformedEngineResponse):
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("logprob", MalformedEngineResponse), ("other ids", MalformedEngineResponse), ("no end", EngineLost)],
+)
+async def test_what_a_stream_cannot_be_is_refused(how: str, error: type[Exception]):
+    with pytest.raises(error):
         await streamed(Broken([((*ids("Hi"), STOP_ID), FinishReason.STOP)], how=how), order())
 
 
@@ -380,7 +388,7 @@ async def test_half_a_megabyte_streams_in_linear_time():
     sampled = unit * (500_000 // len(RENDERER.decode(unit)))
     wanted = order(len(sampled), stop=("no such text", "<to no"))
     started = time.process_time()
-    await sample_reply(Tape([(sampled, FinishReason.LENGTH)]), READER, wanted)
+    await whole_turn(Tape([(sampled, FinishReason.LENGTH)]), wanted)
     whole_s = time.process_time() - started
     await streamed(Tape([(sampled, FinishReason.LENGTH)], [16] * len(sampled)), wanted)
     assert time.process_time() - started - whole_s < 8 * whole_s + 2

@@ -1,4 +1,4 @@
-"""Remote engines without an engine: what the fleet asks of one, with faults to order."""
+"""Engines without a model, with faults to order: as the fleet sees one, and under a lease."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from agentloop.engine import (
     MemoryTag,
     PushSource,
     StageReport,
+    TokenEngine,
     WeightUpdate,
 )
 from agentloop.errors import CheckpointUnreadable, Conflict, WeightUpdateFailed
-from agentloop.types import KVPolicy, PauseMode
+from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.types import GenerateRequest, KVPolicy, Lease, PauseMode
 
 FOR_EVER_S = 1e6
 INFO = EngineInfo("fake", 4096, 1000, 16, 10_000, 8)
@@ -116,3 +118,23 @@ class FakeEngine:
         kinds = {"stage": CheckpointUnreadable, "commit": WeightUpdateFailed}
         self.failures = {verb: kinds.get(verb, ConnectionResetError)(f"injected into {verb}")}
         self.num_failures, self.num_good = times, after
+
+
+class OneLease:
+    """A lease on the only replica there is."""
+
+    async def lease(self, request: GenerateRequest) -> Lease:
+        return Lease("lease-1", "replica-1", "url-1")
+
+    async def move(self, failed: Lease) -> None:
+        """There is no other."""
+
+    def release(self) -> None:
+        """It is held for ever."""
+
+    close = release
+
+
+def leased(engine: TokenEngine, *, vocab_size: int = 1 << 31, max_attempts: int = 1) -> LeasedEngine:
+    """The engine under a lease; with one attempt its errors come as they are."""
+    return LeasedEngine(lambda url: engine, OneLease(), vocab_size=vocab_size, max_attempts=max_attempts)

@@ -17,8 +17,8 @@ import numpy as np
 
 from agentloop import codec
 from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.engine import TokenEngine
 from agentloop.generation.turn_reader import TurnReader
-from agentloop.generation.turn_sampler import SessionEngine
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.sessions.facts import CallLimits, SessionFacts, SessionParts
@@ -27,6 +27,7 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
+from tests.support.engines import leased
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
 RENDERER = Renderer.from_directory(POLICY)
@@ -79,7 +80,7 @@ class MemoryJournal:
     def stored_nodes(self) -> list[Node]:
         return [codec.decode(data, Node) for nodes in self.nodes.values() for data in nodes]
 
-    def restored(self, session: Session, engine: SessionEngine, **parts: object) -> Session:
+    def restored(self, session: Session, engine: TokenEngine, **parts: object) -> Session:
         """The session as another process would make it again."""
         facts = session.facts if self.facts is None else codec.decode(self.facts, SessionFacts)
         return make_session(engine, self, facts=facts, nodes=self.stored_nodes, calls=self.records, **parts)
@@ -156,7 +157,7 @@ def make_parts(**fields: object) -> SessionParts:
 
 
 def make_session(
-    engine: SessionEngine,
+    engine: TokenEngine,
     journal: MemoryJournal | None = None,
     *,
     facts: SessionFacts | None = None,
@@ -166,8 +167,9 @@ def make_session(
 ) -> Session:
     """A session; `parts` override those of `make_parts`."""
     facts = SessionFacts("s", CREATED_AT, 3600.0, task_id="t") if facts is None else facts
-    journal = MemoryJournal() if journal is None else journal
-    return Session(facts, parts=make_parts(**parts), engine=engine, journal=journal, nodes=nodes, calls=calls)
+    journal, made = MemoryJournal() if journal is None else journal, make_parts(**parts)
+    under_lease = leased(engine, vocab_size=made.vocab_size)
+    return Session(facts, parts=made, engine=under_lease, journal=journal, nodes=nodes, calls=calls)
 
 
 def ids(text: str) -> list[int]:

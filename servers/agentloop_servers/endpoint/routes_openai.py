@@ -32,7 +32,7 @@ from agentloop.chat import (
 )
 from agentloop.chat import openai as openai_chat
 from agentloop.errors import AgentLoopError, InvalidRequest
-from agentloop.rollout import LONG_RENDER_CHARS
+from agentloop.rendering import off_loop
 from agentloop_servers.endpoint.call_handler import CallHandler, as_call, session_of
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http import (
@@ -151,7 +151,7 @@ class OpenAiRoutes:
         endpoint = self._endpoint
         endpoint.check_model(body.model)
         reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)
-        prompt_ids = await asyncio.to_thread(reading) if len(body.prompt) > LONG_RENDER_CHARS else reading()
+        prompt_ids = await off_loop(len(body.prompt), reading)
         call = openai_completions.to_call(body, prompt_ids, endpoint.renderer.vocab_size, endpoint.limits.timeout_s)
         handler = await CallHandler.open(request, endpoint, body.named_session)
         if body.stream:
