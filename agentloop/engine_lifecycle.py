@@ -22,7 +22,7 @@ from agentloop.types import KVPolicy
 
 
 class EnginePhase(StrEnum):
-    """What an engine does with requests."""
+    """The way an engine treats requests."""
 
     NEW = "new"
     SERVING = "serving"

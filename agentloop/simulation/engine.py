@@ -37,26 +37,12 @@ from agentloop.simulation.policy import (
     Faults,
     HashPolicy,
     LatencyModel,
-    Malformation,
-    ScriptedPolicy,
     TokenPolicy,
     malformed,
 )
 from agentloop.simulation.scheduler import LiveRequest, Scheduler
 from agentloop.simulation.weights import NoPushes, SimulatedWeights, WeightSource
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Load, PauseMode
-
-__all__ = [
-    "Faults",
-    "HashPolicy",
-    "LatencyModel",
-    "Malformation",
-    "ScriptedPolicy",
-    "SimulatedEngine",
-    "SimulatedSpec",
-    "TokenPolicy",
-    "WeightSource",
-]
 
 # Bounds of a step without latency, about a millisecond of work: the loop's other tasks are not held up.
 _ZERO_LATENCY_TOKENS_PER_STEP = 256

@@ -43,7 +43,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._blocks: dict[int, _Block] = {}  # full blocks
-        self._idle: OrderedDict[int, None] = OrderedDict()  # those nobody holds, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # held by no request, least recently used first
         self._num_tails = 0  # partial blocks; each belongs to one sequence
         self._events = events
 
@@ -118,7 +118,7 @@ class KVCache:
         sequence.tail, sequence.num_held, sequence.num_tokens, sequence.state = [], 0, 0, 0
 
     def clear(self) -> None:
-        """Forget every block that nobody holds."""
+        """Forget every block that no request holds."""
         for block_hash in self._idle:
             del self._blocks[block_hash]
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""What a simulated engine samples, how long it takes, and how it fails. See `simulate.py` for the engine.
+"""Tokens, latency and faults of a simulated engine; the engine itself is in `engine.py`.
 
 A policy sees KV as one integer, its *state*: what a model would keep for the ids it has read. `advance` reads ids
 into it under one weight version, so a state mixes versions exactly where real KV does, and drawing a token from it
@@ -33,20 +33,20 @@ class TokenStream(Protocol):
     """One request's tokens."""
 
     def advance(self, state: int, token_ids: Sequence[int], weight_version: int) -> int:
-        """The state after reading `token_ids`; the state of nothing is 0. Must not depend on how ids are cut."""
+        """Read `token_ids` into a state; the state of nothing is 0. How ids are cut must not matter."""
 
     def sample(self, state: int, weight_version: int) -> tuple[int, float]:
-        """The next id and its logprob. Called once a sampled token, in order."""
+        """Return the next id and its logprob. Called once a sampled token, in order."""
 
     def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
-        """What `sample`, called next with the same arguments, chooses from: ids and logprobs, best first."""
+        """Return what `sample`, called next with the same arguments, chooses from: ids and logprobs, best first."""
 
 
 class TokenPolicy(Protocol):
-    """Stands in for a model."""
+    """A stand-in for a model."""
 
     def open(self, request: GenerateRequest) -> TokenStream:
-        """The tokens of one request. What it raises, `generate` raises."""
+        """Open the tokens of one request. What it raises, `generate` raises."""
 
 
 class HashPolicy:
@@ -71,7 +71,7 @@ class HashPolicy:
         return _HashStream(request.sampling, self._vocab_size, seed & _MASK)
 
     def continuation(self, token_ids: Sequence[int], weight_version: int, num_tokens: int) -> tuple[int, ...]:
-        """The greedy ids that follow `token_ids` where all KV and sampling is of one version."""
+        """Return the greedy ids that follow `token_ids` where all KV and sampling is of one version."""
         stream = _HashStream(SamplingParams(num_tokens, temperature=0.0), self._vocab_size, 0)
         state = stream.advance(0, token_ids, weight_version)
         sampled = []
@@ -118,7 +118,7 @@ class _HashStream:
         return tuple(zip(ids, logprobs, strict=False))
 
     def _candidates(self, place: int) -> tuple[tuple[int, ...] | None, _Distribution]:
-        """The ids best first (None: those from `place` on, in order), and how likely the first of them are."""
+        """Return ids best first (None: those from `place` on, in order), and how likely the first of them are."""
         sampling, logits, ids = self._sampling, self._logits, None
         if self._adjustment is not None:
             base = {(place + index) % self._vocab_size: logit for index, logit in enumerate(logits)}
@@ -127,7 +127,7 @@ class _HashStream:
 
 
 class _Adjustment:
-    """What penalties and biases of one request make of its logits."""
+    """The penalties and biases of one request, applied to its logits."""
 
     __slots__ = ("_bias", "_frequency", "_presence", "counts")
 
@@ -141,7 +141,7 @@ class _Adjustment:
         return bool(sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty)
 
     def apply(self, base: dict[int, float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Ids and logits, best first: those of `base` and the biased ones; the best logit becomes 0."""
+        """Return ids and logits, best first: those of `base` and the biased ones; the best logit becomes 0."""
         logits = {token_id: _OTHER_LOGIT for token_id, bias in self._bias.items() if bias > 0} | base
         for token_id in logits:
             count = self.counts[token_id]
@@ -156,7 +156,7 @@ _Distribution: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 @lru_cache(maxsize=1024)
 def _distribution(logits: tuple[float, ...], temperature: float, top_p: float, top_k: int) -> _Distribution:
-    """Cumulative probabilities and logprobs of the candidates that sampling leaves, best first."""
+    """Return cumulative probabilities and logprobs of the candidates that sampling leaves, best first."""
     logits = logits[: top_k or len(logits)]
     if temperature == 0:
         return (1.0,), (0.0,)
@@ -174,7 +174,7 @@ def _distribution(logits: tuple[float, ...], temperature: float, top_p: float, t
 
 
 class ScriptedPolicy:
-    """Samples given replies: `script` maps a prompt's ids to the ids that answer it.
+    """A policy with given replies: `script` maps a prompt's ids to the ids that answer it.
 
     After its last id a reply goes on with the request's first stop token, or without one with its last id, until
     the request ends. Logprobs are made up and tell positions apart; what is sampled has no alternative. An empty
@@ -231,7 +231,7 @@ class LatencyModel:
         return self == LatencyModel()
 
     def step_s(self, num_prefilled: int, num_decoding: int, num_context_tokens: int) -> float:
-        """How long one step takes."""
+        """Return the seconds one step takes."""
         prefill_s = self.prefill_s + self.prefill_s_per_token * num_prefilled if num_prefilled else 0.0
         if not num_decoding:
             return prefill_s
@@ -263,7 +263,7 @@ class Faults:
 
 
 def malformed(generation: Generation, how: Malformation, vocab_size: int) -> Generation:
-    """A generation of at least one token, made wrong."""
+    """Return a generation of at least one token, made wrong."""
     match how:
         case Malformation.SHORT_LOGPROBS:
             return replace(generation, logprobs=generation.logprobs[:-1])

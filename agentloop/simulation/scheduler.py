@@ -1,4 +1,4 @@
-"""Continuous batching of a simulated engine: who waits, who runs, who gives way. Synchronous; see `simulate.py`.
+"""Continuous batching of a simulated engine: which requests wait, run and are preempted. Synchronous.
 
 Owned here: the queues, each request's tokens, and the KV a running request holds. Invariants: a request is in
 exactly one of waiting, running and hung; only a running one holds KV; one that ever ran waits before all that
@@ -76,18 +76,18 @@ class Scheduler:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request that began has not ended."""
+        """True while a request that began has not ended."""
         return self.num_running > 0 or (bool(self._waiting) and self._waiting[0].has_run)
 
     def can_step(self, *, only_begun: bool) -> bool:
-        """Whether a step would do something; `only_begun`: requests that never ran may not start."""
+        """Return True if a step would do something; `only_begun`: requests that never ran may not start."""
         return bool(self._running) or (bool(self._waiting) and (not only_begun or self._waiting[0].has_run))
 
     def find(self, request_id: str) -> LiveRequest | None:
         return self._live.get(request_id)
 
     def all(self) -> tuple[LiveRequest, ...]:
-        """Every request, oldest first."""
+        """Return every request, oldest first."""
         return tuple(self._live.values())
 
     def submit(self, live: LiveRequest, *, is_hung: bool) -> None:
@@ -107,7 +107,7 @@ class Scheduler:
         self._kv.release(live.sequence)
 
     def drop_kv(self) -> None:
-        """Take the KV of everything: running requests wait to be prefilled again, the prefix cache is empty."""
+        """Drop the KV of everything: running requests wait to be prefilled again, the prefix cache is empty."""
         for live in reversed(tuple(self._running.values())):
             self._preempt(live)
         self._kv.clear()
@@ -143,7 +143,7 @@ class Scheduler:
         return self._kv.admit(live.sequence, ids, read)
 
     def decoding_tokens(self) -> tuple[int, int]:
-        """How many requests decode in the next step (not counting those just prefilled), and their KV tokens."""
+        """Count the requests that decode in the next step (without those just prefilled), and their KV tokens."""
         lengths = [live.sequence.num_tokens for live in self._running.values() if live.sampled.token_ids]
         return len(lengths), sum(lengths)
 

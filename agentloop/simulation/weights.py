@@ -23,7 +23,7 @@ from agentloop.simulation.policy import Faults
 
 
 class WeightSource(Protocol):
-    """The wire by which one simulated engine gets pushed weights, and gives its own."""
+    """The way one simulated engine gets pushed weights, and gives its own."""
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         """Receive them; with HeldIn.NOWHERE they come in `transfer`. Raises CheckpointUnreadable."""
@@ -32,7 +32,7 @@ class WeightSource(Protocol):
         """One phase: receive them now. Returns the milliseconds it took; any error fails the commit."""
 
     async def offer(self, version: int) -> PushSource | None:
-        """The weights of `version`, which the engine serves."""
+        """Offer the weights of `version`, which the engine serves."""
 
 
 class NoPushes:

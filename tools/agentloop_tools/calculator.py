@@ -41,9 +41,9 @@ async def calculator(
 
 
 def evaluate(expression: str) -> str:
-    """The value as text: integers exactly, other numbers with up to 10 significant digits.
+    """Return the value as text: integers exactly, other numbers with up to 10 significant digits.
 
-    Raises ToolError for what is no arithmetic, a division by zero, or a result beyond the bounds.
+    Raises ToolError for what is not arithmetic, a division by zero, or a result beyond the bounds.
     """
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ToolError(f"expression longer than {MAX_EXPRESSION_CHARS} characters")

@@ -51,7 +51,7 @@ MAX_SOURCE_BYTES = 16_384
 MAX_PRINTED_BYTES = 262_144
 MAX_STATE_BYTES = 1 << 20
 _CLOCK = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-_MAX_ERROR_CHARS = 300
+_MAX_RAISED_CHARS = 300
 # Escapes other than of a quote, a backslash or a line end do not matter to where expressions end, and a wrong one
 # (as in "\d") would make the parser warn on the service's behalf.
 _ESCAPE = re.compile(r"(\\[\\\"'\r\n])|\\")
@@ -223,7 +223,7 @@ class PythonSession:
 
 
 def with_value_printed(code: str, marker: str) -> str:
-    """The code, changed to print `marker` and the repr of its last statement's value, if that is an expression.
+    """Change code to print `marker` and the repr of its last statement's value, if that is an expression.
 
     None prints nothing. Code that CPython cannot parse comes back as it is: monty then says what is wrong.
     """
@@ -249,4 +249,4 @@ def _drive(session: MontySession, source: str, output: CollectString) -> None:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _MAX_ERROR_CHARS else line[:_MAX_ERROR_CHARS] + "..."
+    return line if len(line) <= _MAX_RAISED_CHARS else line[:_MAX_RAISED_CHARS] + "..."

@@ -1,4 +1,4 @@
-"""How one vLLM engine is set up: its configuration, its environment, and vLLM's arguments made from them."""
+"""The setup of one vLLM engine: its configuration, its environment, and vLLM's arguments made from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VllmConfig:
     drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
     commit_timeout_s: float = 300.0
     stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
-    worker_extension: str = WORKER_EXTENSION  # the import path of our half inside vLLM's workers
+    worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
 
     def __post_init__(self) -> None:
         if (self.load_format == "dummy") != (self.initial_version is None):
@@ -56,12 +56,12 @@ class VllmConfig:
 
     @property
     def can_constrain(self) -> bool:
-        """Whether all that vLLM needs to constrain is there: the model's tokenizer, and xgrammar."""
+        """True if all that vLLM needs to constrain is there: the model's tokenizer, and xgrammar."""
         return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold weights."""
+        """The number of processes that hold weights."""
         return self.tensor_parallel_size * self.data_parallel_size
 
 
@@ -85,7 +85,7 @@ def prepare_environment(config: VllmConfig) -> None:
 
 
 def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    """Return the keyword arguments of vLLM's `AsyncEngineArgs`."""
     from vllm.config import KVEventsConfig, StructuredOutputsConfig
 
     is_cpu = config.device == "cpu"
@@ -117,7 +117,7 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
     if config.can_sleep:
         arguments["enable_sleep_mode"] = True
     if config.lora_rank is not None:
-        # One adapter is served at a time, always under the same id (`vllm_lora.py`).
+        # One adapter is served at a time, always under the same id (`lora.py`).
         arguments |= {
             "enable_lora": True,
             "max_lora_rank": config.lora_rank,
@@ -134,13 +134,16 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
 
 
 def kv_endpoints(endpoint: str, data_parallel_size: int) -> tuple[str, ...]:
-    """Where each data-parallel rank publishes its KV events when vLLM is given `endpoint` (`kv_endpoint`)."""
+    """Return the sockets of all data-parallel ranks' KV events, if vLLM is given `endpoint` (`kv_endpoint`)."""
     return (endpoint, *(f"{endpoint}_dp{rank}" for rank in range(1, data_parallel_size)))
 
 
 def kv_endpoint(socket_dir: str) -> str:
-    """An endpoint in a private directory. Its name has "inproc" in it: vLLM 0.32 gives each data-parallel rank a
-    socket of its own only if that word or "tcp" is in the endpoint, and fails on others."""
+    """Return an endpoint in a private directory.
+
+    Its name has "inproc" in it: vLLM 0.32 gives each data-parallel rank a socket of its own only if that word or
+    "tcp" is in the endpoint, and fails on others.
+    """
     return f"ipc://{socket_dir}/inproc-kv"
 
 

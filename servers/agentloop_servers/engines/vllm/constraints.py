@@ -86,7 +86,7 @@ def _run(trial: Future[str], constraint: Constraint) -> None:
 
 
 def problem_of(constraint: Constraint) -> str:
-    """Why a constraint cannot be used; empty if it can. Also raises what xgrammar and vLLM raise."""
+    """Say why a constraint cannot be used; empty if it can. Also raises what xgrammar and vLLM raise."""
     import xgrammar
     from vllm.sampling_params import SamplingParams, check_json_nesting
     from vllm.v1.structured_output.backend_xgrammar import (
@@ -146,7 +146,7 @@ def _walks(xgrammar: Any, grammar: Any) -> str:
 
 
 def _objects(value: JSON) -> Iterator[dict[str, JSON]]:
-    """Every object in a JSON value, without recursion."""
+    """Iterate over every object in a JSON value, without recursion."""
     open_values = [value]
     while open_values:
         found = open_values.pop()

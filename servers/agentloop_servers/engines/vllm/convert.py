@@ -72,7 +72,7 @@ def stamp(sampled: SampledTokens, spans: tuple[WeightVersionSpan, ...]) -> None:
 def sampling_params(
     sampling: SamplingParams, max_tokens: int, *, is_streamed: bool, eos_token_id: int | None = None
 ) -> Any:
-    """vLLM's SamplingParams. Stops at `stop_token_ids` and nowhere else; `eos_token_id` is the tokenizer's."""
+    """Return vLLM's SamplingParams: stops at `stop_token_ids` and nowhere else. `eos_token_id`: the tokenizer's."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -103,7 +103,7 @@ def sampling_params(
 
 
 def structured_outputs(constraint: Constraint) -> Any:
-    """vLLM's form of a constraint."""
+    """Return vLLM's form of a constraint."""
     from vllm.sampling_params import StructuredOutputsParams
 
     match constraint.kind:
@@ -118,7 +118,10 @@ def structured_outputs(constraint: Constraint) -> Any:
 
 
 def _json_tag(schema: str) -> str:
-    """vLLM's own forms for JSON put no bound on whitespace: a policy may fill its turn with it."""
+    """Return a structural tag for one JSON value with little whitespace.
+
+    vLLM's own forms for JSON put no bound on it: a policy may fill its turn with whitespace.
+    """
     return (
         '{"type": "structural_tag", "format": {"type": "json_schema", '
         f'"max_whitespace_cnt": {MAX_JSON_WHITESPACE_CHARS}, "json_schema": {schema}}}}}'
@@ -126,21 +129,21 @@ def _json_tag(schema: str) -> str:
 
 
 def tokens_prompt(request: GenerateRequest, kv_version: int | None) -> Any:
-    """A rendered prompt, which vLLM takes without a detour over a thread; the salt keeps KV versions apart."""
+    """Return a rendered prompt, which vLLM takes without a detour over a thread; its salt is the KV version."""
     from vllm.inputs import tokens_input
 
     return tokens_input(list(request.token_ids), cache_salt=str(kv_version))
 
 
 def spans_from_starts(starts: list[tuple[str, int]], end: int) -> tuple[WeightVersionSpan, ...]:
-    """Spans that tile `[0, end)` from the (version label, first token) pairs that vLLM keeps."""
+    """Return spans that tile `[0, end)` from the (version label, first token) pairs that vLLM keeps."""
     ends = [first for _, first in starts[1:]] + [end]
     pairs = zip(starts, ends, strict=True)
     return tuple(WeightVersionSpan(int(label), start, stop) for (label, start), stop in pairs if start < stop)
 
 
 def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
-    """How vLLM says a generation ended. Raises EngineError for what is not an end."""
+    """Return how vLLM says a generation ended. Raises EngineError for what is not an end."""
     reason = completion.finish_reason
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"request {request.request_id}: vLLM ended it with {reason!r}")
@@ -148,13 +151,13 @@ def finish_reason(request: GenerateRequest, completion: Any) -> FinishReason:
 
 
 def final_spans(completion: Any) -> tuple[WeightVersionSpan, ...]:
-    """The version spans of a finished CompletionOutput."""
+    """Return the version spans of a finished CompletionOutput."""
     starts = [(span.version, span.start) for span in completion.weight_versions or ()]
     return spans_from_starts(starts, completion.weight_versions[-1].end) if starts else ()
 
 
 def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tuple[WeightVersionSpan, ...] | None:
-    """Version spans of a streamed request's first `num_tokens` tokens; None if vLLM has forgotten it meanwhile.
+    """Return the version spans of a streamed request's first `num_tokens` tokens; None if vLLM has forgotten it.
 
     vLLM publishes spans with the final output only. Its own record is read here because the version at the time
     of reading may be newer than a piece that waited to be read.
@@ -169,7 +172,7 @@ def spans_so_far(llm: Any, request_id: str, output: Any, num_tokens: int) -> tup
 
 
 def is_unbegun(llm: Any, request_id: str) -> bool:
-    """Whether vLLM has given out no token of a request that it knows."""
+    """Return True if vLLM knows a request and has given out no token of it."""
     processor = llm.output_processor
     states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
     return bool(states) and all(state is not None and state.is_prefilling for state in states)
@@ -194,7 +197,7 @@ def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens,
 
 
 def translate(error: Exception) -> AgentLoopError:
-    """Our error for one that vLLM raised."""
+    """Return our error for one that vLLM raised."""
     from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -212,6 +215,6 @@ def translate(error: Exception) -> AgentLoopError:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's last line, which is where a worker's traceback names the cause."""
+    """Return the error's last line, which is where a worker's traceback names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

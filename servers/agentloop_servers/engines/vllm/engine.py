@@ -39,12 +39,10 @@ from agentloop.errors import (
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.engines.vllm import convert as values
-from agentloop_servers.engines.vllm.config import VllmConfig, prepare_environment
+from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess, vllm_call
 from agentloop_servers.engines.vllm.requests import Call, Calls
 from agentloop_servers.engines.vllm.weights import VllmWeights
-
-__all__ = ["VllmConfig", "VllmEngine", "prepare_environment"]
 
 
 class VllmEngine:
@@ -305,7 +303,7 @@ class VllmEngine:
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
         self._lifecycle.require_alive()
-        return self._process.feed.subscribe()
+        return self._process.feed.events.subscribe()
 
 
 def _too_late(request: GenerateRequest) -> DeadlineExceeded:

@@ -19,7 +19,6 @@ from agentloop.engine import (
     BlocksStored,
     KVEvent,
     KVEventPublisher,
-    KVSubscription,
 )
 
 
@@ -51,7 +50,7 @@ class KVEventFeed:
     what one of them clears counts as cleared."""
 
     def __init__(self) -> None:
-        self._publisher = KVEventPublisher()
+        self.events = KVEventPublisher()
         self._decoder = msgspec.msgpack.Decoder(_Batch)
         self._next_sequence: dict[int | None, int] = {}  # by rank
         self._version_by_hash: dict[int, int] = {}  # one entry a cached block
@@ -61,13 +60,9 @@ class KVEventFeed:
         """Connect to every rank's publisher and start reading, before the first request: nothing is missed."""
         self._task = asyncio.create_task(self._read(endpoints), name="vllm-kv-events")
 
-    def subscribe(self) -> KVSubscription:
-        """Return a new subscription: every event from now on."""
-        return self._publisher.subscribe()
-
     def clear(self) -> None:
-        """Tell everybody that the cache was cleared: vLLM publishes that with its next step only, and once more."""
-        self._publisher.publish(AllBlocksCleared())
+        """Announce that the cache was cleared: vLLM publishes that with its next step only, and once more."""
+        self.events.publish(AllBlocksCleared())
 
     async def close(self) -> None:
         """Stop reading; subscriptions end. Idempotent. Raises what ended the reading before, if something did."""
@@ -80,7 +75,7 @@ class KVEventFeed:
         try:
             await self._receive(endpoints)
         finally:
-            self._publisher.close()
+            self.events.close()
 
     async def _receive(self, endpoints: Sequence[str]) -> None:
         import zmq
@@ -95,7 +90,7 @@ class KVEventFeed:
             while True:
                 _, sequence, payload = await socket.recv_multipart()
                 for event in self._translate(int.from_bytes(sequence, "big"), payload):
-                    self._publisher.publish(event)
+                    self.events.publish(event)
 
     def _translate(self, sequence: int, payload: bytes) -> Iterator[KVEvent]:
         batch = self._decoder.decode(payload)

@@ -135,12 +135,12 @@ class VllmProcess:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's."""
+        """The tokenizer's end-of-sequence id."""
         eos_token_id: int | None = self.llm.renderer.get_eos_token_id()
         return eos_token_id
 
     def describe(self) -> EngineInfo:
-        """The engine's fixed facts."""
+        """Return the engine's fixed facts."""
         config = self.llm.vllm_config
         block_size, num_ranks = config.cache_config.block_size, self._config.data_parallel_size
         return EngineInfo(

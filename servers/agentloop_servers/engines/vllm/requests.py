@@ -1,7 +1,7 @@
 """The requests of one vLLM engine that are under way, and the gate that holds new ones.
 
 A held request takes its cache salt (the KV version) when it enters, after an update, and so cannot meet older KV.
-Whoever ends a request for a reason of ours writes the reason to its `verdict` and aborts it in vLLM.
+Code that ends a request for a reason of ours writes the reason to its `verdict` and aborts it in vLLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights of one vLLM engine: what is staged, what is served, under which version.
+"""The weight updates of one vLLM engine: staged, committed, offered.
 
 The bytes move in vLLM's worker processes (`weight_transfer/vllm_worker.py`), which this object drives by remote
 calls; each returns at once while decoding goes on, except a commit, which only comes while generation is paused.
