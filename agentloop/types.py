@@ -295,7 +295,7 @@ class StalenessLimit:
     """The distance the fleet's weight version may be ahead of a trajectory's oldest. 0: on-policy.
 
     With `trajectories_per_version`, how many trajectories the trainer consumes for one new version, no more are
-    begun than it can consume in time. Submits that name one `run_id` share that allowance, as long as one of them
+    begun than it can consume in time. Submits that name one `run_id` share that budget, as long as one of them
     is unfinished; empty: the submit has its own.
     """
 
@@ -354,7 +354,7 @@ class Turn:
 
 
 class SplitReason(StrEnum):
-    """Why a prompt could not extend what the session has, token for token."""
+    """Reason why a prompt could not extend a trajectory token for token."""
 
     BRANCH = "branch"  # it does extend an earlier turn, which has gone on otherwise: a sibling, a rollback
     NEW_CONVERSATION = "new_conversation"  # nothing in common: a sub-agent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn, Parser
 from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.grammar import loads
 from agentloop.parsers.hermes import HermesParser
-from agentloop.parsers.strict_json import loads
 
 __all__ = ["MAX_CALLS", "DecodedText", "HermesParser", "ParsedTurn", "Parser", "get_parser", "loads"]

@@ -1,4 +1,4 @@
-"""What every parser takes and gives. A parser is a pure function of the sampled turn.
+"""Values and port of the parsers. A parser is a pure function of the sampled turn.
 
 Invariants: what a policy writes is never executed, never raises and never vanishes. Text marked as a call is a
 call, MALFORMED where it cannot be read; all other text is content. Every parser takes time linear in the text.

@@ -1,25 +1,38 @@
-"""Turns that are tool calls and nothing else, as xgrammar's structural tags.
+"""Grammars of tool calls: the JSON that is read of a policy, and turns that are calls and nothing else.
 
-The text such a tag allows is a subset of what the parser of the same name reads. Its format:
-https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
+The JSON is held to what the rest of the service can carry. Beyond the grammar: no duplicate keys, no NaN or
+infinities, integers of 64 bits (what MessagePack and the store can hold), at most `MAX_JSON_DEPTH` levels, no lone
+surrogates.
+
+Turns of calls alone are xgrammar's structural tags. The text such a tag allows is a subset of what the parser of
+the same name reads. Its format: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import orjson
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import JSON, Constraint, ConstraintKind
 
-MAX_WHITESPACE_CHARS = 1
+MAX_CALL_WHITESPACE_CHARS = 1
 """In a row, between the parts of arguments, as templates write them: a policy could fill its turn with more."""
 
 INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
 """What the parsers read of an integer whose schema sets no bound of its own."""
 
 NO_PARAMETERS: Mapping[str, JSON] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+MAX_JSON_DEPTH = 64
+
+# Only run over text that is valid JSON, where every quote has its pair: elsewhere it could be quadratic.
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|([\[{])|([\]}])')
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,7 @@ def _tag(function: Mapping[str, JSON], syntax: CallSyntax) -> dict[str, JSON]:
         "type": "json_schema",
         "json_schema": _bounded(function.get("parameters") or NO_PARAMETERS),
         "style": syntax.style,
-        "max_whitespace_cnt": MAX_WHITESPACE_CHARS,
+        "max_whitespace_cnt": MAX_CALL_WHITESPACE_CHARS,
     }
     return {"type": "tag", "begin": syntax.begin, "content": arguments, "end": syntax.end}
 
@@ -87,3 +100,43 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum",
 _SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 _SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _SCHEMAS = {"items", "additionalProperties", "unevaluatedProperties", "propertyNames"}
+
+
+def loads(text: str) -> JSON:
+    """The value `text` holds. Raises ValueError with a reason in one line; takes linear time."""
+    try:
+        # Rejects bad syntax, NaN, lone surrogates and deep nesting without recursion.
+        value: JSON = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(_one_line(error)) from error
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
+        _check_depth(text)
+    if orjson.dumps(value) == text.encode():  # as orjson writes it: no key was lost, and no integer became a float
+        return value
+    return json.loads(text, object_pairs_hook=_unique, parse_int=_int64)
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for match in _STRUCTURE.finditer(text):
+        opening, closing = match.groups()
+        depth += (opening is not None) - (closing is not None)
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError(f"nested more than {MAX_JSON_DEPTH} levels deep")
+
+
+def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the same key twice in one object")
+    return found
+
+
+def _int64(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**64:
+        raise ValueError("an integer of more than 64 bits")
+    return value
+
+
+def _one_line(error: orjson.JSONDecodeError) -> str:
+    return f"{error.msg} (line {error.lineno}, column {error.colno})"

@@ -10,8 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from agentloop.parsers.base import MAX_NAME_CHARS, DecodedText, MalformedCall, ParsedTurn, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
-from agentloop.parsers.strict_json import loads
+from agentloop.parsers.grammar import CallSyntax, constraint_of_calls, loads
 from agentloop.types import JSON, Constraint
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText, MalformedCall, ParsedTurn, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
-from agentloop.parsers.strict_json import loads
+from agentloop.parsers.grammar import CallSyntax, constraint_of_calls, loads
 from agentloop.types import JSON, Constraint
 
 MAX_PARAMETERS = 256

@@ -1,4 +1,4 @@
-"""Does a chat template let a conversation grow without changing the tokens it already has?
+"""Test whether a chat template lets a conversation grow without changing the tokens it already has.
 
 Asked once, when a renderer is made, of a synthetic conversation with calls, tool answers and several user turns.
 Templates differ in what they accept (a system message, tools, several calls in a turn), so the richest
@@ -31,7 +31,7 @@ _TOOLS: tuple[Mapping[str, JSON], ...] = (
 
 
 class RenderedConversation(Protocol):
-    """What the test asks of a renderer. Texts are masked: only `ids` makes tokens of them."""
+    """The renderer as the test asks it. Texts are masked: only `ids` makes tokens of them."""
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> str:
         """The whole prompt with its generation prompt. Raises TemplateError."""
@@ -39,7 +39,7 @@ class RenderedConversation(Protocol):
     def bridge_text(
         self, appended: Sequence[Message], tools: Sequence[Mapping[str, JSON]], *, is_closed: bool
     ) -> str:
-        """What follows an assistant turn up to the next one. Raises TemplateError."""
+        """Return what follows an assistant turn up to the next one. Raises TemplateError."""
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -47,7 +47,7 @@ class RenderedConversation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StabilityReport:
-    """What the test found. `difference` is None for a stable template, else names and shows the first one."""
+    """Findings of the test. `difference` is None for a stable template, else names and shows the first one."""
 
     supports_tools: bool
     difference: str | None
@@ -61,7 +61,7 @@ def examine(subject: RenderedConversation) -> StabilityReport:
 
 
 def show_difference(expected: str, actual: str) -> str:
-    """Where two texts part, with what stands there in each."""
+    """Show where two texts part, with what stands there in each."""
     at = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), -1)
     if at < 0:
         at = min(len(expected), len(actual))

@@ -44,7 +44,7 @@ async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
 
 
 class OnUnstable(StrEnum):
-    """What to do with a template whose later turns do not extend earlier ones."""
+    """Answers to a template whose later turns do not extend earlier ones."""
 
     RAISE = "raise"  # refuse it
     FORK = "fork"  # accept it: the caller renders every turn whole, and forks the path
@@ -125,17 +125,17 @@ class Renderer:
 
     @property
     def is_prefix_stable(self) -> bool:
-        """Whether `bridge` can be used. If not, render every turn whole and fork the path."""
+        """True if `bridge` can be used. If not, render every turn whole and fork the path."""
         return self._report.difference is None
 
     @property
     def supports_tools(self) -> bool:
-        """Whether the template shows tools and their answers to the policy."""
+        """True if the template shows tools and their answers to the policy."""
         return self._report.supports_tools
 
     @property
     def strips_thinking(self) -> bool:
-        """Whether a whole rendering drops `<think>` blocks before the last user turn; a bridge never does."""
+        """True if a whole rendering drops `<think>` blocks before the last user turn; a bridge never does."""
         return self._report.strips_thinking
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> list[int]:
@@ -170,7 +170,7 @@ class Renderer:
         return TextDecoder(self._tokens, self._stop_token_ids[0])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text: it may be a part of a character."""
+        """Return what one token adds to a text: it may be a part of a character."""
         return self._tokens.token_bytes(token_id)
 
     def ids(self, text: str) -> list[int]:

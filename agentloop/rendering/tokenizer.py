@@ -114,7 +114,7 @@ class Tokens:
         return self._decode_bytes(ids) if is_of_bytes else self._decode_stream(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text, special tokens included: it may be a part of a character."""
+        """Return what one token adds to a text, special tokens included: it may be a part of a character."""
         found = self._bytes_of.get(token_id)
         if found is None:
             token = self._tokenizer.id_to_token(token_id)
@@ -165,7 +165,7 @@ class Tokens:
         return DecodedText("".join(pieces), tuple(ends))
 
     def _first_of(self, ids: Sequence[int]) -> tuple[int, bytes]:
-        """Which id is the text's first, and its bytes there: without the space before a word, for one."""
+        """Find the id that is the text's first, and its bytes there: without the space before a word, for one."""
         if self._anchor_id is None:
             return -1, b""
         for index, token_id in enumerate(ids):
@@ -288,7 +288,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which byte a character stands for in byte-level vocabularies: GPT-2's table, derived from its alphabet.
+    """Return the byte that a character stands for in byte-level vocabularies: GPT-2's table, from its alphabet.
 
     Printable Latin-1 characters stand for themselves; the other bytes, ascending, for U+0100 upwards.
     """

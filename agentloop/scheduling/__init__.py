@@ -1,19 +1,25 @@
-"""What runs where and when: the rollout queue, the staleness budget, and the balancer."""
+"""Scheduling: the rollout queue, the staleness budget, and the balancer."""
 
 from __future__ import annotations
 
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
-from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
-from agentloop.scheduling.samples import Handout, Owed, assignment_id, group_key
+from agentloop.scheduling.rollout_queue import (
+    COORDINATOR,
+    AssignedSample,
+    PendingRecord,
+    RolloutQueue,
+    assignment_id,
+    group_key,
+)
 from agentloop.scheduling.staleness_budget import FleetVersions
 
 __all__ = [
     "COORDINATOR",
+    "AssignedSample",
     "Balancer",
     "BalancerConfig",
     "FleetVersions",
-    "Handout",
-    "Owed",
+    "PendingRecord",
     "RolloutQueue",
     "assignment_id",
     "group_key",

@@ -22,7 +22,7 @@ from agentloop.types import Lease
 
 @dataclass(frozen=True, slots=True)
 class BalancerConfig:
-    """How to predict work, and how far siblings may pull."""
+    """Settings of the prediction of work, and of how far siblings may pull."""
 
     prior_trajectory_tokens: int = 2048  # predicted until the first trajectory has finished
     num_averaged: int = 1024  # finished trajectories that the running mean remembers, about
@@ -60,7 +60,7 @@ class Balancer:
 
     @property
     def mean_trajectory_tokens(self) -> float:
-        """What a trajectory is expected to add to its first prompt."""
+        """Tokens that a trajectory is expected to add to its first prompt."""
         return self._mean_tokens
 
     def num_leases(self, replica_id: str) -> int:

@@ -7,42 +7,168 @@ Ownership: one object, in the coordinator's event loop, synchronous; time is pas
        └──────────────────────▲            QUEUED ──► FINISHED a worker given up for lost came back with it
 
 A sample that no worker can finish any more (cancelled while queued, or out of attempts) is RUNNING at the
-coordinator itself, which owes it a record: see `owed`. Nothing is FINISHED before its record is durable.
+coordinator itself, which owes it a record: see `pending_records`. Nothing is FINISHED before its record is durable.
 
 Bound: `max_queued` samples wait; a client whose work does not fit gets Overloaded and waits outside. Groups go
 out first in, first out, and whole: a group waits until one worker has room for all of it, unless it is larger
 than that worker ever could hold. What a run's staleness limit holds back is passed by, and divides a group if only
 a part of it is admitted.
+
+A sample is one trajectory still to be made: (rollout, group, index), from its acceptance to its terminal record.
+Samples and live rollouts are the queue's own; nothing else changes them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
 
 from agentloop.api import RolloutStatus
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.samples import (
-    MOVES,
-    Cancellation,
-    Handout,
-    Lane,
-    LiveRollout,
-    Owed,
-    Sample,
-    SampleState,
-    assignment_id,
-    group_key,
-)
-from agentloop.scheduling.staleness_budget import Allowance, Allowances, FleetVersions
+from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget, StalenessBudgets
 from agentloop.types import RolloutGroup, StopReason
 
 COORDINATOR = ""  # the worker id under which the coordinator holds samples whose record it writes itself
 
 
+class SampleState(StrEnum):
+    """States of a sample; `_MOVES` says which follows which."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_MOVES: Mapping[SampleState, frozenset[SampleState]] = {
+    SampleState.QUEUED: frozenset({SampleState.RUNNING, SampleState.FINISHED}),
+    SampleState.RUNNING: frozenset({SampleState.QUEUED, SampleState.FINISHED}),
+    SampleState.FINISHED: frozenset(),
+}
+
+
 @dataclass(slots=True, eq=False)
-class _Worker:
+class Sample:
+    """One sample that lacks its record."""
+
+    assignment_id: str
+    rollout: LiveRollout
+    group: RolloutGroup
+    sample_index: int
+    queued_at: float
+    state: SampleState = SampleState.QUEUED
+    worker_id: str | None = None
+    attempt: int = 0
+    num_stale_attempts: int = 0
+    is_begun: bool = False  # counted in its run's budget
+    missing_since: float | None = None  # its worker's reports do not name it since then
+    error: str = ""
+    lost_reason: StopReason = StopReason.LOOP_FAILED  # its record's, if no attempt is left
+
+    def count_begun(self, is_begun: bool, served: int | None) -> None:
+        """Take a place in the run's budget, or give it back."""
+        budget = self.rollout.budget
+        if budget is not None and is_begun != self.is_begun:
+            self.is_begun = is_begun
+            if is_begun:
+                budget.begin(served)
+            else:
+                budget.give_back()
+
+    def assigned(self, now: float) -> AssignedSample:
+        """Return the sample as a worker gets it."""
+        queued_s = max(0.0, now - self.queued_at)
+        attempts = (self.attempt, queued_s, self.num_stale_attempts)
+        return AssignedSample(self.assignment_id, self.group, self.sample_index, *attempts)
+
+
+SampleQueue: TypeAlias = OrderedDict[str, list[Sample]]
+"""Queued samples by group key, the next group first."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRollout:
+    """A rollout that lacks records, and its counts."""
+
+    rollout_id: str
+    budget: StalenessBudget | None
+    groups: dict[str, RolloutGroup] = field(default_factory=dict)
+    num_accepted: int = 0
+    num_finished_before: int = 0  # by a coordinator before this one
+    num_queued: int = 0
+    num_running: int = 0
+    finished: set[str] = field(default_factory=set)
+    is_cancelled: bool = False
+    again: SampleQueue = field(default_factory=OrderedDict)  # samples that a worker had before
+    waiting: SampleQueue = field(default_factory=OrderedDict)
+
+    def queue_again(self, sample: Sample) -> None:
+        """Put a sample that a worker had before everything else."""
+        key = group_key(sample.assignment_id)
+        self.again.setdefault(key, []).append(sample)
+        self.again.move_to_end(key, last=False)
+
+    def unqueue(self, sample: Sample) -> None:
+        key = group_key(sample.assignment_id)
+        for queue in (self.again, self.waiting):
+            if sample in queue.get(key, ()):
+                queue[key].remove(sample)
+                if not queue[key]:
+                    del queue[key]
+
+    def status(self, num_held: int = 0) -> RolloutStatus:
+        num_finished = self.num_accepted - self.num_queued - self.num_running
+        counts = (self.num_accepted, num_finished, self.num_running, self.num_queued)
+        return RolloutStatus(self.rollout_id, *counts, num_held=num_held)
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedSample:
+    """A sample as it leaves the queue, for a worker or for the coordinator's own record."""
+
+    assignment_id: str
+    group: RolloutGroup
+    sample_index: int
+    attempt: int
+    queued_s: float
+    num_stale_attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRecord:
+    """A sample whose terminal record the coordinator has to write.
+
+    CANCELLED, or after `max_attempts` the reason of the last one: LOOP_FAILED if its worker died of it (a lost
+    engine is answered by another lease and never ends up here), STALE if it was dropped for its age.
+    """
+
+    sample: AssignedSample
+    stop_reason: StopReason
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """The samples a cancel met: ids now owed a record by the coordinator, and ids that workers have to end."""
+
+    dropped: tuple[str, ...]
+    running: tuple[str, ...]
+
+
+def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
+    """Return the name of one sample. One-to-one, because a rollout id holds no slash."""
+    return f"{rollout_id}/{group_id}/{sample_index}"
+
+
+def group_key(name: str) -> str:
+    """Return what the siblings of an assignment have in common, over all rollouts."""
+    return name.rpartition("/")[0]
+
+
+@dataclass(slots=True, eq=False)
+class _WorkerSamples:
     running: dict[str, Sample] = field(default_factory=dict)
     strays: set[str] = field(default_factory=set)  # it runs them, but they are not, or no longer, its own
     ordered: set[str] = field(default_factory=set)  # cancellations it was already told
@@ -58,9 +184,9 @@ class RolloutQueue:
         self._rollouts: dict[str, LiveRollout] = {}
         self._reserved: dict[str, Sequence[RolloutGroup]] = {}
         self._live: dict[str, Sample] = {}  # queued or running
-        self._allowances = Allowances()
+        self._budgets = StalenessBudgets()
         self._versions = FleetVersions()
-        self._workers: dict[str, _Worker] = {COORDINATOR: _Worker()}
+        self._workers: dict[str, _WorkerSamples] = {COORDINATOR: _WorkerSamples()}
         self._done: deque[RolloutStatus] = deque(maxlen=64)
 
     # --- accepting ---
@@ -78,7 +204,7 @@ class RolloutQueue:
             raise InvalidRequest("a rollout needs at least one group, and a group one sample", param="groups")
         if len(group_ids) != len(groups):
             raise InvalidRequest("a group id occurs twice", param="groups")
-        self._allowances.check(rollout_id, groups)
+        self._budgets.check(rollout_id, groups)
         if rollout_id in self._rollouts or rollout_id in self._reserved:
             raise Conflict(f"rollout {rollout_id} is already running", param="rollout_id")
         num_reserved = sum(g.num_samples for reserved in self._reserved.values() for g in reserved)
@@ -110,10 +236,10 @@ class RolloutQueue:
         `num_trained` of the finished ones can be trained on, the first under `first_version`.
         """
         work = list(work)
-        allowance = self._allowances.join(rollout_id, next((group.staleness for group, _ in work), None))
-        if allowance is not None:
-            allowance.restore(num_trained, first_version)
-        rollout = LiveRollout(rollout_id, allowance, num_accepted=num_finished, num_finished_before=num_finished)
+        budget = self._budgets.join(rollout_id, next((group.staleness for group, _ in work), None))
+        if budget is not None:
+            budget.restore(num_trained, first_version)
+        rollout = LiveRollout(rollout_id, budget, num_accepted=num_finished, num_finished_before=num_finished)
         self._rollouts[rollout_id] = rollout
         for group, sample_indexes in work:
             rollout.groups[group.group_id] = group
@@ -127,33 +253,33 @@ class RolloutQueue:
     # --- workers ---
 
     def set_versions(self, versions: FleetVersions) -> None:
-        """What the fleet serves, and what is coming: staleness is measured against that."""
+        """Measure staleness against what the fleet serves, and against what is coming."""
         self._versions = versions
-        self._allowances.learn(versions.served)
+        self._budgets.learn(versions.served)
 
-    def take(self, worker_id: str, num_free: int, now: float) -> tuple[Handout, ...]:
+    def take(self, worker_id: str, num_free: int, now: float) -> tuple[AssignedSample, ...]:
         """The next groups that fit `num_free` places of a worker, whole and in order, as their runs admit them."""
         taken: list[Sample] = []
         capacity = num_free + self.num_running(worker_id)
-        for lane, allowance in self._lanes():
-            while lane:
-                key, samples = next(iter(lane.items()))
+        for queue, budget in self._queues():
+            while queue:
+                key, samples = next(iter(queue.items()))
                 num_admitted = len(samples)
-                if allowance is not None:
-                    num_admitted = min(num_admitted, allowance.room(self._versions))
+                if budget is not None:
+                    num_admitted = min(num_admitted, budget.room(self._versions))
                 if num_admitted == 0:
                     break
                 num_left = num_free - len(taken)
                 if num_left <= 0 or num_left < num_admitted <= capacity:
-                    return tuple(sample.handout(now) for sample in taken)
+                    return tuple(sample.assigned(now) for sample in taken)
                 batch = samples[: min(num_left, num_admitted)]
                 del samples[: len(batch)]
                 if not samples:
-                    del lane[key]
+                    del queue[key]
                 for sample in batch:
                     self._run(sample, worker_id)
                 taken.extend(batch)
-        return tuple(sample.handout(now) for sample in taken)
+        return tuple(sample.assigned(now) for sample in taken)
 
     def report(self, worker_id: str, running: Iterable[str], now: float) -> tuple[str, ...]:
         """Hold a worker's own list against ours; returns the ids taken from it, whose leases end.
@@ -163,7 +289,7 @@ class RolloutQueue:
         """
         reported = set(running)
         self.adopt(worker_id, reported)
-        worker = self._workers.setdefault(worker_id, _Worker())
+        worker = self._workers.setdefault(worker_id, _WorkerSamples())
         worker.strays = reported - worker.running.keys()
         lost: list[Sample] = []
         for sample in worker.running.values():
@@ -232,7 +358,7 @@ class RolloutQueue:
         rollout.finished.add(name)
         if rollout.num_queued + rollout.num_running == 0:
             del self._rollouts[rollout.rollout_id]
-            self._allowances.leave(rollout.rollout_id, rollout.allowance)
+            self._budgets.leave(rollout.rollout_id, rollout.budget)
             self._done.append(rollout.status())
         return True
 
@@ -256,30 +382,30 @@ class RolloutQueue:
         return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
 
     def is_cancelled(self, name: str) -> bool:
-        """Whether somebody asked to end this live sample."""
+        """Return true if a client asked to end this live sample."""
         sample = self._live.get(name)
         return sample is not None and sample.rollout.is_cancelled
 
     def cancels(self, worker_id: str) -> tuple[str, ...]:
-        """What a worker has to end, told before or not: an answer may have been lost."""
+        """Return what a worker has to end, told before or not: an answer may have been lost."""
         worker = self._workers.get(worker_id)
         return () if worker is None else tuple(sorted(self._to_end(worker)))
 
     def has_new_cancels(self, worker_id: str) -> bool:
-        """Whether there is something to end that the worker was not yet told."""
+        """Return true if there is something to end that the worker was not yet told."""
         worker = self._workers.get(worker_id)
         return worker is not None and not self._to_end(worker) <= worker.ordered
 
     def cancels_told(self, worker_id: str, told: Iterable[str]) -> None:
         """The worker got these; they alone are no reason to answer it again."""
-        self._workers.setdefault(worker_id, _Worker()).ordered = set(told)
+        self._workers.setdefault(worker_id, _WorkerSamples()).ordered = set(told)
 
-    def owed(self, now: float) -> tuple[Owed, ...]:
+    def pending_records(self, now: float) -> tuple[PendingRecord, ...]:
         """The samples whose terminal record the coordinator has to write, until `finished` is called."""
-        result: list[Owed] = []
+        result: list[PendingRecord] = []
         for sample in self._workers[COORDINATOR].running.values():
             reason = StopReason.CANCELLED if sample.rollout.is_cancelled else sample.lost_reason
-            result.append(Owed(sample.handout(now), reason, sample.error))
+            result.append(PendingRecord(sample.assigned(now), reason, sample.error))
         return tuple(result)
 
     # --- looking ---
@@ -293,7 +419,7 @@ class RolloutQueue:
         return 0 if worker is None else len(worker.running)
 
     def is_live(self, name: str) -> bool:
-        """Whether a sample was accepted and still lacks its record."""
+        """Return true if a sample was accepted and still lacks its record."""
         return name in self._live
 
     def is_running_at(self, worker_id: str, name: str) -> bool:
@@ -301,7 +427,7 @@ class RolloutQueue:
         return sample is not None and sample.worker_id == worker_id
 
     def is_repeat(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> bool:
-        """Whether this is what a live rollout consists of, as far as this process knows it."""
+        """Return true if a live rollout consists of these groups, as far as this process knows it."""
         rollout = self._rollouts.get(rollout_id)
         offered = {group.group_id: group.num_samples for group in groups}
         return rollout is not None and all(
@@ -320,13 +446,13 @@ class RolloutQueue:
 
     def check(self) -> None:
         """Raises InvariantBroken unless every accepted sample is in exactly one place, and counted there."""
-        waiting = [sample for lane, _ in self._lanes() for samples in lane.values() for sample in samples]
+        waiting = [sample for queue, _ in self._queues() for samples in queue.values() for sample in samples]
         running = [sample for worker in self._workers.values() for sample in worker.running.values()]
         for samples, state in ((waiting, SampleState.QUEUED), (running, SampleState.RUNNING)):
             if any(sample.state is not state for sample in samples):
                 raise InvariantBroken(f"a sample among the {state} ones is in another state")
             if any(sample.is_begun != _takes_a_place(sample) for sample in samples):
-                raise InvariantBroken(f"a sample among the {state} ones is miscounted in its run's allowance")
+                raise InvariantBroken(f"a sample among the {state} ones is miscounted in its run's budget")
         names = [sample.assignment_id for sample in waiting + running]
         if len(names) != len(set(names)) or set(names) != set(self._live):
             raise InvariantBroken("a live sample is in no place, or in two")
@@ -346,27 +472,27 @@ class RolloutQueue:
         sample.worker_id = worker_id
         sample.missing_since = None
         sample.count_begun(worker_id != COORDINATOR, self._versions.served)
-        self._workers.setdefault(worker_id, _Worker()).running[sample.assignment_id] = sample
+        self._workers.setdefault(worker_id, _WorkerSamples()).running[sample.assignment_id] = sample
 
-    def _lanes(self) -> Iterator[tuple[Lane, Allowance | None]]:
-        """Whose turn it is: what a worker had before goes first, then rollout by rollout."""
+    def _queues(self) -> Iterator[tuple[SampleQueue, StalenessBudget | None]]:
+        """Yield the queues in their turn: what a worker had before goes first, then rollout by rollout."""
         rollouts = tuple(self._rollouts.values())
-        yield from ((rollout.again, rollout.allowance) for rollout in rollouts)
-        yield from ((rollout.waiting, rollout.allowance) for rollout in rollouts)
+        yield from ((rollout.again, rollout.budget) for rollout in rollouts)
+        yield from ((rollout.waiting, rollout.budget) for rollout in rollouts)
 
     def _num_held(self, rollout: LiveRollout) -> int:
-        """How many queued samples their run does not admit now. Rollouts of one run are admitted in their order."""
-        if rollout.allowance is None:
+        """Count the queued samples that their run does not admit now; its rollouts are admitted in their order."""
+        if rollout.budget is None:
             return 0
         num_queued = 0
         for other in self._rollouts.values():
-            num_queued += other.num_queued if other.allowance is rollout.allowance else 0
+            num_queued += other.num_queued if other.budget is rollout.budget else 0
             if other is rollout:
                 break
-        return max(0, min(rollout.num_queued, num_queued - rollout.allowance.room(self._versions)))
+        return max(0, min(rollout.num_queued, num_queued - rollout.budget.room(self._versions)))
 
     def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
-        """Nobody runs it any more: queue it first in line, or hold it for its record."""
+        """Take a sample from its worker: queue it first in line, or hold it for its record."""
         worker = self._workers.get(sample.worker_id or COORDINATOR)
         if worker is not None:
             worker.running.pop(sample.assignment_id, None)
@@ -382,17 +508,17 @@ class RolloutQueue:
             sample.rollout.queue_again(sample)
 
     def _set_state(self, sample: Sample, state: SampleState) -> None:
-        if state not in MOVES[sample.state]:
+        if state not in _MOVES[sample.state]:
             raise InvariantBroken(f"{sample.assignment_id} cannot go from {sample.state} to {state}")
         rollout = sample.rollout
         rollout.num_queued += (state is SampleState.QUEUED) - (sample.state is SampleState.QUEUED)
         rollout.num_running += (state is SampleState.RUNNING) - (sample.state is SampleState.RUNNING)
         sample.state = state
 
-    def _to_end(self, worker: _Worker) -> set[str]:
+    def _to_end(self, worker: _WorkerSamples) -> set[str]:
         cancelled = {name for name, sample in worker.running.items() if sample.rollout.is_cancelled}
         return cancelled | worker.strays
 
 
 def _takes_a_place(sample: Sample) -> bool:
-    return sample.rollout.allowance is not None and sample.worker_id not in (None, COORDINATOR)
+    return sample.rollout.budget is not None and sample.worker_id not in (None, COORDINATOR)

@@ -1,7 +1,8 @@
-"""The staleness budget: how many trajectories of a run may be begun before the fleet's weights move on.
+"""The staleness budget: the trajectories of a run that may be begun before the fleet's weights move on.
 
-Staleness is the fleet's weight version minus the oldest version in a trajectory. In the rollout queue an
-`Allowance` holds back what would exceed the limit; the worker judges what runs (`rollout/staleness_guard.py`).
+Staleness is the fleet's weight version minus the oldest version in a trajectory. In the rollout queue a
+`StalenessBudget` holds back what would exceed the limit; the worker judges what runs
+(`rollout/staleness_guard.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ UNBOUNDED = 1 << 62  # trajectories
 
 @dataclass(frozen=True, slots=True)
 class FleetVersions:
-    """What the fleet serves, and what an update under way would bring it to. None: not known, no update."""
+    """The version the fleet serves, and the one an update under way would bring. None: not known, no update."""
 
     served: int | None = None
     coming: int | None = None
 
 
-class Allowance:
-    """How many trajectories of one run may be begun.
+class StalenessBudget:
+    """The number of trajectories of one run that may be begun.
 
     The rule, from AReaL's `StalenessManager.get_capacity` (areal/infra/staleness_manager.py): begun and not failed
     < (max_staleness + 1 + versions committed since the first was begun) * trajectories per version. The trainer
@@ -39,7 +40,7 @@ class Allowance:
         self.num_rollouts = 0
 
     def room(self, versions: FleetVersions) -> int:
-        """How many may be begun now. Zero while an update is on its way that would take them over the limit."""
+        """Return how many may be begun now: none while an update is coming that would take them over the limit."""
         served, coming = versions.served, versions.coming
         if served is not None and coming is not None and coming - served > self.limit.max_staleness:
             return 0
@@ -57,7 +58,7 @@ class Allowance:
             self.first_version = served
 
     def learn(self, served: int | None) -> None:
-        """What was begun before the fleet's version was known (a restart) counts from the first one known."""
+        """Count from the first version known what was begun before any was known (a restart)."""
         if self.num_begun > 0 and self.first_version is None:
             self.first_version = served
 
@@ -72,11 +73,11 @@ class Allowance:
         self.first_version = min(known, default=None)
 
 
-class Allowances:
-    """The allowances of all live rollouts. Those that name one run share one."""
+class StalenessBudgets:
+    """The budgets of all live rollouts. Those that name one run share one."""
 
     def __init__(self) -> None:
-        self._by_run: dict[tuple[str, str], Allowance] = {}
+        self._by_run: dict[tuple[str, str], StalenessBudget] = {}
 
     def check(self, rollout_id: str, groups: Iterable[RolloutGroup]) -> None:
         """Raises InvalidRequest for limits that cannot be, or that differ within a rollout or its live run."""
@@ -94,26 +95,26 @@ class Allowances:
         if known is not None and known.limit != limit:
             raise InvalidRequest(f"run {limit.run_id} has another staleness limit", param="run_id")
 
-    def join(self, rollout_id: str, limit: StalenessLimit | None) -> Allowance | None:
-        """The allowance that a rollout draws on; None without a limit. `leave` follows."""
+    def join(self, rollout_id: str, limit: StalenessLimit | None) -> StalenessBudget | None:
+        """The budget that a rollout draws on; None without a limit. `leave` follows."""
         if limit is None:
             return None
-        allowance = self._by_run.setdefault(_key(rollout_id, limit), Allowance(limit))
-        allowance.num_rollouts += 1
-        return allowance
+        budget = self._by_run.setdefault(_key(rollout_id, limit), StalenessBudget(limit))
+        budget.num_rollouts += 1
+        return budget
 
     def learn(self, served: int | None) -> None:
         """Tell every run what the fleet serves."""
-        for allowance in self._by_run.values():
-            allowance.learn(served)
+        for budget in self._by_run.values():
+            budget.learn(served)
 
-    def leave(self, rollout_id: str, allowance: Allowance | None) -> None:
-        """A rollout is done. The last one of its run takes the allowance with it."""
-        if allowance is None:
+    def leave(self, rollout_id: str, budget: StalenessBudget | None) -> None:
+        """A rollout is done. The last one of its run takes the budget with it."""
+        if budget is None:
             return
-        allowance.num_rollouts -= 1
-        if allowance.num_rollouts == 0:
-            del self._by_run[_key(rollout_id, allowance.limit)]
+        budget.num_rollouts -= 1
+        if budget.num_rollouts == 0:
+            del self._by_run[_key(rollout_id, budget.limit)]
 
 
 def _key(rollout_id: str, limit: StalenessLimit) -> tuple[str, str]:

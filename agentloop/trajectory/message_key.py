@@ -1,4 +1,4 @@
-"""When two messages are the same: what clients change in a history that they echo, and what they may not.
+"""Keys of messages: what clients may change in a history that they echo, and what they may not.
 
 Clients re-serialise tool arguments, send null for empty content, trim text, drop reasoning and call ids. None of
 that is a change of history, so none of it is in a loose key. A strict key has call ids and the exact text. The

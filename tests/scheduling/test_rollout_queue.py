@@ -21,8 +21,8 @@ def queue_of(*sizes, **config):
     return queue
 
 
-def names(handouts):
-    return [handout.assignment_id for handout in handouts]
+def names(samples):
+    return [sample.assignment_id for sample in samples]
 
 
 def test_whole_groups_in_order():
@@ -116,7 +116,7 @@ def test_cancel_drops_what_is_queued_and_names_what_runs():
     cancellation = queue.cancel("r")
     assert cancellation.dropped == ("r/g1/0", "r/g1/1")
     assert cancellation.running == ("r/g0/0", "r/g0/1")
-    assert [(owed.handout.assignment_id, owed.stop_reason) for owed in queue.owed(0.0)] == [
+    assert [(owed.sample.assignment_id, owed.stop_reason) for owed in queue.pending_records(0.0)] == [
         ("r/g1/0", StopReason.CANCELLED),
         ("r/g1/1", StopReason.CANCELLED),
     ]
@@ -129,7 +129,7 @@ def test_cancel_drops_what_is_queued_and_names_what_runs():
     queue.check()
     for name in ("r/g1/0", "r/g1/1", "r/g0/0", "r/g0/1"):
         assert queue.finished(name)
-    assert queue.owed(0.0) == ()
+    assert queue.pending_records(0.0) == ()
     assert queue.cancel("r").dropped == ()
 
 
@@ -148,9 +148,9 @@ def test_out_of_attempts_is_a_failure_of_the_loop():
     for worker in ("w", "v"):
         queue.take(worker, 1, 0.0)
         queue.worker_lost(worker)
-    (owed,) = queue.owed(0.0)
+    (owed,) = queue.pending_records(0.0)
     assert owed.stop_reason is StopReason.LOOP_FAILED
-    assert owed.handout.attempt == 2
+    assert owed.sample.attempt == 2
     assert queue.take("u", 1, 0.0) == ()
     queue.check()
 
@@ -160,7 +160,7 @@ def test_a_lost_workers_cancelled_samples_are_not_run_again():
     queue.take("w", 1, 0.0)
     queue.cancel("r")
     queue.worker_lost("w")
-    assert [owed.stop_reason for owed in queue.owed(0.0)] == [StopReason.CANCELLED]
+    assert [owed.stop_reason for owed in queue.pending_records(0.0)] == [StopReason.CANCELLED]
 
 
 def test_a_restarted_queue_adopts_what_workers_run():
@@ -320,12 +320,12 @@ def test_a_cancelled_rollout_holds_nothing_back():
     queue.take("w", 1, 0.0)
     assert len(queue.cancel("r").dropped) == 2
     assert queue.status("r").num_held == 0
-    for owed in queue.owed(0.0):
-        queue.finished(owed.handout.assignment_id, is_trained=False)
+    for owed in queue.pending_records(0.0):
+        queue.finished(owed.sample.assignment_id, is_trained=False)
     queue.check()
 
 
-def test_rollouts_of_one_run_share_the_allowance():
+def test_rollouts_of_one_run_share_the_budget():
     limit = StalenessLimit(0, trajectories_per_version=3, run_id="run")
     queue = limited(limit, 2)
     limited(limit, 2, rollout_id="s", queue=queue)
@@ -352,9 +352,9 @@ def test_a_dropped_sample_is_begun_anew_until_its_attempts_are_used_up():
     assert not queue.drop_stale("w", "r/g0/0", 0)  # and again, when the worker has it again
     assert queue.is_running_at("w", "r/g0/0")
     assert queue.drop_stale("w", "r/g0/0", 1)
-    (owed,) = queue.owed(0.0)
+    (owed,) = queue.pending_records(0.0)
     assert owed.stop_reason is StopReason.STALE
-    assert (owed.handout.attempt, owed.handout.num_stale_attempts) == (2, 2)
+    assert (owed.sample.attempt, owed.sample.num_stale_attempts) == (2, 2)
     assert queue.take("w", 1, 0.0) == ()
     queue.check()
     assert queue.finished("r/g0/0", is_trained=False)
@@ -473,10 +473,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def write_owed(self):
-        for owed in self.queue.owed(self.now):
-            assert self.queue.finished(owed.handout.assignment_id)
-            assert owed.handout.assignment_id not in self.finished
-            self.finished.add(owed.handout.assignment_id)
+        for owed in self.queue.pending_records(self.now):
+            assert self.queue.finished(owed.sample.assignment_id)
+            assert owed.sample.assignment_id not in self.finished
+            self.finished.add(owed.sample.assignment_id)
 
     @rule()
     def pass_time(self):

@@ -8,7 +8,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.generation.leased_engine import NewestVersion
 from agentloop.rollout.budget import LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
-from agentloop.scheduling.staleness_budget import UNBOUNDED, Allowance, Allowances, FleetVersions
+from agentloop.scheduling.staleness_budget import UNBOUNDED, FleetVersions, StalenessBudget, StalenessBudgets
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import (
     FinishReason,
@@ -45,57 +45,57 @@ def guarded(limit: StalenessLimit, *turns: Generation) -> tuple[StalenessGuard, 
 # --- admission --------------------------------------------------------------------------------------------
 
 
-def begun(limit: StalenessLimit, num_begun: int, first_version: int = 0) -> Allowance:
-    allowance = Allowance(limit)
+def begun(limit: StalenessLimit, num_begun: int, first_version: int = 0) -> StalenessBudget:
+    budget = StalenessBudget(limit)
     for _ in range(num_begun):
-        allowance.begin(first_version)
-    return allowance
+        budget.begin(first_version)
+    return budget
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_room_grows_with_every_version(max_staleness: int) -> None:
-    allowance = begun(StalenessLimit(max_staleness, trajectories_per_version=4), 4 * (max_staleness + 1))
-    assert allowance.room(FleetVersions(0)) == 0
-    assert allowance.room(FleetVersions(1)) == 4
-    assert allowance.room(FleetVersions(5)) == 20
+    budget = begun(StalenessLimit(max_staleness, trajectories_per_version=4), 4 * (max_staleness + 1))
+    assert budget.room(FleetVersions(0)) == 0
+    assert budget.room(FleetVersions(1)) == 4
+    assert budget.room(FleetVersions(5)) == 20
 
 
 def test_versions_are_counted_from_the_first_hand_out() -> None:
-    allowance = begun(StalenessLimit(0, trajectories_per_version=4), 4, first_version=7)
-    assert allowance.room(FleetVersions(7)) == 0
-    assert allowance.room(FleetVersions(8)) == 4
+    budget = begun(StalenessLimit(0, trajectories_per_version=4), 4, first_version=7)
+    assert budget.room(FleetVersions(7)) == 0
+    assert budget.room(FleetVersions(8)) == 4
     assert begun(StalenessLimit(0, trajectories_per_version=4), 0).room(FleetVersions(7)) == 4
 
 
 def test_what_failed_gives_its_place_back() -> None:
-    allowance = begun(StalenessLimit(0, trajectories_per_version=2), 2)
-    allowance.give_back()
-    assert allowance.room(FleetVersions(0)) == 1
+    budget = begun(StalenessLimit(0, trajectories_per_version=2), 2)
+    budget.give_back()
+    assert budget.room(FleetVersions(0)) == 1
 
 
 @pytest.mark.parametrize(("coming", "expected"), [(None, UNBOUNDED), (6, 0), (7, 0)])
 def test_on_policy_nothing_is_begun_while_an_update_is_on_its_way(coming: int | None, expected: int) -> None:
-    assert Allowance(StalenessLimit(0)).room(FleetVersions(5, coming)) == expected
+    assert StalenessBudget(StalenessLimit(0)).room(FleetVersions(5, coming)) == expected
 
 
 def test_with_a_limit_above_zero_only_an_update_that_jumps_over_it_holds() -> None:
-    allowance = Allowance(StalenessLimit(1))
-    assert allowance.room(FleetVersions(0, 1)) == UNBOUNDED
-    assert allowance.room(FleetVersions(0, 2)) == 0
+    budget = StalenessBudget(StalenessLimit(1))
+    assert budget.room(FleetVersions(0, 1)) == UNBOUNDED
+    assert budget.room(FleetVersions(0, 2)) == 0
 
 
-def test_rollouts_of_one_run_share_an_allowance_until_the_last_is_done() -> None:
-    allowances = Allowances()
+def test_rollouts_of_one_run_share_a_budget_until_the_last_is_done() -> None:
+    budgets = StalenessBudgets()
     limit = StalenessLimit(1, trajectories_per_version=2, run_id="run")
-    one, two = allowances.join("a", limit), allowances.join("b", limit)
+    one, two = budgets.join("a", limit), budgets.join("b", limit)
     assert one is two
-    assert allowances.join("run", StalenessLimit(1)) is not one, "a rollout's id is no run's"
-    allowances.leave("a", one)
-    assert allowances.join("c", limit) is two
-    allowances.leave("b", one)
-    allowances.leave("c", one)
-    assert allowances.join("d", limit) is not one
-    assert allowances.join("e", None) is None
+    assert budgets.join("run", StalenessLimit(1)) is not one, "a rollout's id is no run's"
+    budgets.leave("a", one)
+    assert budgets.join("c", limit) is two
+    budgets.leave("b", one)
+    budgets.leave("c", one)
+    assert budgets.join("d", limit) is not one
+    assert budgets.join("e", None) is None
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_rollouts_of_one_run_share_an_allowance_until_the_last_is_done() -> None
     ],
 )
 def test_limits_that_cannot_be_are_refused(limits: list[StalenessLimit | None], param: str) -> None:
-    allowances = Allowances()
-    allowances.join("other", StalenessLimit(0, run_id="run"))
+    budgets = StalenessBudgets()
+    budgets.join("other", StalenessLimit(0, run_id="run"))
     groups = [RolloutGroup(f"g{n}", RolloutTask("t", ()), 1, "r", limit) for n, limit in enumerate(limits)]
     with pytest.raises(InvalidRequest) as caught:
-        allowances.check("r", groups)
+        budgets.check("r", groups)
     assert caught.value.param == param
-    allowances.check("r", [RolloutGroup("g", RolloutTask("t", ()), 1, "r", StalenessLimit(0, run_id="run"))])
+    budgets.check("r", [RolloutGroup("g", RolloutTask("t", ()), 1, "r", StalenessLimit(0, run_id="run"))])
 
 
 # --- in flight --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from agentloop import codec
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, NotFound
-from agentloop.scheduling.samples import assignment_id
+from agentloop.scheduling.rollout_queue import assignment_id
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
 

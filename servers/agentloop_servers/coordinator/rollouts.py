@@ -18,7 +18,7 @@ from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, t
 from agentloop.api import EncodedPage, Orders, RolloutStatus, WorkerReport
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound
-from agentloop.scheduling import COORDINATOR, Handout, Owed, RolloutQueue, assignment_id, group_key
+from agentloop.scheduling import COORDINATOR, AssignedSample, PendingRecord, RolloutQueue, assignment_id, group_key
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
@@ -151,9 +151,9 @@ class Rollouts:
 
     async def write_owed(self) -> None:
         """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
-        owed = self.queue.owed(self._clock.now())
+        owed = self.queue.pending_records(self._clock.now())
         for start in range(0, len(owed), MAX_COMMIT_BATCH):
-            batch = [(item.handout.assignment_id, _record(item)) for item in owed[start : start + MAX_COMMIT_BATCH]]
+            batch = [(item.sample.assignment_id, _record(item)) for item in owed[start : start + MAX_COMMIT_BATCH]]
             await self._store.commit([trajectory for _, trajectory in batch])
             for name, trajectory in batch:
                 self._recorded(name, trajectory)
@@ -255,23 +255,23 @@ class Rollouts:
         if self._grace_until is not None or not self._replicas.is_ready:
             return ()
         self.queue.set_versions(self._replicas.versions)
-        handouts = self.queue.take(worker_id, num_free, self._clock.now())
-        return tuple(self._assignment(handout) for handout in handouts)
+        samples = self.queue.take(worker_id, num_free, self._clock.now())
+        return tuple(self._assignment(sample) for sample in samples)
 
-    def _assignment(self, handout: Handout) -> Assignment:
-        name, group = handout.assignment_id, handout.group
+    def _assignment(self, sample: AssignedSample) -> Assignment:
+        name, group = sample.assignment_id, sample.group
         lease = self._replicas.balancer.acquire(name, group_key(name), _num_prompt_tokens(group.task))
         return Assignment(
             assignment_id=name,
             group_id=group.group_id,
-            sample_index=handout.sample_index,
+            sample_index=sample.sample_index,
             task=group.task,
             lease=lease,
-            attempt=handout.attempt,
-            queue_s=handout.queued_s,
+            attempt=sample.attempt,
+            queue_s=sample.queued_s,
             rollout_id=name.partition("/")[0],
             staleness=group.staleness,
-            num_stale_attempts=handout.num_stale_attempts,
+            num_stale_attempts=sample.num_stale_attempts,
         )
 
     def _aged(self, trajectory: Trajectory) -> Trajectory:
@@ -340,22 +340,22 @@ def _is_trained(trajectory: Trajectory) -> bool:
     return trajectory.is_complete and trajectory.oldest_trained_version is not None
 
 
-def _record(owed: Owed) -> Trajectory:
-    handout = owed.handout
+def _record(pending: PendingRecord) -> Trajectory:
+    sample = pending.sample
     return Trajectory(
-        task_id=handout.group.task.task_id,
-        group_id=handout.group.group_id,
-        sample_index=handout.sample_index,
+        task_id=sample.group.task.task_id,
+        group_id=sample.group.group_id,
+        sample_index=sample.sample_index,
         paths=(),
-        task_messages=handout.group.task.messages,
-        stop_reason=owed.stop_reason,
+        task_messages=sample.group.task.messages,
+        stop_reason=pending.stop_reason,
         is_complete=False,
-        error=owed.error,
-        attempt=handout.attempt,
-        timings=Timings(queue_s=handout.queued_s),
-        rollout_id=handout.assignment_id.partition("/")[0],
-        num_stale_attempts=handout.num_stale_attempts,
-        max_staleness=handout.group.staleness.max_staleness if handout.group.staleness is not None else None,
+        error=pending.error,
+        attempt=sample.attempt,
+        timings=Timings(queue_s=sample.queued_s),
+        rollout_id=sample.assignment_id.partition("/")[0],
+        num_stale_attempts=sample.num_stale_attempts,
+        max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
     )
 
 

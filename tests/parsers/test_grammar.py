@@ -1,4 +1,4 @@
-"""The short way through `strict_json` gives what the long way gives."""
+"""The short way through `loads` gives what the long way gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.parsers.strict_json import loads
+from agentloop.parsers.grammar import loads
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
