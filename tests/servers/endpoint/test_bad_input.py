@@ -364,7 +364,7 @@ async def test_44_nul_and_control_characters_pass_exactly(service: ChatService) 
     asked = {**GOOD[CHAT], "messages": [{"role": "user", "content": text}], "session": "nul"}
     assert (await service.call("POST", CHAT, json=asked))[0] == 200
     [record] = (await service.call("GET", "/sessions/nul/trajectories"))[1]
-    assert record["messages"][0]["content"] == text
+    assert record["paths"][0]["messages"][0]["content"] == text
     _, tokens, _ = await service.call("POST", "/tokenize", json={"messages": asked["messages"]})
     assert tokens["tokens"] == record["paths"][0]["prompt_ids"]
     assert text in RENDERER.decode(tokens["tokens"])
