@@ -5,9 +5,9 @@ from __future__ import annotations
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.rollout_queue import (
     COORDINATOR,
-    AssignedSample,
     PendingRecord,
     RolloutQueue,
+    Sample,
     assignment_id,
     group_key,
 )
@@ -15,12 +15,12 @@ from agentloop.scheduling.staleness_budget import FleetVersions
 
 __all__ = [
     "COORDINATOR",
-    "AssignedSample",
     "Balancer",
     "BalancerConfig",
     "FleetVersions",
     "PendingRecord",
     "RolloutQueue",
+    "Sample",
     "assignment_id",
     "group_key",
 ]

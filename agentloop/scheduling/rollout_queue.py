@@ -58,6 +58,7 @@ class Sample:
     group: RolloutGroup
     sample_index: int
     queued_at: float
+    queued_s: float = 0.0  # how long it had waited when it was last handed out
     state: SampleState = SampleState.QUEUED
     worker_id: str | None = None
     attempt: int = 0
@@ -77,11 +78,10 @@ class Sample:
             else:
                 budget.give_back()
 
-    def assigned(self, now: float) -> AssignedSample:
-        """Return the sample as a worker gets it."""
-        queued_s = max(0.0, now - self.queued_at)
-        attempts = (self.attempt, queued_s, self.num_stale_attempts)
-        return AssignedSample(self.assignment_id, self.group, self.sample_index, *attempts)
+    def hand_out(self, now: float) -> Sample:
+        """Note how long it has waited; returns itself, which only the queue changes."""
+        self.queued_s = max(0.0, now - self.queued_at)
+        return self
 
 
 SampleQueue: TypeAlias = OrderedDict[str, list[Sample]]
@@ -125,18 +125,6 @@ class LiveRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class AssignedSample:
-    """A sample as it leaves the queue, for a worker or for the coordinator's own record."""
-
-    assignment_id: str
-    group: RolloutGroup
-    sample_index: int
-    attempt: int
-    queued_s: float
-    num_stale_attempts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PendingRecord:
     """A sample whose terminal record the coordinator has to write.
 
@@ -144,7 +132,7 @@ class PendingRecord:
     engine is answered by another lease and never ends up here), STALE if it was dropped for its age.
     """
 
-    sample: AssignedSample
+    sample: Sample
     stop_reason: StopReason
     error: str
 
@@ -257,7 +245,7 @@ class RolloutQueue:
         self._versions = versions
         self._budgets.learn(versions.served)
 
-    def take(self, worker_id: str, num_free: int, now: float) -> tuple[AssignedSample, ...]:
+    def take(self, worker_id: str, num_free: int, now: float) -> tuple[Sample, ...]:
         """The next groups that fit `num_free` places of a worker, whole and in order, as their runs admit them."""
         taken: list[Sample] = []
         capacity = num_free + self.num_running(worker_id)
@@ -271,7 +259,7 @@ class RolloutQueue:
                     break
                 num_left = num_free - len(taken)
                 if num_left <= 0 or num_left < num_admitted <= capacity:
-                    return tuple(sample.assigned(now) for sample in taken)
+                    return tuple(sample.hand_out(now) for sample in taken)
                 batch = samples[: min(num_left, num_admitted)]
                 del samples[: len(batch)]
                 if not samples:
@@ -279,7 +267,7 @@ class RolloutQueue:
                 for sample in batch:
                     self._run(sample, worker_id)
                 taken.extend(batch)
-        return tuple(sample.assigned(now) for sample in taken)
+        return tuple(sample.hand_out(now) for sample in taken)
 
     def report(self, worker_id: str, running: Iterable[str], now: float) -> tuple[str, ...]:
         """Hold a worker's own list against ours; returns the ids taken from it, whose leases end.
@@ -405,7 +393,7 @@ class RolloutQueue:
         result: list[PendingRecord] = []
         for sample in self._workers[COORDINATOR].running.values():
             reason = StopReason.CANCELLED if sample.rollout.is_cancelled else sample.lost_reason
-            result.append(PendingRecord(sample.assigned(now), reason, sample.error))
+            result.append(PendingRecord(sample.hand_out(now), reason, sample.error))
         return tuple(result)
 
     # --- looking ---

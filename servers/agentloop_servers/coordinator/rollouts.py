@@ -18,7 +18,7 @@ from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, t
 from agentloop.api import EncodedPage, Orders, RolloutStatus, WorkerReport
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound
-from agentloop.scheduling import COORDINATOR, AssignedSample, PendingRecord, RolloutQueue, assignment_id, group_key
+from agentloop.scheduling import COORDINATOR, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
@@ -258,7 +258,7 @@ class Rollouts:
         samples = self.queue.take(worker_id, num_free, self._clock.now())
         return tuple(self._assignment(sample) for sample in samples)
 
-    def _assignment(self, sample: AssignedSample) -> Assignment:
+    def _assignment(self, sample: Sample) -> Assignment:
         name, group = sample.assignment_id, sample.group
         lease = self._replicas.balancer.acquire(name, group_key(name), _num_prompt_tokens(group.task))
         return Assignment(
