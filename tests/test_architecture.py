@@ -72,19 +72,12 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.agents": {"agentloop.api", "agentloop.client", "agentloop.rollout"},
     "agentloop_tools": {"agentloop.rollout"},
     "agentloop_servers.config": set(),
-    "agentloop_servers.process": set(),
-    "agentloop_servers.run_dir": set(),
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.private_http": set(),
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client"},
     "agentloop_servers.engines": set(),
     "agentloop_servers.engines.vllm": {"agentloop_servers.weight_transfer"},
-    "agentloop_servers.engine_parts": {
-        "agentloop.simulation",
-        "agentloop_servers.config",
-        "agentloop_servers.engines.vllm",
-    },
     "agentloop_servers.coordinator": {
         "agentloop.api",
         "agentloop.fleet",
@@ -123,7 +116,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.storage",
         "agentloop_servers.config",
         "agentloop_servers.local",
-        "agentloop_servers.run_dir",
     },
 }
 

@@ -1,4 +1,4 @@
-"""The wiring: with `engine_parts.py`, the only file that constructs. Reading it is reading the architecture.
+"""The wiring: the only file that constructs. Reading it is reading the architecture.
 
 One Ray Serve application of four deployments; everything that carries tokens goes over the replicas' own ports.
 `build` is what a Serve config imports; `local.py` starts the same application on a local Ray of its own. (Serve
@@ -8,11 +8,14 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from ray import serve
@@ -25,15 +28,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentloop.api import FrontPort
 from agentloop.checks import is_loopback
 from agentloop.clock import RealClock
+from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, ServiceUnavailable
 from agentloop.generation import TurnReader
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.parsers import get_parser
+from agentloop.plugins import resolve
 from agentloop.rendering import OnUnstable, Renderer
 from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
 from agentloop.sessions import SessionParts
+from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, TrajectoryStore
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config import ServiceConfig, new_run_dir, run_secret
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
@@ -45,15 +51,19 @@ from agentloop_servers.endpoint import (
     ShardRouter,
     take_shard_lock,
 )
-from agentloop_servers.engine_parts import build_engine, engine_actor_options, initial_weights, model_facts
+from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from agentloop_servers.http import Keys
 from agentloop_servers.ingress import ModeRules, create_app
-from agentloop_servers.process import settle_heap
 from agentloop_servers.replica import EngineClients, Replica
-from agentloop_servers.run_dir import new_run_dir, run_secret
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
+RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
+SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
+SIMULATED_LATENCY = LatencyModel(
+    prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
+)  # of the order of a small model on one GPU
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
 
 class CoordinatorDeployment:
@@ -79,7 +89,7 @@ class CoordinatorDeployment:
         self._server = CoordinatorServer(self._coordinator, secret, config.host)
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
-        settle_heap()
+        freeze_gc()
 
     async def address(self) -> str:
         """Return the URL of the private port, which every other call goes to."""
@@ -162,7 +172,7 @@ class AgentLoopWorkerDeployment:
         self._running = asyncio.create_task(worker.run(), name="worker")
         self._closing.push_async_callback(asyncio.wait, [self._running])
         self._closing.callback(worker.close)
-        settle_heap()
+        freeze_gc()
 
     async def check_health(self) -> None:
         if self._running.done():
@@ -207,7 +217,7 @@ class IngressDeployment:
         self._process = IngressProcess(config, run_dir, secret, client.front)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(serve.get_replica_context().rank.rank)
-        settle_heap()
+        freeze_gc()
 
     def __serve_build_asgi_app__(self) -> BehindServe:
         return BehindServe(self._process.app)
@@ -419,3 +429,114 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:
     """The tools that tasks may use: the shipped ones and the configured ones."""
     return tuple(sorted(SHIPPED_TOOLS | config.workers.tools))
+
+
+def build_engine(config: ServiceConfig) -> Engine:
+    """The engine that a replica owns, not started."""
+    settings, facts = config.engine, model_facts(config)
+    initial_version = config.model_version if settings.load_format == "auto" else None
+    if settings.kind == "vllm":
+        return VllmEngine(vllm_config(config))
+    return SimulatedEngine(
+        SimulatedSpec(
+            vocab_size=facts.vocab_size,
+            max_context_tokens=facts.max_context_tokens,
+            block_size=settings.block_size,
+            num_blocks=SIMULATED_CONTEXTS * facts.max_context_tokens // settings.block_size,
+            max_running=settings.max_running,
+            latency=SIMULATED_LATENCY,
+            initial_version=initial_version,
+            num_workers=settings.num_workers,
+            can_sleep=config.can_sleep,
+        ),
+        weight_source=pushed_weights(config) if config.allows_push else None,
+    )
+
+
+def pushed_weights(config: ServiceConfig) -> WeightSource:
+    """What a simulated engine receives pushes with. It needs torch, which nothing else of a simulated run does."""
+    make = cast(Callable[..., WeightSource], resolve(RECEIVED_WEIGHTS, param="mode"))
+    return make(
+        config.engine.num_workers,
+        can_hold=config.weight_staging != "none",
+        timeout_s=config.engine.stage_timeout_s,
+    )
+
+
+def vllm_config(config: ServiceConfig) -> VllmConfig:
+    """What a vLLM replica of this service is."""
+    settings = config.engine
+    return VllmConfig(
+        model=str(config.model_path()),
+        initial_version=config.model_version if settings.load_format == "auto" else None,
+        load_format=settings.load_format,
+        dtype=settings.dtype,
+        max_model_len=model_facts(config).max_context_tokens,
+        max_num_seqs=settings.max_running,
+        block_size=settings.block_size,
+        device=settings.device,
+        kv_cache_memory_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib * 2**20,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        data_parallel_size=settings.data_parallel_size,
+        expert_parallel=settings.expert_parallel,
+        can_sleep=config.can_sleep,
+        weight_staging=config.weight_staging,
+        lora_rank=settings.lora_rank,
+        enforce_eager=settings.enforce_eager,
+        num_threads=settings.num_threads,
+        stage_timeout_s=settings.stage_timeout_s,
+        commit_timeout_s=settings.commit_timeout_s,
+    )
+
+
+def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
+    """What Ray reserves for a replica, and the environment its engine reads at import."""
+    settings = config.engine
+    options: dict[str, Any] = {"num_cpus": settings.num_cpus}
+    if settings.kind == "vllm" and settings.device == "cuda":
+        options["num_gpus"] = settings.num_workers * settings.gpu_share
+    elif settings.kind == "vllm":
+        # Ray derives this variable from num_cpus, before the engine could set its own.
+        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.num_threads)}}
+    return options
+
+
+def initial_weights(config: ServiceConfig) -> WeightUpdate | None:
+    """Where a replica finds the weights that the service began with; None if it began with dummy ones.
+
+    None also where adapters are served: base weights are then loaded at the start and never again.
+    """
+    if config.engine.load_format == "dummy" or config.engine.lora_rank is not None:
+        return None
+    return WeightUpdate(config.model_version, str(config.model_path()))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    max_context_tokens: int
+    vocab_size: int
+    has_experts: bool = False
+
+
+def model_facts(config: ServiceConfig) -> ModelFacts:
+    """What the model's config.json says of it. Raises InvalidRequest if it does not."""
+    path = config.model_path() / "config.json"
+    try:
+        document = json.loads(path.read_text())
+        context = config.engine.max_context_tokens or int(document["max_position_embeddings"])
+        has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
+        return ModelFacts(context, int(document["vocab_size"]), has_experts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
+
+
+def freeze_gc() -> None:
+    """Take what start-up allocated out of the garbage collector's sight, and collect less often.
+
+    A full collection walks every object: modules, templates and tokenizers alone cost 0.2 to 0.6 s in which the
+    event loop stands still, several times a second under load.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

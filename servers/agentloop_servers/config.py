@@ -1,9 +1,15 @@
-"""ServiceConfig: the one description of a service, in YAML. `serve deploy FILE` and `agentloop serve` read the same
-file: it is a Ray Serve config whose application arguments are this model.
+"""ServiceConfig: the one description of a service, in YAML; and the directory of a run.
+
+`serve deploy FILE` and `agentloop serve` read the same file: it is a Ray Serve config whose application arguments
+are this model.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+from contextlib import suppress
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -208,3 +214,25 @@ def located(path: str) -> Path:
     if given.is_absolute() or given.exists():
         return given.resolve()
     return (CHECKOUT / given).resolve()
+
+
+def run_secret(run_dir: Path) -> str:
+    """The secret of a run, made at its first start: what is deployed again knows the keys of its sessions."""
+    path = run_dir / "secret"
+    with suppress(FileExistsError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        made = path.with_suffix(f".{secrets.token_hex(4)}")
+        made.touch(mode=0o600)
+        made.write_text(secrets.token_hex(16))
+        try:
+            os.link(made, path)  # never half-written, and the first of two wins
+        finally:
+            made.unlink()
+    return path.read_text()
+
+
+def new_run_dir(parent: Path) -> Path:
+    """A new directory under `parent`, named by the time and a few random digits."""
+    path = parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    path.mkdir(parents=True)
+    return path

@@ -24,11 +24,10 @@ from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import GenerateRequest, Generation, Lease
-from agentloop_servers.app import build_app, build_endpoint, sessions_name
+from agentloop_servers.app import build_app, build_endpoint, freeze_gc, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
-from agentloop_servers.process import settle_heap
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
@@ -84,7 +83,7 @@ async def run_engine(pipe: Connection) -> None:
     await engine.start()
     server = DataPlaneServer(engine, "bench", SECRET)
     await server.start()
-    settle_heap()
+    freeze_gc()
     pipe.send(server.url)
     while await asyncio.to_thread(pipe.recv) != "stop":
         pipe.send(engine.seconds)
@@ -117,7 +116,7 @@ async def run_endpoint(
         server = DirectServer(build_app(config, coordinator, clients, endpoint), "127.0.0.1")
         closing.push_async_callback(server.close)
         url = await server.start()
-        settle_heap()
+        freeze_gc()
         pipe.send(url)
         await _measure(pipe, sessions, engine)
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentloop.engine import Engine
-from agentloop_servers.process import settle_heap
+from agentloop_servers.app import freeze_gc
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.support.feeder import Feeder
@@ -62,7 +62,7 @@ async def measure(engines: Mapping[str, Engine], num_trajectories: int, *, owns_
     """Roll out, with everything started before the clock."""
     tasks = [task(f"t{n}", reference="413") for n in range(num_trajectories)]
     feeder = Feeder(tasks, urls=list(engines))
-    settle_heap()
+    freeze_gc()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     lags_ms: list[float] = []
     probe = asyncio.create_task(lag_probe(lags_ms))

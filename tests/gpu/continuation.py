@@ -27,8 +27,8 @@ import torch
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParams
+from agentloop_servers.app import vllm_config
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import vllm_config
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table

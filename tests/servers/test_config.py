@@ -9,9 +9,8 @@ from ray import serve
 
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest
-from agentloop_servers.app import application, mode_rules
+from agentloop_servers.app import application, engine_actor_options, initial_weights, mode_rules, model_facts
 from agentloop_servers.config import Mode, ServiceConfig
-from agentloop_servers.engine_parts import engine_actor_options, initial_weights, model_facts
 from agentloop_servers.http.auth import Keys
 
 SERVERS = Path(__file__).parents[2] / "servers"

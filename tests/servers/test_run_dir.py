@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from agentloop_servers.config import new_run_dir, run_secret
 from agentloop_servers.http.auth import SessionKeys
-from agentloop_servers.run_dir import new_run_dir, run_secret
 
 
 def test_the_keys_of_sessions_are_good_after_another_deployment(tmp_path: Path) -> None:

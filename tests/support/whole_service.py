@@ -16,10 +16,16 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop_servers.app import IngressProcess, build_renderer, tool_names
+from agentloop_servers.app import (
+    IngressProcess,
+    build_engine,
+    build_renderer,
+    initial_weights,
+    model_facts,
+    tool_names,
+)
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
-from agentloop_servers.engine_parts import build_engine, initial_weights, model_facts
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.replica import Replica
 from agentloop_tools import SHIPPED_TOOLS

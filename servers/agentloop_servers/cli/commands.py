@@ -29,9 +29,8 @@ from agentloop_servers.cli.agent_run import AgentCollect, load_program
 from agentloop_servers.cli.doctor import examine
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import RunOptions, WeightPush, end_on_sigterm, link_latest, run_rollout
-from agentloop_servers.config import ServiceConfig, located
+from agentloop_servers.config import ServiceConfig, located, new_run_dir
 from agentloop_servers.local import running_service
-from agentloop_servers.run_dir import new_run_dir
 
 T = TypeVar("T")
 

@@ -28,9 +28,8 @@ from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.storage import STORE_NAME, Summary, TrajectoryReader, summarize
 from agentloop.types import KVPolicy, RolloutTask, StalenessLimit
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config import ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
-from agentloop_servers.run_dir import new_run_dir
 
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"

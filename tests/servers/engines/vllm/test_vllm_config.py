@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from agentloop_servers.app import vllm_config
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import vllm_config
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, kv_endpoint, kv_endpoints
 
 ROOT = Path(__file__).parents[4]
