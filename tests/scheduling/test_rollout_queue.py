@@ -511,6 +511,8 @@ class QueueMachine(RuleBasedStateMachine):
         """From any state, working on ends everything."""
         for worker in self.at_worker:
             self.queue.worker_lost(worker)
+        # What was begun before the fleet's version is known counts from the first one known: it is told first.
+        self.queue.set_versions(FleetVersions(self.served))
         while self.queue.num_queued:
             handed = self.queue.take("last", 100, self.now)
             for name in names(handed):
