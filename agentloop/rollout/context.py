@@ -1,27 +1,25 @@
 """LoopContext: what an agent loop may do. It owns the trajectory's messages, tokens and budget.
 
-A turn's life: pending observations become ids (bridge), the engine samples, the path grows, the parser finds
-calls. Sampled ids are never rendered again; only what is new is. Long renders leave the event loop.
+A turn's life: pending observations become ids (bridge), the sampler samples and reads the turn, the path grows.
+Sampled ids are never rendered again; only what is new is. Long renders leave the event loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from agentloop.errors import InvariantBroken
-from agentloop.parsers import Parser
+from structlog.contextvars import bind_contextvars
+
+from agentloop.generation import LeasedEngine, TurnReader, TurnRequest, sample_turn
 from agentloop.rendering import Renderer, off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
-from agentloop.trajectory import GrowingPath
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.trajectory import GrowingPath, Reply
 from agentloop.types import (
     JSON,
-    FinishReason,
-    GenerateRequest,
-    Generation,
     KVPolicy,
     Message,
     OnExcess,
@@ -32,26 +30,6 @@ from agentloop.types import (
     ToolResult,
 )
 
-MAX_CONTINUATIONS = 32  # of one turn that engine-side aborts keep cutting
-
-Generate = Callable[[GenerateRequest], Awaitable[Generation]]
-
-
-@dataclass(frozen=True, slots=True)
-class AssistantTurn:
-    """What the policy said in one turn. `calls` hold malformed ones too: `run_tools` answers them."""
-
-    message: Message
-    finish_reason: FinishReason
-
-    @property
-    def content(self) -> str:
-        return self.message.content
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        return self.message.tool_calls
-
 
 class LoopContext:
     """One trajectory in the making. Used by one loop, one call at a time."""
@@ -61,26 +39,28 @@ class LoopContext:
         task: RolloutTask,
         trajectory_id: str,
         *,
-        generate: Generate,
+        engine: LeasedEngine,
+        reader: TurnReader,
         renderer: Renderer,
-        parser: Parser,
         tools: ToolScope,
         tool_definitions: Sequence[dict[str, JSON]],
         budget: Budget,
         kv_policy: KVPolicy,
         seed: int | None,
+        turn_timeout_s: float,
         guard: StalenessGuard | None = None,
     ) -> None:
         self.task = task
         self.trajectory_id = trajectory_id
-        self._generate = generate
+        self._engine = engine
+        self._reader = reader
         self._renderer = renderer
-        self._parser = parser
         self._tools = tools
         self._definitions = list(tool_definitions)
         self._budget = budget
         self._kv_policy = kv_policy
         self._seed = seed
+        self._turn_timeout_s = turn_timeout_s
         self._guard = guard
         self._path = GrowingPath(task.messages)
         self._is_closed = True  # whether the last turn sampled its stop token
@@ -105,8 +85,8 @@ class LoopContext:
         """What has been used of the limits."""
         return self._budget
 
-    async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> AssistantTurn:
-        """One turn of the policy, appended to the conversation.
+    async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> Reply:
+        """Sample one turn of the policy, appended to the conversation.
 
         Ends the trajectory when a limit is reached, before the turn or by cutting it, or when it is too old.
         """
@@ -114,17 +94,21 @@ class LoopContext:
         await self._observe_pending(max_tokens)
         num_prompt = self._path.num_context_tokens
         room = self._budget.tokens_for_turn(num_prompt, max_tokens)
+        wanted = self._turn_request(room, temperature)
         self.has_lost_call = True
         started = time.perf_counter()
-        token_ids, finish_reason = await self._sample_tokens(room, temperature)
+        reply = await sample_turn(self._engine, self._reader, wanted, self._goes_on)
         self.generate_s += time.perf_counter() - started
         self.has_lost_call = False
-        message = self._read(token_ids, finish_reason)
-        self._path.end_turn(message)
-        self._is_closed = finish_reason is FinishReason.STOP
-        self._budget.turn_ended(num_prompt, len(token_ids), finish_reason)
+        self._path.add_turn(reply)
+        if reply.weight_versions:
+            bind_contextvars(version=reply.weight_versions[-1].version)
+            if self._kv_version is None:
+                self._kv_version = reply.weight_versions[0].version
+        self._is_closed = reply.is_closed
+        self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason)
         self._check_age()
-        return AssistantTurn(message, finish_reason)
+        return reply
 
     async def run_tools(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
         """Run a turn's calls side by side and observe one tool message for each, in their order.
@@ -174,50 +158,35 @@ class LoopContext:
     async def _off_loop(self, messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
         return await off_loop(sum(len(message.content) for message in messages), work)
 
-    async def _sample_tokens(self, room: int, temperature: float | None) -> tuple[list[int], FinishReason]:
-        """One turn's ids. A generation that the engine's operator aborted goes on where it was cut."""
-        token_ids: list[int] = []
-        for continuation in range(MAX_CONTINUATIONS):
-            generation = await self._generate(self._request(room - len(token_ids), temperature, continuation))
-            self._path.add_sampled(generation, continues_turn=continuation > 0)
-            token_ids += generation.token_ids
-            if self._kv_version is None and generation.weight_versions:
-                self._kv_version = generation.weight_versions[0].version
-            if generation.finish_reason is not FinishReason.ABORT:
-                return token_ids, generation.finish_reason
-            if len(token_ids) >= room:
-                return token_ids, FinishReason.LENGTH
-            if self._guard is not None and self._guard.must_end(self._path):
-                return token_ids, FinishReason.ABORT
-        raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times")
+    def _goes_on(self, sampled: SampledTokens) -> bool:
+        """Tell whether a turn that an abort cut goes on: not in a trajectory that is too old."""
+        return self._guard is None or not self._guard.must_end(self._path, sampled.weight_versions)
 
     def _check_age(self) -> None:
         if self._guard is not None:
             self._guard.check(self._path)
 
-    def _request(self, max_tokens: int, temperature: float | None, continuation: int) -> GenerateRequest:
-        task = self.task
+    def _turn_request(self, max_tokens: int, temperature: float | None) -> TurnRequest:
+        task, turn_index = self.task, self._budget.num_turns
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=task.temperature if temperature is None else temperature,
             top_p=task.top_p,
             top_k=task.top_k,
-            seed=None if self._seed is None else self._seed + self._budget.num_turns,
+            seed=None if self._seed is None else self._seed + turn_index,
             stop_token_ids=self._renderer.stop_token_ids,
         )
-        return GenerateRequest(
-            request_id=f"{self.trajectory_id}:{self._budget.num_turns}.{continuation}",
-            token_ids=self._path.context_ids,
+        keeps_kv = self._kv_policy is KVPolicy.KEEP
+        bind_contextvars(turn=turn_index)
+        return TurnRequest(
+            request_id=f"{self.trajectory_id}:{turn_index}",
+            prompt_ids=self._path.context_ids,
             sampling=sampling,
+            turn_index=turn_index,
+            tools=self._definitions,
+            reads_calls=bool(self._definitions),
+            timeout_s=self._turn_timeout_s,
             trajectory_id=self.trajectory_id,
-            kv_version=self._kv_version if self._kv_policy is KVPolicy.KEEP else None,
+            keeps_kv=keeps_kv,
+            kv_version=self._kv_version if keeps_kv else None,
         )
-
-    def _read(self, token_ids: Sequence[int], finish_reason: FinishReason) -> Message:
-        """The turn as a message. The stop token is no text."""
-        text_ids = token_ids[:-1] if finish_reason is FinishReason.STOP else token_ids
-        decoded = self._renderer.decode_with_offsets(text_ids)
-        if not self._definitions:
-            return Message("assistant", decoded.text)
-        parsed = self._parser.parse(decoded, self._definitions, self._budget.num_turns)
-        return Message("assistant", parsed.content, parsed.calls)

@@ -11,8 +11,6 @@ from typing import Protocol, cast
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.rollout.context import LoopContext
-from agentloop.rollout.single_turn import SingleTurn
-from agentloop.rollout.tool_loop import ToolLoop
 from agentloop.types import RolloutTask
 
 
@@ -22,6 +20,23 @@ class AgentLoop(Protocol):
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         """Drive one trajectory: sample, run tools, observe. Returning completes it; limits end it by
         themselves; an exception makes it a failed record."""
+
+
+class SingleTurn:
+    """One prompt, one answer; tools may be declared but are not run."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        """Sample one turn and stop."""
+        await ctx.sample()
+
+
+class ToolLoop:
+    """The usual agent: sample, run the tools it called, repeat until it answers without a call."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        """Sample and run tools until the policy answers."""
+        while (turn := await ctx.sample()).calls:
+            await ctx.run_tools(turn.calls)
 
 
 SHIPPED_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurn, "tool_loop": ToolLoop}

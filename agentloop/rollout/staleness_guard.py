@@ -6,10 +6,12 @@ trajectory within its limit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agentloop.generation import NewestVersion
 from agentloop.rollout.budget import LimitReached
 from agentloop.trajectory import GrowingPath
-from agentloop.types import OnStale, StalenessLimit, StopReason
+from agentloop.types import OnStale, StalenessLimit, StopReason, WeightVersionSpan
 
 
 class StalenessGuard:
@@ -23,9 +25,12 @@ class StalenessGuard:
         self._limit = limit
         self._newest = newest
 
-    def must_end(self, path: GrowingPath) -> bool:
-        """Whether the trajectory is over its limit, as far as the worker knows, and its policy ends it for that."""
-        return self._limit.on_stale is not OnStale.MASK and self._over(path) is not None
+    def must_end(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> bool:
+        """Tell whether the trajectory is over its limit, as far as the worker knows, and ends for that.
+
+        `sampled` are the versions of a turn that is not in the path yet.
+        """
+        return self._limit.on_stale is not OnStale.MASK and self._over(path, sampled) is not None
 
     def check(self, path: GrowingPath) -> None:
         """Raises LimitReached (STALE) if the trajectory must end."""
@@ -51,9 +56,11 @@ class StalenessGuard:
                 pass
         return self._limit.on_stale
 
-    def _over(self, path: GrowingPath) -> tuple[int, int] | None:
-        """The oldest and the newest version, if they are too far apart."""
-        oldest, newest = path.oldest_version, self._newest.value
+    def _over(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> tuple[int, int] | None:
+        """Return the oldest and the newest version, if they are too far apart."""
+        known = [span.version for span in sampled]
+        known += [] if path.oldest_version is None else [path.oldest_version]
+        oldest, newest = min(known, default=None), self._newest.value
         if oldest is None or newest is None or newest - oldest <= self._limit.max_staleness:
             return None
         return oldest, newest

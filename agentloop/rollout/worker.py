@@ -8,10 +8,9 @@ for its age is handed in without tokens, and the coordinator has its sample begu
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import structlog
 from structlog.contextvars import bind_contextvars
@@ -19,7 +18,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_r
 
 from agentloop.api import WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest
-from agentloop.generation import AssignedLease, Connect, LeasedEngine, NewestVersion
+from agentloop.generation import AssignedLease, Connect, LeasedEngine, NewestVersion, TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
@@ -31,8 +30,6 @@ from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.types import (
     FAILURES,
     Assignment,
-    GenerateRequest,
-    Generation,
     KVPolicy,
     OnStale,
     StopReason,
@@ -73,10 +70,20 @@ class _Outcome:
     is_dropped: bool = False
 
 
-@dataclass(slots=True)
-class _Parts:
-    """The parts that several trajectories share, loaded once by name."""
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """The parts that a worker's trajectories share; loops and rewards are loaded once by name."""
 
+    coordinator: WorkerPort
+    connect: Connect
+    renderer: Renderer
+    reader: TurnReader
+    toolbox: Toolbox
+    config: WorkerConfig
+    max_context_tokens: int
+    vocab_size: int
+    log: structlog.stdlib.BoundLogger
+    newest: NewestVersion = field(default_factory=NewestVersion)
     loops: dict[str, AgentLoop] = field(default_factory=dict)
     rewards: dict[str, RewardFunction] = field(default_factory=dict)
 
@@ -99,19 +106,22 @@ class Worker:
     ) -> None:
         self.worker_id = worker_id
         self._coordinator = coordinator
-        self._connect = connect
-        self._renderer = renderer
-        self._parser = parser
-        self._toolbox = toolbox
         self._config = config
-        self._max_context_tokens = max_context_tokens
-        self._vocab_size = vocab_size
-        self._parts = _Parts()
-        self._newest = NewestVersion()
+        self._log = structlog.get_logger("worker").bind(worker=worker_id)
+        self._shared = _Shared(
+            coordinator=coordinator,
+            connect=connect,
+            renderer=renderer,
+            reader=TurnReader(renderer, parser),
+            toolbox=toolbox,
+            config=config,
+            max_context_tokens=max_context_tokens,
+            vocab_size=vocab_size,
+            log=self._log,
+        )
         self._running: dict[str, _Running] = {}
         self._has_free = asyncio.Event()
         self._is_closing = False
-        self._log = structlog.get_logger("worker").bind(worker=worker_id)
 
     @property
     def num_running(self) -> int:
@@ -177,8 +187,12 @@ class Worker:
             running.again = assignment
             while running.again is not None:
                 next_attempt, running.again, running.is_dropped = running.again, None, False
-                trajectory = await self._trajectory(next_attempt)
-                await self._hand_in(trajectory)
+                rollout = _Rollout(self._shared, next_attempt, running)
+                if rollout.prepare():
+                    await rollout.drive()
+                    rollout.settle()
+                    await rollout.score()
+                await self._hand_in(rollout.record())
         finally:
             del self._running[assignment.assignment_id]
             self._has_free.set()
@@ -197,105 +211,162 @@ class Worker:
             # The coordinator still counts it as running here, and gives it out again when it hears it is not.
             self._log.error("record_not_committed", error=repr(error))
 
-    async def _trajectory(self, assignment: Assignment) -> Trajectory:
-        """Run one trajectory to its terminal record. Only a shutdown's cancellation leaves without one."""
-        started = time.perf_counter()
-        task = assignment.task
-        outcome = _Outcome(StopReason.COMPLETED)
-        ctx: LoopContext | None = None
-        reward, reward_error, reward_s = None, None, 0.0
+
+class _Rollout:
+    """One trajectory, from its assignment to its terminal record: prepare, drive, settle, score, record.
+
+    Only a shutdown's cancellation leaves without a record.
+    """
+
+    def __init__(self, shared: _Shared, assignment: Assignment, running: _Running) -> None:
+        self._shared = shared
+        self._assignment = assignment
+        self._task = assignment.task
+        self._running = running
+        self._started = time.perf_counter()
+        self._outcome = _Outcome(StopReason.COMPLETED)
+        self._loop: AgentLoop | None = None
+        self._ctx: LoopContext | None = None
+        self._scope: ToolScope | None = None
+        self._guard: StalenessGuard | None = None
+        self._reward_function: RewardFunction | None = None
+        self._reward: float | None = None
+        self._reward_error: str | None = None
+        self._reward_s = 0.0
+
+    def prepare(self) -> bool:
+        """Load what the task names. False, and an outcome, for a task that cannot run."""
+        shared, task, assignment = self._shared, self._task, self._assignment
         try:
-            loop, reward_function, scope = self._prepare(assignment)
-        except AgentLoopError as error:
-            outcome = _Outcome(StopReason.INVALID_TASK, f"{error.code}: {error}")
-        else:
-            guard = None if assignment.staleness is None else StalenessGuard(assignment.staleness, self._newest)
-            try:
-                ctx = self._context(assignment, scope, guard)
-                outcome = await self._drive(loop, assignment, ctx)
-            finally:
-                await scope.close()
-            if guard is not None and _is_complete(outcome, ctx):
-                outcome = _settled(outcome, guard.settle(ctx.path))
-            self._running[assignment.assignment_id].is_dropped = outcome.is_dropped
-            is_scored = outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not outcome.is_dropped
-            if reward_function is not None and is_scored:
-                reward_started = time.perf_counter()
-                reward, reward_error = await score(
-                    reward_function, task, ctx.messages, self._config.reward_timeout_s
+            self._loop = shared.loops.get(task.loop) or shared.loops.setdefault(task.loop, load_loop(task.loop))
+            if task.reward is not None:
+                self._reward_function = shared.rewards.get(task.reward) or shared.rewards.setdefault(
+                    task.reward, load_reward(task.reward)
                 )
-                reward_s = time.perf_counter() - reward_started
+            scope = shared.toolbox.open(task.tools, assignment.assignment_id, trajectory_seed(assignment))
+        except AgentLoopError as error:
+            self._outcome = _Outcome(StopReason.INVALID_TASK, f"{error.code}: {error}")
+            return False
+        self._scope = scope
+        if assignment.staleness is not None:
+            self._guard = StalenessGuard(assignment.staleness, shared.newest)
+        return True
+
+    async def drive(self) -> None:
+        """Run the loop, and close its tools."""
+        assert self._scope is not None, "not prepared"
+        try:
+            self._ctx = self._context(self._scope)
+            self._outcome = await self._driven(self._ctx)
+        finally:
+            await self._scope.close()
+
+    def settle(self) -> None:
+        """Apply the run's staleness policy to a complete trajectory. MASK leaves it its own end."""
+        if self._guard is not None and self._ctx is not None and self._is_complete:
+            acted = self._guard.settle(self._ctx.path)
+            if acted is OnStale.FINISH:
+                self._outcome = _Outcome(StopReason.STALE)
+            elif acted is OnStale.DROP:
+                self._outcome = _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
+        self._running.is_dropped = self._outcome.is_dropped
+
+    async def score(self) -> None:
+        """Ask the task's reward function, if the trajectory ended well."""
+        if self._reward_function is None or self._ctx is None or not self._is_ended_well:
+            return
+        started = time.perf_counter()
+        self._reward, self._reward_error = await score(
+            self._reward_function, self._task, self._ctx.messages, self._shared.config.reward_timeout_s
+        )
+        self._reward_s = time.perf_counter() - started
+
+    def record(self) -> Trajectory:
+        """Return the terminal record; of a dropped trajectory nothing is kept."""
+        assignment, outcome, limit = self._assignment, self._outcome, self._assignment.staleness
+        timed, ctx = self._ctx, None if outcome.is_dropped else self._ctx
         timings = Timings(
             queue_s=assignment.queue_s,
-            generate_s=ctx.generate_s if ctx else 0.0,
-            tool_s=ctx.tool_s if ctx else 0.0,
-            reward_s=reward_s,
-            total_s=time.perf_counter() - started,
+            generate_s=timed.generate_s if timed else 0.0,
+            tool_s=timed.tool_s if timed else 0.0,
+            reward_s=self._reward_s,
+            total_s=time.perf_counter() - self._started,
         )
-        trajectory = _record(assignment, ctx, outcome, timings)
-        self._log.info(
+        self._shared.log.info(
             "trajectory_finished",
             stop_reason=outcome.stop_reason,
             error=outcome.error,
-            reward=reward,
-            num_turns=ctx.budget.num_turns if ctx else 0,
+            reward=self._reward,
+            num_turns=timed.budget.num_turns if timed else 0,
             total_s=round(timings.total_s, 3),
         )
-        return replace(trajectory, reward=reward, reward_error=reward_error)
-
-    def _prepare(self, assignment: Assignment) -> tuple[AgentLoop, RewardFunction | None, ToolScope]:
-        task = assignment.task
-        loop = self._parts.loops.get(task.loop) or self._parts.loops.setdefault(task.loop, load_loop(task.loop))
-        reward_function = None
-        if task.reward is not None:
-            reward_function = self._parts.rewards.get(task.reward) or self._parts.rewards.setdefault(
-                task.reward, load_reward(task.reward)
-            )
-        return (
-            loop,
-            reward_function,
-            self._toolbox.open(task.tools, assignment.assignment_id, trajectory_seed(assignment)),
+        paths = ctx.path.paths() if ctx else ()
+        messages = ctx.messages if ctx else self._task.messages
+        return Trajectory(
+            task_id=self._task.task_id,
+            group_id=assignment.group_id,
+            sample_index=assignment.sample_index,
+            paths=paths,
+            task_messages=() if paths else messages,
+            stop_reason=outcome.stop_reason,
+            is_complete=self._is_complete,
+            reward=self._reward,
+            reward_error=self._reward_error,
+            error=outcome.error,
+            num_tool_calls=ctx.budget.num_tool_calls if ctx else 0,
+            num_tool_errors=ctx.num_tool_errors if ctx else 0,
+            attempt=assignment.attempt,
+            timings=timings,
+            rollout_id=assignment.rollout_id,
+            num_masked_tokens=ctx.path.num_masked_tokens if ctx else 0,
+            num_stale_attempts=assignment.num_stale_attempts,
+            max_staleness=limit.max_staleness if limit is not None else None,
         )
 
-    def _context(self, assignment: Assignment, scope: ToolScope, guard: StalenessGuard | None) -> LoopContext:
-        task, config = assignment.task, self._config
-        leased = LeasedEngine(
-            self._connect,
-            AssignedLease(self._coordinator, assignment),
-            vocab_size=self._vocab_size,
-            max_attempts=config.turn_attempts,
-            newest=self._newest,
+    @property
+    def _is_ended_well(self) -> bool:
+        return self._outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not self._outcome.is_dropped
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._is_ended_well and self._ctx is not None and not self._ctx.has_lost_call
+
+    def _context(self, scope: ToolScope) -> LoopContext:
+        shared, task, assignment = self._shared, self._task, self._assignment
+        engine = LeasedEngine(
+            shared.connect,
+            AssignedLease(shared.coordinator, assignment),
+            vocab_size=shared.vocab_size,
+            max_attempts=shared.config.turn_attempts,
+            newest=shared.newest,
         )
-
-        async def generate(request: GenerateRequest) -> Generation:
-            # The trajectory's own deadline ends the call; an attempt has less time.
-            return await leased.generate(replace(request, timeout_s=config.turn_timeout_s), deadline_at=math.inf)
-
         wanted = task.limits.max_context_tokens
-        context = self._max_context_tokens if wanted is None else min(wanted, self._max_context_tokens)
+        context = shared.max_context_tokens if wanted is None else min(wanted, shared.max_context_tokens)
         return LoopContext(
             task,
             f"{assignment.assignment_id}@{assignment.attempt}",
-            generate=generate,
-            renderer=self._renderer,
-            parser=self._parser,
+            engine=engine,
+            reader=shared.reader,
+            renderer=shared.renderer,
             tools=scope,
-            tool_definitions=self._toolbox.definitions(task.tools),
+            tool_definitions=shared.toolbox.definitions(task.tools),
             budget=Budget(task.limits, context),
-            kv_policy=config.kv_policy,
+            kv_policy=shared.config.kv_policy,
             seed=None if task.seed is None else trajectory_seed(assignment),
-            guard=guard,
+            turn_timeout_s=shared.config.turn_timeout_s,
+            guard=self._guard,
         )
 
-    async def _drive(self, loop: AgentLoop, assignment: Assignment, ctx: LoopContext) -> _Outcome:
+    async def _driven(self, ctx: LoopContext) -> _Outcome:
         """Run the loop and name how it ended: every way that is not a bug of ours is an outcome, not an error."""
-        running = self._running[assignment.assignment_id]
+        running, loop = self._running, self._loop
+        assert loop is not None, "not prepared"
         if running.is_cancelled:
             return _Outcome(StopReason.CANCELLED)
         running.is_abortable = True
         try:
-            async with asyncio.timeout(assignment.task.limits.timeout_s) as deadline:
-                await loop.run(assignment.task, ctx)
+            async with asyncio.timeout(self._task.limits.timeout_s) as deadline:
+                await loop.run(self._task, ctx)
         except LimitReached as limit:
             return _Outcome(limit.reason)
         except asyncio.CancelledError:
@@ -310,7 +381,7 @@ class Worker:
                 return _Outcome(StopReason.DEADLINE)
             if isinstance(error, AgentLoopError) and error.retryable:
                 return _Outcome(StopReason.ENGINE_FAILED, f"{error.code}: {error}")
-            self._log.exception("loop_failed")
+            self._shared.log.exception("loop_failed")
             return _Outcome(StopReason.LOOP_FAILED, f"{type(error).__name__}: {error}")
         finally:
             running.is_abortable = False
@@ -321,43 +392,3 @@ def trajectory_seed(assignment: Assignment) -> int:
     """A seed that differs between samples and repeats between runs: of the task's seed and the sample's name."""
     name = f"{assignment.task.task_id}/{assignment.sample_index}/{assignment.task.seed}"
     return zlib.crc32(name.encode())
-
-
-def _is_complete(outcome: _Outcome, ctx: LoopContext | None) -> bool:
-    is_ended_well = outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not outcome.is_dropped
-    return is_ended_well and ctx is not None and not ctx.has_lost_call
-
-
-def _settled(outcome: _Outcome, acted: OnStale | None) -> _Outcome:
-    """How a complete trajectory ends after its run's staleness policy. MASK leaves it its own end."""
-    if acted is None or acted is OnStale.MASK:
-        return outcome
-    if acted is OnStale.FINISH:
-        return _Outcome(StopReason.STALE)
-    return _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
-
-
-def _record(assignment: Assignment, ctx: LoopContext | None, outcome: _Outcome, timings: Timings) -> Trajectory:
-    limit = assignment.staleness
-    is_complete = _is_complete(outcome, ctx)
-    ctx = None if outcome.is_dropped else ctx  # nothing of it is kept
-    paths = ctx.path.paths() if ctx else ()
-    messages = ctx.messages if ctx else assignment.task.messages
-    return Trajectory(
-        task_id=assignment.task.task_id,
-        group_id=assignment.group_id,
-        sample_index=assignment.sample_index,
-        paths=paths,
-        task_messages=() if paths else messages,
-        stop_reason=outcome.stop_reason,
-        is_complete=is_complete,
-        error=outcome.error,
-        num_tool_calls=ctx.budget.num_tool_calls if ctx else 0,
-        num_tool_errors=ctx.num_tool_errors if ctx else 0,
-        attempt=assignment.attempt,
-        timings=timings,
-        rollout_id=assignment.rollout_id,
-        num_masked_tokens=ctx.path.num_masked_tokens if ctx else 0,
-        num_stale_attempts=assignment.num_stale_attempts,
-        max_staleness=limit.max_staleness if limit is not None else None,
-    )

@@ -10,46 +10,27 @@ sampled ids; a turn's prompt is exactly the path so far. A turn becomes a node w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from agentloop.errors import InvariantBroken
-from agentloop.sampled_tokens import SampledTokens
 from agentloop.trajectory.diff import Decode, token_difference
 from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.trajectory.token_paths import Tail, masked, token_paths
-from agentloop.trajectory.turn_graph import TurnGraph
-from agentloop.types import FinishReason, Generation, Message, SplitReason, TokenPath
+from agentloop.trajectory.turn_graph import TurnGraph, check_reply
+from agentloop.types import Message, SplitReason, TokenPath
 
 
 @dataclass(slots=True)
 class _OpenTurn:
-    """The turn at the path's end, from the tokens observed before it to the message read of it."""
+    """The turn at the path's end: the tokens observed before it, and what was sampled."""
 
     parent_id: str | None
     observed: tuple[Message, ...]
     observed_ids: list[int]
     split: Split | None = None
-    sampled: SampledTokens = field(default_factory=SampledTokens)
-    first: Generation | None = None  # more than one if an abort cut the turn
-    last: Generation | None = None
-    message: Message | None = None
-
-    def reply(self, message: Message) -> Reply | None:
-        """Return what was sampled, read as `message`; None if nothing was."""
-        if self.first is None or self.last is None:
-            return None
-        return Reply(
-            message=message,
-            token_ids=np.array(self.sampled.token_ids, np.int32),
-            logprobs=np.array(self.sampled.logprobs, np.float32),
-            weight_versions=self.sampled.weight_versions,
-            finish_reason=self.last.finish_reason,
-            is_closed=self.last.finish_reason is FinishReason.STOP,
-            cached_tokens=self.first.cached_tokens,
-            replica_id=self.last.replica_id,
-        )
+    reply: Reply | None = None
 
 
 class GrowingPath:
@@ -108,7 +89,7 @@ class GrowingPath:
     def add_observed(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample; they are those of the pending messages."""
         turn = self._current()
-        if turn.first is None:  # the prompt before has no turn: it goes on
+        if turn.reply is None:  # the prompt before has no turn: it goes on
             turn.observed += tuple(self._pending)
             turn.observed_ids += token_ids
         else:
@@ -125,7 +106,7 @@ class GrowingPath:
         if list(prompt_ids[:num_context]) == self._context_ids:
             self.add_observed(prompt_ids[num_context:])
             return
-        parent_id = turn.parent_id if turn.first is None else self._end_node(turn)
+        parent_id = turn.parent_id if turn.reply is None else self._end_node(turn)
         if parent_id is None:  # no turn was sampled from the prompt before: it is replaced
             self._begin_root(prompt_ids, turn.split)
             return
@@ -133,26 +114,18 @@ class GrowingPath:
         detail = token_difference(there, came, decode)
         self._begin_root(prompt_ids, Split(SplitReason.TEMPLATE, parent_id, detail))
 
-    def add_sampled(self, generation: Generation, *, continues_turn: bool = False) -> None:
-        """Append one generation. `continues_turn`: it goes on with a turn that an engine-side abort cut."""
+    def add_turn(self, reply: Reply) -> None:
+        """Append a sampled turn: its tokens and its message. Raises InvariantBroken if they are not aligned."""
         turn = self._current()
-        if turn.first is not None and (not continues_turn or turn.message is not None):
+        if turn.reply is not None:
             turn = self._turn = _OpenTurn(self._end_node(turn), (), [])
-        turn.sampled.add(generation)
-        turn.first = turn.first or generation
-        turn.last = generation
-        self._context_ids += generation.token_ids
-        for span in generation.weight_versions:
+        check_reply(reply, str(self._graph.num_turns))
+        turn.reply = reply
+        self._context_ids += reply.token_ids.tolist()
+        self._messages.append(reply.message)
+        for span in reply.weight_versions:
             oldest = self._oldest_version
             self._oldest_version = span.version if oldest is None else min(oldest, span.version)
-
-    def end_turn(self, message: Message) -> None:
-        """Append the message that was read of the sampled turn. Raises InvariantBroken if nothing was sampled."""
-        turn = self._current()
-        if turn.first is None:
-            raise InvariantBroken("a message of a turn that was not sampled")
-        turn.message = message
-        self._messages.append(message)
 
     def mask_older_than(self, version: int) -> None:
         """Take tokens of versions before `version` out of the mask; ids, logprobs and spans stay."""
@@ -171,7 +144,7 @@ class GrowingPath:
     def num_masked_tokens(self) -> int:
         """Sampled tokens that are out of the mask for their version."""
         replies = [node.reply.weight_versions for node in self._graph.nodes]
-        replies += [] if self._turn is None else [self._turn.sampled.weight_versions]
+        replies += [] if self._turn is None or self._turn.reply is None else [self._turn.reply.weight_versions]
         return sum(span.end - span.start for spans in replies for span in spans if self._is_out(span.version))
 
     def _is_out(self, version: int) -> bool:
@@ -188,14 +161,13 @@ class GrowingPath:
         self._pending.clear()
 
     def _end_node(self, turn: _OpenTurn) -> str:
-        """Put a sampled turn into the graph; one that was never read has an empty message. Returns its id."""
-        reply = turn.reply(Message("assistant") if turn.message is None else turn.message)
-        if reply is None:
+        """Put a sampled turn into the graph. Returns its id."""
+        if turn.reply is None:
             raise InvariantBroken("a node of a turn that was not sampled")
         node_id = str(self._graph.num_turns)
         observed_ids = np.array(turn.observed_ids, np.int32)
         self._graph.add(
-            Node(node_id, node_id, 0, turn.parent_id, turn.observed, observed_ids, reply, split=turn.split)
+            Node(node_id, node_id, 0, turn.parent_id, turn.observed, observed_ids, turn.reply, split=turn.split)
         )
         return node_id
 
@@ -203,6 +175,6 @@ class GrowingPath:
         turn = self._turn
         if turn is None:
             return None
-        messages = (*turn.observed, *(() if turn.message is None else (turn.message,)), *self._pending)
-        reply = turn.reply(Message("assistant") if turn.message is None else turn.message)
-        return Tail(turn.parent_id, messages, np.array(turn.observed_ids, np.int32), reply, turn.split)
+        own = () if turn.reply is None else (turn.reply.message,)
+        messages = (*turn.observed, *own, *self._pending)
+        return Tail(turn.parent_id, messages, np.array(turn.observed_ids, np.int32), turn.reply, turn.split)

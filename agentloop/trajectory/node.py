@@ -46,13 +46,23 @@ class Reply:
     token_ids: IntArray
     logprobs: FloatArray
     weight_versions: tuple[WeightVersionSpan, ...]
-    finish_reason: FinishReason  # STOP or LENGTH
+    finish_reason: FinishReason  # ABORT only where a rollout's turn was not to go on after one
     is_closed: bool
     stop_text: str = ""
     num_reasoning_tokens: int = 0
     cached_tokens: int = 0
     replica_id: str = ""
     top_logprobs: TopLogprobs = ()
+
+    @property
+    def content(self) -> str:
+        """The message's text, without thoughts and calls."""
+        return self.message.content
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls of the message, malformed ones too: `LoopContext.run_tools` answers them."""
+        return self.message.tool_calls
 
 
 @dataclass(frozen=True, slots=True)

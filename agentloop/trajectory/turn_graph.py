@@ -18,7 +18,7 @@ from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
 from agentloop.trajectory.history_match import HistoryIndex, ToolSets, Walk, disambiguate, opening_of
 from agentloop.trajectory.message_key import tools_key as key_of_tools
-from agentloop.trajectory.node import Node, Split, message_chars
+from agentloop.trajectory.node import Node, Reply, Split, message_chars
 from agentloop.trajectory.prefix_index import PrefixIndex, path_ids
 from agentloop.types import JSON, IntArray, Message, SplitReason, tiling_problem
 
@@ -99,7 +99,7 @@ class TurnGraph:
             raise InvariantBroken(f"there is a turn {node.node_id} already")
         if node.parent_id is not None and node.parent_id not in self._nodes:
             raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which is not there")
-        _check_reply(node)
+        check_reply(node.reply, node.node_id)
         self._nodes[node.node_id] = node
         if node.parent_id is not None:
             self._last_child[node.parent_id] = node.node_id
@@ -323,14 +323,12 @@ class TurnGraph:
         return self.path_of(node_id)[0]
 
 
-def _check_reply(node: Node) -> None:
-    reply = node.reply
+def check_reply(reply: Reply, node_id: str) -> None:
+    """Raise InvariantBroken if the reply of this node is not aligned."""
     num_ids = len(reply.token_ids)
     if len(reply.logprobs) != num_ids:
-        raise InvariantBroken(f"turn {node.node_id} has {len(reply.logprobs)} logprobs for {num_ids} ids")
+        raise InvariantBroken(f"turn {node_id} has {len(reply.logprobs)} logprobs for {num_ids} ids")
     if reply.top_logprobs and len(reply.top_logprobs) != num_ids:
-        raise InvariantBroken(
-            f"turn {node.node_id} has alternatives for {len(reply.top_logprobs)} of {num_ids} ids"
-        )
+        raise InvariantBroken(f"turn {node_id} has alternatives for {len(reply.top_logprobs)} of {num_ids} ids")
     if (problem := tiling_problem(reply.weight_versions, num_ids)) is not None:
-        raise InvariantBroken(f"turn {node.node_id}: {problem}")
+        raise InvariantBroken(f"turn {node_id}: {problem}")

@@ -84,6 +84,26 @@ async def test_a_malformed_call_is_answered_not_dropped():
     assert trajectory.messages[2].content.startswith("Error: ")
 
 
+@pytest.mark.parametrize("thought", [f"I could call it.\n{CALL}", ANSWER.replace("5", "6")])
+async def test_a_thought_is_neither_run_nor_scored(thought: str):
+    trajectory = await one(task(), f"<think>\n{thought}\n</think>\n\n{ANSWER}")
+    assert (trajectory.stop_reason, trajectory.num_tool_calls, trajectory.reward) == (StopReason.COMPLETED, 0, 1.0)
+    assert trajectory.messages[1:] == (Message("assistant", ANSWER, reasoning=thought),)
+    (turn,) = trajectory.path.turns
+    assert thought in RENDERER.decode(trajectory.path.response_ids[turn.start : turn.end].tolist())
+
+
+async def test_a_call_after_a_thought_is_run():
+    trajectory = await one(task(tools=("calculator",)), f"<think>{CALL}</think>{CALL}", ANSWER)
+    assert (trajectory.num_tool_calls, trajectory.messages[2].content, trajectory.reward) == (1, "5", 1.0)
+    assert trajectory.messages[1].reasoning == CALL
+
+
+async def test_without_tools_an_answer_within_a_thought_is_no_answer():
+    trajectory = await one(task(tools=()), f"<think>{ANSWER}</think>I do not know.")
+    assert (trajectory.messages[-1].content, trajectory.reward) == ("I do not know.", 0.0)
+
+
 async def test_an_unknown_tool_and_bad_arguments_are_answered():
     trajectory = await one(task(), call("missing", x=1) + "\n" + call("calculator", wrong=1), ANSWER)
     assert trajectory.num_tool_errors == 2

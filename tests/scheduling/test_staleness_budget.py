@@ -21,6 +21,7 @@ from agentloop.types import (
     StopReason,
     WeightVersionSpan,
 )
+from tests.support.turns import make_reply
 
 
 def generation(*versions: int, load_version: int | None = None) -> Generation:
@@ -36,7 +37,7 @@ def guarded(limit: StalenessLimit, *turns: Generation) -> tuple[StalenessGuard, 
     growing, newest = GrowingPath(), NewestVersion()
     growing.start([1, 2, 3])
     for turn in turns:
-        growing.add_sampled(turn)
+        growing.add_turn(make_reply(turn))
         growing.add_observed([7])
         newest.see(turn)
     return StalenessGuard(limit, newest), growing, newest

@@ -22,6 +22,7 @@ from agentloop.types import (
     Trajectory,
 )
 from tests.support.schedules import World
+from tests.support.turns import make_reply
 
 TURN_TIMEOUT_S = 3.0
 MAX_ATTEMPTS = 100  # of one generation; what needs more has been forgotten
@@ -96,18 +97,21 @@ class ScheduleWorker:
     async def _turn(self, path: GrowingPath, leased: _Leased, name: str, rng: Random) -> None:
         """One turn; what an operator's abort cut goes on where it was."""
         room = rng.randint(1, 30)
+        prompt_ids, parts = path.context_ids, list[Generation]()
         for part in range(MAX_ATTEMPTS):
             sampling = SamplingParams(room, temperature=0.0, min_tokens=room)
-            request = GenerateRequest(f"{name}.{part}", path.context_ids, sampling, TURN_TIMEOUT_S)
+            request = GenerateRequest(f"{name}.{part}", prompt_ids, sampling, TURN_TIMEOUT_S)
             generation = await leased.generate(request)
             self.sampled.append(Sampled(request, generation))
-            path.add_sampled(generation, continues_turn=part > 0)
+            parts.append(generation)
+            prompt_ids += generation.token_ids
             room -= len(generation.token_ids)
             if generation.finish_reason is not FinishReason.ABORT:
                 assert room == 0, f"{name}: {room} tokens are missing"
-                return
-            self._world.history.counts["aborted"] += 1
+            else:
+                self._world.history.counts["aborted"] += 1
             if room == 0:
+                path.add_turn(make_reply(*parts))
                 return
         raise AssertionError(f"{name} was aborted for ever")
 

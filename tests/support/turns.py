@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from agentloop.sampled_tokens import SampledTokens
 from agentloop.sessions.facts import SessionFacts
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
-from agentloop.types import FinishReason, Message, WeightVersionSpan
+from agentloop.types import FinishReason, Generation, Message, WeightVersionSpan
 from agentloop_servers.endpoint.session_store import SessionStore
 
 
@@ -40,3 +41,21 @@ def make_node(node_id: str, call_id: str, parent_id: str | None = None, num_toke
         replica_id="replica-0",
     )
     return Node(node_id, call_id, 0, parent_id, (Message("user", "go on"),), np.arange(20, dtype=np.int32), reply)
+
+
+def make_reply(*generations: Generation, message: Message = Message("assistant")) -> Reply:  # noqa: B008 - frozen
+    """The turn that these generations make: more than one if aborts cut it."""
+    sampled = SampledTokens()
+    for generation in generations:
+        sampled.add(generation)
+    last = generations[-1]
+    return Reply(
+        message,
+        np.array(sampled.token_ids, np.int32),
+        np.array(sampled.logprobs, np.float32),
+        sampled.weight_versions,
+        last.finish_reason,
+        is_closed=last.finish_reason is FinishReason.STOP,
+        cached_tokens=generations[0].cached_tokens,
+        replica_id=last.replica_id,
+    )

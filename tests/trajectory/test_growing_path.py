@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from agentloop.errors import InvariantBroken
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import FinishReason, Generation, Message, TokenPath, Turn, WeightVersionSpan
+from tests.support.turns import make_reply
 
 
 def generation(ids, *, spans=None, finish=FinishReason.STOP, logprobs=None, cached=0) -> Generation:
@@ -28,9 +29,9 @@ def generation(ids, *, spans=None, finish=FinishReason.STOP, logprobs=None, cach
 def test_two_turns_align_everything():
     growing = GrowingPath()
     growing.start([1, 2, 3])
-    growing.add_sampled(generation([10, 11], spans=[(0, 0, 1), (1, 1, 2)]))
+    growing.add_turn(make_reply(generation([10, 11], spans=[(0, 0, 1), (1, 1, 2)])))
     growing.add_observed([20, 21, 22])
-    growing.add_sampled(generation([12], spans=[(1, 0, 1)], cached=4))
+    growing.add_turn(make_reply(generation([12], spans=[(1, 0, 1)], cached=4)))
     (path,) = growing.paths()
     assert path.prompt_ids.tolist() == [1, 2, 3]
     assert path.response_ids.tolist() == [10, 11, 20, 21, 22, 12]
@@ -52,7 +53,7 @@ def test_two_turns_align_everything():
 def test_the_next_prompt_is_exactly_the_path_so_far():
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([2]))
+    growing.add_turn(make_reply(generation([2])))
     growing.add_observed([3])
     assert growing.context_ids == (1, 2, 3)
     assert growing.num_context_tokens == 3
@@ -73,14 +74,14 @@ def test_misaligned_data_is_a_crash(broken):
     growing = GrowingPath()
     growing.start([0])
     with pytest.raises(InvariantBroken):
-        growing.add_sampled(broken)
+        growing.add_turn(make_reply(broken))
 
 
 def test_an_aborted_turn_goes_on_as_one_turn():
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([2, 3], finish=FinishReason.ABORT))
-    growing.add_sampled(generation([4], spans=[(1, 0, 1)]), continues_turn=True)
+    cut = generation([2, 3], finish=FinishReason.ABORT)
+    growing.add_turn(make_reply(cut, generation([4], spans=[(1, 0, 1)])))
     (path,) = growing.paths()
     assert path.turns == (Turn(1, 0, 3, FinishReason.STOP, "a", 0),)
     assert path.weight_versions == (WeightVersionSpan(0, 0, 2), WeightVersionSpan(1, 2, 3))
@@ -89,8 +90,7 @@ def test_an_aborted_turn_goes_on_as_one_turn():
 def test_an_aborted_turn_without_tokens_goes_on():
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([], spans=[], finish=FinishReason.ABORT))
-    growing.add_sampled(generation([4]), continues_turn=True)
+    growing.add_turn(make_reply(generation([], spans=[], finish=FinishReason.ABORT), generation([4])))
     (path,) = growing.paths()
     assert path.turns == (Turn(1, 0, 1, FinishReason.STOP, "a", 0),)
 
@@ -98,7 +98,7 @@ def test_an_aborted_turn_without_tokens_goes_on():
 def test_a_prompt_that_extends_the_path_is_observed():
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([2]))
+    growing.add_turn(make_reply(generation([2])))
     growing.extend_to([1, 2, 3])
     (path,) = growing.paths()
     assert path.response_ids.tolist() == [2, 3]
@@ -107,9 +107,9 @@ def test_a_prompt_that_extends_the_path_is_observed():
 def test_a_prompt_that_rewrites_history_forks_with_its_reason():
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([2]))
+    growing.add_turn(make_reply(generation([2])))
     growing.extend_to([1, 9, 3])
-    growing.add_sampled(generation([4]))
+    growing.add_turn(make_reply(generation([4])))
     first, second = growing.paths()
     assert (first.split_reason, second.split_reason) == (None, "template")
     assert (second.parent, second.num_shared) == (0, 0)
@@ -131,9 +131,9 @@ def test_a_prompt_that_rewrites_history_forks_with_its_reason():
 def test_masking_by_version_changes_the_mask_alone(verb, version, mask):
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([10, 11, 12], spans=[(0, 0, 2), (1, 2, 3)]))
+    growing.add_turn(make_reply(generation([10, 11, 12], spans=[(0, 0, 2), (1, 2, 3)])))
     growing.add_observed([20])
-    growing.add_sampled(generation([13], spans=[(2, 0, 1)]))
+    growing.add_turn(make_reply(generation([13], spans=[(2, 0, 1)])))
     (before,) = growing.paths()
     getattr(growing, verb)(version)
     getattr(growing, verb)(version)  # again: nothing is counted twice
@@ -150,9 +150,9 @@ def test_masking_by_version_changes_the_mask_alone(verb, version, mask):
 def test_masking_reaches_every_path():
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([2]))
+    growing.add_turn(make_reply(generation([2])))
     growing.extend_to([1, 9, 3])
-    growing.add_sampled(generation([4], spans=[(1, 0, 1)]))
+    growing.add_turn(make_reply(generation([4], spans=[(1, 0, 1)])))
     growing.mask_older_than(1)
     assert [path.response_mask.tolist() for path in growing.paths()] == [[False], [True]]
 
@@ -166,29 +166,17 @@ def test_a_path_has_the_messages_up_to_where_it_ended():
     task, late = (Message("system", "be brief"), Message("user", "x")), Message("user", "late")
     growing = GrowingPath(task)
     growing.start([1])
-    growing.add_sampled(generation([2]))
-    growing.end_turn(Message("assistant", "a"))
+    growing.add_turn(make_reply(generation([2]), message=Message("assistant", "a")))
     growing.observe(Message("tool", "b"))
     assert growing.pending == (Message("tool", "b"),)
     growing.extend_to([1, 9, 3])
     assert growing.pending == ()
-    growing.add_sampled(generation([4]))
-    growing.end_turn(Message("assistant", "c"))
+    growing.add_turn(make_reply(generation([4]), message=Message("assistant", "c")))
     growing.observe(late)
     first, second = growing.paths()
     assert first.messages == (*task, Message("assistant", "a"))
     assert second.messages == growing.messages
     assert growing.messages == (*first.messages, Message("tool", "b"), Message("assistant", "c"), late)
-
-
-def test_a_turn_that_was_cut_and_never_read_has_tokens_and_no_message():
-    growing = GrowingPath((Message("user", "x"),))
-    growing.start([1])
-    growing.add_sampled(generation([2, 3], finish=FinishReason.ABORT))
-    (path,) = growing.paths()
-    assert path.response_mask.tolist() == [True, True]
-    assert path.turns == (Turn(1, 0, 2, FinishReason.ABORT, "a", 0),)
-    assert path.messages == (Message("user", "x"),)
 
 
 def test_a_prompt_without_a_turn_is_a_path_without_a_response():
@@ -197,7 +185,7 @@ def test_a_prompt_without_a_turn_is_a_path_without_a_response():
     (path,) = growing.paths()
     assert (path.prompt_ids.tolist(), path.response_ids.tolist(), path.turns) == ([1, 2], [], ())
     growing.extend_to([5, 6])
-    growing.add_sampled(generation([7]))
+    growing.add_turn(make_reply(generation([7])))
     (path,) = growing.paths()
     assert (path.prompt_ids.tolist(), path.response_ids.tolist(), path.split_reason) == ([5, 6], [7], None)
 
@@ -205,18 +193,11 @@ def test_a_prompt_without_a_turn_is_a_path_without_a_response():
 def test_what_nothing_was_sampled_after_is_observed():
     growing = GrowingPath()
     growing.start([1])
-    growing.add_sampled(generation([2]))
+    growing.add_turn(make_reply(generation([2])))
     growing.add_observed([3, 4])
     (path,) = growing.paths()
     assert (path.response_ids.tolist(), path.response_mask.tolist()) == ([2, 3, 4], [True, False, False])
     assert len(path.turns) == 1
-
-
-def test_a_message_needs_a_turn():
-    growing = GrowingPath()
-    growing.start([1])
-    with pytest.raises(InvariantBroken):
-        growing.end_turn(Message("assistant"))
 
 
 PIECE = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=3)  # versions, and how many ids
@@ -267,8 +248,7 @@ def test_everything_aligns_however_a_rollout_goes(turns):
             prompt = [*growing.context_ids, *ids]
             num_forks += how == "fork"
             growing.extend_to([1000 + number, *prompt[1:]] if how == "fork" else prompt)
-        for index, piece in enumerate(pieces_of(runs, number)):
-            growing.add_sampled(piece, continues_turn=index > 0)
+        growing.add_turn(make_reply(*pieces_of(runs, number)))
     paths = growing.paths()
     assert len(paths) == 1 + num_forks
     assert [path.parent for path in paths] == [None, *range(num_forks)]
