@@ -146,7 +146,7 @@ def _messages(body: ResponsesBody) -> tuple[Message, ...]:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _AssistantTurn:
     """An assistant turn that is being put together from items."""
 
     source: str | None  # the response it came from, if its ids tell
@@ -163,8 +163,8 @@ class _History:
     """Items as messages. What one assistant turn said is one message."""
 
     def __init__(self) -> None:
-        self._entries: list[Message | _Turn] = []
-        self._turn: _Turn | None = None  # the last one, as long as only tool results came after it
+        self._entries: list[Message | _AssistantTurn] = []
+        self._turn: _AssistantTurn | None = None  # the last one, as long as only tool results came after it
 
     def add(self, item: Item) -> None:
         if isinstance(item, OutputItem):
@@ -185,9 +185,9 @@ class _History:
         self._turn = None
 
     def messages(self) -> list[Message]:
-        return [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
+        return [entry.message() if isinstance(entry, _AssistantTurn) else entry for entry in self._entries]
 
-    def _assistant(self, item_id: str | None, *, is_opening: bool = False) -> _Turn:
+    def _assistant(self, item_id: str | None, *, is_opening: bool = False) -> _AssistantTurn:
         """The turn that an item belongs to; where ids do not tell, the one that it directly follows."""
         match = _ITEM_ID.fullmatch(item_id) if item_id is not None else None
         source = match[1] if match else None
@@ -200,7 +200,7 @@ class _History:
             if is_same:
                 turn.source = turn.source or source
                 return turn
-        self._turn = _Turn(source)
+        self._turn = _AssistantTurn(source)
         self._entries.append(self._turn)
         return self._turn
 
