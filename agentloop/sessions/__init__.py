@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from agentloop.sessions.facts import Journal, SessionFacts, SessionParts, SessionState
-from agentloop.sessions.prompts import Prompt
+from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState
+from agentloop.sessions.prompts import CallLimits, Prompt, SessionParts
 from agentloop.sessions.session import Session
 
 __all__ = [
+    "CallLimits",
     "Journal",
     "Prompt",
     "Session",
-    "SessionFacts",
+    "SessionEnd",
     "SessionParts",
+    "SessionRecord",
     "SessionState",
 ]

@@ -1,71 +1,101 @@
-"""A session's writes to its journal: bounded in time, never cut in the middle, and failing as our own errors."""
+"""A session's record and how it ends, and the journal in which both outlive its process.
+
+A journal's order is that of `begin`: of two calls with the same digest the later one can make the earlier one good.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
 
 import structlog
 
-from agentloop.aio import run_to_end
+from agentloop.api import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, ServiceUnavailable
-from agentloop.sessions.facts import Journal, SessionFacts
 from agentloop.trajectory import CallRecord, Node
+from agentloop.types import StopReason
 
 _log = structlog.stdlib.get_logger(__name__)
 
 
-class JournalWriter:
-    """The journal as one session uses it. A write is done to its end, or given up, even if its caller is cancelled.
+class SessionState(StrEnum):
+    """Where a session is in its life. Only a store knows the last two, which are tombstones."""
 
-    Raises ServiceUnavailable, also for whatever a journal raises that is not ours.
+    OPEN = "open"
+    FINISHED = "finished"  # its trajectory is what it will ever be
+    DELETED = "deleted"
+    GONE = "gone"  # expired
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session besides its calls. Times are seconds since 1970."""
+
+    session_id: str
+    created_at: float
+    ttl_s: float
+    owner: str = ""  # a digest of the key that made it; empty where the service asks for no keys
+    state: SessionState = SessionState.OPEN
+    rollout_id: str = SESSIONS_ROLLOUT_ID
+    group_id: str = ""  # empty: a group of its own, named as the session
+    task_id: str = ""
+    sample_index: int = 0
+    reward: float | None = None
+    reward_error: str = ""  # why there is none, where a reward function failed
+    stop_reason: StopReason | None = None
+    error: str = ""
+    is_one_off: bool = False
+    finished_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """The end of a session, as its agent tells it: the reason, the fault if there was one, and the reward."""
+
+    stop_reason: StopReason = StopReason.COMPLETED
+    error: str = ""  # the record is incomplete then
+    reward: float | None = None  # None: the one that was set before, if any
+    reward_error: str = ""  # why there is no reward
+    wait_s: float = 0.0  # for calls that run
+
+
+class Journal(Protocol):
+    """Where sessions are written down. A method that raises has stored nothing; writes are kept in order.
+
+    A session bounds its waits: a write that it gave up on may still arrive. Later writes about a call replace
+    earlier ones, so an `end` with FAILED after one with COMMITTED takes the call's nodes away.
     """
 
-    def __init__(self, journal: Journal, session_id: str, *, timeout_s: float) -> None:
-        self._journal = journal
-        self._session_id = session_id
-        self._timeout_s = timeout_s
+    def begin(self, session_id: str, call: CallRecord) -> None:
+        """Keep that a call is open, before its first token is sampled. Of microseconds: it waits for no disk."""
 
-    def begin(self, call: CallRecord) -> None:
-        """See `Journal.begin`: if it raises, it has stored nothing."""
-        try:
-            self._journal.begin(self._session_id, call)
-        except AgentLoopError:
-            raise
-        except Exception as error:
-            raise self._failed(error) from error
+    async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
+        """Keep what became of a call: COMMITTED with its nodes, or FAILED. Durable on return."""
 
-    async def end(self, call: CallRecord, nodes: Sequence[Node]) -> None:
-        """See `Journal.end`. For callers that themselves run to their end: a call has tasks enough."""
-        try:
-            await self._bounded(self._journal.end(self._session_id, call, nodes))
-        except TimeoutError as error:
-            raise self._late() from error
+    async def save(self, record: SessionRecord) -> None:
+        """Keep this record instead of the one before. Durable on return."""
 
-    async def save(self, facts: SessionFacts) -> None:
-        """See `Journal.save`."""
-        try:
-            await run_to_end(self._bounded(self._journal.save(facts)))
-        except TimeoutError as error:
-            raise self._late() from error
 
-    async def _bounded(self, write: Coroutine[Any, Any, None]) -> None:
-        """Raises TimeoutError only for our own deadline."""
-        scope = asyncio.timeout(self._timeout_s)
-        try:
-            async with scope:
-                await write
-        except AgentLoopError:
-            raise
-        except Exception as error:  # whatever the disk, or the thread that writes to it, has to say
-            if isinstance(error, TimeoutError) and scope.expired():
-                raise
-            raise self._failed(error) from error
+async def write(writing: Coroutine[Any, Any, None], session_id: str, timeout_s: float) -> None:
+    """Await a write to a journal. Raises ServiceUnavailable when it takes longer, and for whatever it raises that
+    is not ours. For callers that run to their end: it is cut off with its caller."""
+    scope = asyncio.timeout(timeout_s)
+    try:
+        async with scope:
+            await writing
+    except AgentLoopError:
+        raise
+    except Exception as error:  # whatever the disk, or the thread that writes to it, has to say
+        if isinstance(error, TimeoutError) and scope.expired():
+            late = f"the session's journal did not answer within {timeout_s:g} s"
+            raise ServiceUnavailable(late) from error
+        raise write_failure(session_id, error) from error
 
-    def _late(self) -> ServiceUnavailable:
-        return ServiceUnavailable(f"the session's journal did not answer within {self._timeout_s:g} s")
 
-    def _failed(self, error: Exception) -> ServiceUnavailable:
-        _log.error("journal_failed", session=self._session_id, error=repr(error))
-        return ServiceUnavailable(f"the session's journal failed: {error}")
+def write_failure(session_id: str, error: Exception) -> ServiceUnavailable:
+    """Log what a journal raised that is not ours, and return it as our own error."""
+    _log.error("journal_failed", session=session_id, error=repr(error))
+    return ServiceUnavailable(f"the session's journal failed: {error}")

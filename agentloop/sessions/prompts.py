@@ -8,13 +8,15 @@ extends the stored ids only if it begins with them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from agentloop.chat import ChatCall, ToolChoice
 from agentloop.checks import check_sampling
+from agentloop.clock import Clock, RealClock
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
@@ -22,13 +24,40 @@ from agentloop.errors import (
     TemplateNotPrefixStable,
     UnsupportedParameter,
 )
+from agentloop.generation import TurnReader
+from agentloop.parsers import Parser
 from agentloop.rendering import Renderer, off_loop
-from agentloop.sessions.facts import SessionParts
 from agentloop.trajectory import Match, Node, Split, TurnGraph
-from agentloop.types import JSON, Constraint, IntArray, Message, SamplingParams
+from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
 
 _BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
 _MAX_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Bounds of one session's calls. All finite."""
+
+    max_open_calls: int = 512  # the next one gets 429
+    max_nodes: int = 10_000
+    max_tokens: int = 4_000_000  # stored ones, observed and sampled
+    journal_timeout_s: float = 30.0  # of one write
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """The parts that the sessions of a process share. `reader` and `parser` are of `renderer`'s model."""
+
+    renderer: Renderer
+    reader: TurnReader
+    parser: Parser
+    kv_policy: KVPolicy
+    max_context_tokens: int
+    vocab_size: int
+    can_constrain: bool = False
+    limits: CallLimits = CallLimits()
+    clock: Clock = field(default_factory=RealClock)
+    unix_time: Callable[[], float] = time.time
 
 
 @dataclass(frozen=True, slots=True)

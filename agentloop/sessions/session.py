@@ -1,36 +1,48 @@
 """Session: the chat calls of one agent, answered token for token and remembered as a graph of turns.
 
 A call's life: `_enter` decides whether it is new, joins one that runs, or has its answer already. A new one is run
-by a task of the session's own (`session_runner.py`): it makes the prompt, writes the call's intent down, samples
-every choice, writes the turns down, and only then lets the answer out. Whoever asked merely waits; the task ends
-early when nobody does any more.
+by a task of the session's own: it makes the prompt, writes down that the call is open, samples every choice, writes
+the turns down, and only then lets the answer out. Its clients merely wait; the task ends early when none does.
 
-Ownership: the session owns its facts and, through its runner, the task of every call; `finish` and `close` wait for
-all of them. What is in memory is what the journal has: a session can be made again from its facts, nodes and calls.
+Ownership: the session owns its record and the task of every call; `finish` and `close` wait for all of them.
+Invariants: what is in memory is what the journal has, so a session can be made again from its record, nodes and
+calls. A node is in memory exactly if its call is COMMITTED in the journal, and it is there before the answer
+leaves; a call that began ends COMMITTED or FAILED, whatever is cancelled; one that was refused before it began
+leaves no trace. An engine that refuses a client's request has sampled nothing: such a call ends COMMITTED, without
+nodes and with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import structlog
 
 from agentloop.aio import run_to_end
 from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
-from agentloop.errors import AgentLoopError, InvalidRequest, SessionFinished
-from agentloop.generation import LeasedEngine
-from agentloop.sessions.calls import LiveCall, whole_pieces
-from agentloop.sessions.facts import CallLimits, Journal, SessionFacts, SessionParts, SessionState
-from agentloop.sessions.journal import JournalWriter
-from agentloop.sessions.memory import SessionMemory
-from agentloop.sessions.prompts import Prompt, make_prompt
-from agentloop.sessions.runner import CallRunner
-from agentloop.trajectory import CallRecord, ModelCallState, Node, TurnGraph
-from agentloop.types import JSON, Message, StopReason, Trajectory
+from agentloop.errors import (
+    AgentLoopError,
+    InvalidRequest,
+    InvariantBroken,
+    Overloaded,
+    ServiceUnavailable,
+    SessionFinished,
+)
+from agentloop.generation import LeasedEngine, TurnRequest, sample_turn, stream_turn
+from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
+from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
+from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
+from agentloop.trajectory import CallRecord, ModelCallState, Node, Reply, TurnGraph, token_paths
+from agentloop.types import FAILURES, JSON, KVPolicy, Message, StopReason, Timings, Trajectory
 
-__all__ = ["CallLimits", "Journal", "Prompt", "Session", "SessionFacts", "SessionParts", "SessionState"]
+_MAX_ERROR_CHARS = 500
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 class Session:
@@ -38,7 +50,7 @@ class Session:
 
     def __init__(
         self,
-        facts: SessionFacts,
+        record: SessionRecord,
         *,
         parts: SessionParts,
         engine: LeasedEngine,
@@ -47,64 +59,59 @@ class Session:
         calls: Iterable[CallRecord] = (),
     ) -> None:
         """`nodes` and `calls` are what the journal has of it, in its order: calls it has as open are lost."""
-        self._facts = facts
+        self._record = record
         self._parts = parts
-        self._memory = SessionMemory(nodes, calls)
-        self._journal = JournalWriter(journal, facts.session_id, timeout_s=parts.limits.journal_timeout_s)
-        self._runner = CallRunner(facts.session_id, parts, engine, self._memory, self._journal)
+        self._engine = engine
+        self._journal = journal
+        self._graph = TurnGraph()
+        self._table = CallTable(calls)
+        self._first_version: int | None = None  # the weight version that the first token was sampled under
+        self._num_tool_calls = 0
         self._saving = asyncio.Lock()
         self._finishing: asyncio.Task[None] | None = None
         self._closed: AgentLoopError | None = None
-        self._record: Trajectory | None = None  # once it is finished
-        self._last_used_at = parts.clock.now()
+        self._trajectory: Trajectory | None = None  # once it is finished
+        for node in nodes:
+            self._take(node)
 
     @property
-    def facts(self) -> SessionFacts:
-        """What is known of it now."""
-        return self._facts
+    def session_id(self) -> str:
+        return self._record.session_id
+
+    @property
+    def record(self) -> SessionRecord:
+        """The session besides its calls, as it is now."""
+        return self._record
 
     @property
     def graph(self) -> TurnGraph:
         """The turns so far. Not to be changed."""
-        return self._memory.graph
+        return self._graph
 
     @property
     def calls(self) -> tuple[CallRecord, ...]:
         """The calls that were begun, in that order."""
-        return self._memory.table.records
+        return self._table.records
 
     @property
     def num_turns(self) -> int:
-        return self._memory.graph.num_turns
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a call ever began, or is about to."""
-        return self._memory.table.num_calls > 0
+        return self._graph.num_turns
 
     @property
     def num_bytes(self) -> int:
         """An estimate of the memory it takes up."""
-        return self._memory.num_bytes
+        return self._graph.num_bytes + self._table.num_bytes
 
     @property
     def num_open_calls(self) -> int:
         """Calls that run. While there are any, the session must stay in memory."""
-        return len(self._memory.table.live)
-
-    @property
-    def last_used_at(self) -> float:
-        """When a call last came or was answered, on the session's clock."""
-        return self._last_used_at
+        return len(self._table.live)
 
     @property
     def is_complete(self) -> bool:
         """False while a call is open, once one is lost, and after a finish that says that the agent failed."""
-        return self._memory.is_complete(self._facts)
-
-    def touch(self) -> None:
-        """Count as used now."""
-        self._last_used_at = self._parts.clock.now()
+        is_ended_well = self._record.stop_reason not in FAILURES | {StopReason.CANCELLED} and not self._record.error
+        return is_ended_well and not self._table.live and not self._table.lost()
 
     # --- calls --------------------------------------------------------------------------------------------
 
@@ -121,7 +128,6 @@ class Session:
             return await entered.answer()
         finally:
             entered.leave()
-            self.touch()
 
     async def stream(self, chat: ChatCall, key: CallKey) -> AsyncGenerator[ChatPiece | ChatResult, None]:
         """The same answer in pieces as they are sampled, the `ChatResult` last. Raises as `call`.
@@ -141,25 +147,23 @@ class Session:
                     yield item
         finally:
             entered.leave()
-            self.touch()
 
     async def preview(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> Prompt:
         """The prompt that these messages would make, and how it extends the session. Changes nothing."""
-        return await make_prompt(messages, tools, self._memory.graph, self._parts.renderer)
+        return await make_prompt(messages, tools, self._graph, self._parts.renderer)
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
         """What the call is: all of it decided without an await."""
-        self.touch()
         if self._closed is not None:
             raise self._closed
-        latest = self._memory.table.latest(key.digest) if key.retry_count > 0 else None
+        latest = self._table.latest(key.digest) if key.retry_count > 0 else None
         if isinstance(latest, LiveCall) and latest.is_joinable:
             latest.join()
             return latest
         self._require_open("it takes no calls")
         if isinstance(latest, CallRecord) and latest.state is ModelCallState.COMMITTED and not latest.error:
-            return self._memory.answer_again(latest, self._facts.session_id)
-        return self._runner.start(chat, key, is_streamed=is_streamed)
+            return self._answer_again(latest)
+        return self._start(chat, key, is_streamed=is_streamed)
 
     # --- its end ------------------------------------------------------------------------------------------
 
@@ -169,33 +173,21 @@ class Session:
         if self._closed is not None:
             raise self._closed
         self._require_open("its reward stays as it is")
-        self.touch()
-        await run_to_end(self._save(lambda facts: replace(facts, reward=reward)))
+        await run_to_end(self._save(lambda record: replace(record, reward=reward)))
 
-    async def finish(
-        self,
-        *,
-        stop_reason: StopReason = StopReason.COMPLETED,
-        error: str = "",
-        reward: float | None = None,
-        reward_error: str = "",
-        wait_s: float = 0.0,
-    ) -> Trajectory:
-        """Take no more calls, give those that run `wait_s`, and return the record; durable on return.
+    async def finish(self, end: SessionEnd = SessionEnd()) -> Trajectory:  # noqa: B008 - frozen
+        """Take no more calls, give those that run `end.wait_s`, and return the trajectory; durable on return.
 
-        A call that is open then is lost. With an `error` the record is incomplete; a `reward_error` only says why
-        there is no reward. Finishing again returns the same record and changes nothing. It goes on if its caller
-        leaves. Raises ServiceUnavailable if the journal fails: the session is open again then.
+        A call that is open then is lost. Finishing again returns the same trajectory and changes nothing. It
+        goes on if its caller leaves. Raises ServiceUnavailable if the journal fails: the session is open again.
         """
-        if reward is not None:
-            _check_reward(reward)
-        if self._facts.state is SessionState.OPEN:
+        if end.reward is not None:
+            _check_reward(end.reward)
+        if self._record.state is SessionState.OPEN:
             if self._closed is not None:
                 raise self._closed
             if self._finishing is None:
-                outcome = _Outcome(stop_reason, error, reward, reward_error)
-                ending = self._finish(outcome, wait_s)
-                self._finishing = asyncio.create_task(ending, name=f"finish {self._facts.session_id}")
+                self._finishing = asyncio.create_task(self._finish(end), name=f"finish {self.session_id}")
             await asyncio.shield(self._finishing)
         return self.trajectory()
 
@@ -205,61 +197,289 @@ class Session:
         For a session that leaves memory: it is not finished by that.
         """
         self._closed = error
-        await self._runner.end_calls(error, 0.0)
+        await self._end_calls(error, 0.0)
         if self._finishing is not None:
             await asyncio.wait([self._finishing])
 
     def trajectory(self) -> Trajectory:
-        """The record of this moment; after `finish`, the record. Costs all the tokens there are."""
-        if self._record is not None:
-            return self._record
-        facts = self.facts
-        ended_at = facts.finished_at if facts.finished_at is not None else self._parts.unix_time()
-        record = self._memory.trajectory(facts, total_s=ended_at - facts.created_at)
-        if facts.state is SessionState.FINISHED:
-            self._record = record
-        return record
+        """Return the trajectory as of now; after `finish`, the final one. Costs all the tokens there are."""
+        if self._trajectory is not None:
+            return self._trajectory
+        record = self._record
+        ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
+        trajectory = Trajectory(
+            task_id=record.task_id,
+            group_id=record.group_id or record.session_id,
+            sample_index=record.sample_index,
+            paths=token_paths(self._graph),
+            stop_reason=record.stop_reason if record.stop_reason is not None else StopReason.COMPLETED,
+            is_complete=self.is_complete,
+            reward=record.reward,
+            reward_error=record.reward_error or None,
+            error=self._error(),
+            num_tool_calls=self._num_tool_calls,
+            timings=Timings(
+                generate_s=sum(call.generate_s for call in self._table.records),
+                total_s=max(ended_at - record.created_at, 0.0),
+            ),
+            rollout_id=record.rollout_id,
+        )
+        if record.state is SessionState.FINISHED:
+            self._trajectory = trajectory
+        return trajectory
 
-    async def _finish(self, outcome: _Outcome, wait_s: float) -> None:
-        ended = SessionFinished(f"session {self._facts.session_id} was finished while this call ran")
+    def _error(self) -> str | None:
+        """Say in one line what went wrong; None for nothing."""
+        table, parts = self._table, [self._record.error]
+        if table.live:
+            parts.append(f"{len(table.live)} calls are open")
+        if lost := table.lost():
+            parts.append(f"{len(lost)} of {len(table.records)} calls were lost, the first: {lost[0].error}")
+        line = " ".join("; ".join(part for part in parts if part).split())
+        return line[:_MAX_ERROR_CHARS] or None
+
+    async def _finish(self, end: SessionEnd) -> None:
+        ended = SessionFinished(f"session {self.session_id} was finished while this call ran")
         try:
-            await self._runner.end_calls(ended, wait_s)
+            await self._end_calls(ended, end.wait_s)
             await self._save(
-                lambda facts: replace(
-                    facts,
+                lambda record: replace(
+                    record,
                     state=SessionState.FINISHED,
-                    stop_reason=outcome.stop_reason,
-                    error=outcome.error,
-                    reward=facts.reward if outcome.reward is None else outcome.reward,
-                    reward_error=outcome.reward_error,
+                    stop_reason=end.stop_reason,
+                    error=end.error,
+                    reward=record.reward if end.reward is None else end.reward,
+                    reward_error=end.reward_error,
                     finished_at=self._parts.unix_time(),
                 )
             )
         finally:
             self._finishing = None
 
-    async def _save(self, change: Callable[[SessionFacts], SessionFacts]) -> None:
-        """Write changed facts down, then have them. One at a time."""
+    async def _save(self, change: Callable[[SessionRecord], SessionRecord]) -> None:
+        """Write a changed record down, then have it. One at a time; a write that began is done to its end."""
         async with self._saving:
-            facts = change(self.facts)
-            await self._journal.save(facts)
-            self._facts = facts
+            record = change(self._record)
+            saving = self._journal.save(record)
+            await run_to_end(write(saving, self.session_id, self._parts.limits.journal_timeout_s))
+            self._record = record
 
     def _require_open(self, so: str) -> None:
-        if self._finishing is not None or self._facts.state is SessionState.FINISHED:
-            raise SessionFinished(f"session {self._facts.session_id} is finished: {so}")
+        if self._finishing is not None or self._record.state is SessionState.FINISHED:
+            raise SessionFinished(f"session {self.session_id} is finished: {so}")
 
+    # --- a call that runs ---------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What whoever finishes a session says of it."""
+    def _start(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall:
+        """Begin a call; the caller waits for it. Raises Overloaded, or InvalidRequest if the session is full."""
+        self._check_room(chat)
+        created_at = int(self._parts.unix_time())
+        live = LiveCall(uuid.uuid4().hex, chat, key, created_at=created_at, is_streamed=is_streamed)
+        # Numbers the tool calls: unique within the history that the client shows, whoever made it.
+        num_replies = sum(message.role == "assistant" for message in chat.messages)
+        turn_index = max(self._table.num_calls, num_replies)
+        live.join()
+        self._table.enter(live)
+        live.task = asyncio.create_task(self._run(live, turn_index), name=f"call {live.call_id}")
+        live.task.add_done_callback(lambda _: self._settle(live, _cut_off()))  # it may be cancelled before it runs
+        return live
 
-    stop_reason: StopReason
-    error: str
-    reward: float | None
-    reward_error: str
+    async def _end_calls(self, error: AgentLoopError, wait_s: float) -> None:
+        """Wait for the calls that run, and end with `error` those that still do; their last writes are bounded."""
+        if (tasks := self._tasks()) and wait_s > 0:
+            await asyncio.wait(tasks, timeout=wait_s)
+        for live in self._table.live.values():
+            live.give_up(error)
+        if tasks := self._tasks():
+            await asyncio.wait(tasks)
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [live.task for live in self._table.live.values() if live.task is not None]
+
+    def _check_room(self, chat: ChatCall) -> None:
+        limits, live_calls = self._parts.limits, self._table.live.values()
+        if len(live_calls) >= limits.max_open_calls:
+            raise Overloaded(f"the session has {limits.max_open_calls} open calls, the most it may have")
+        num_nodes = self._graph.num_turns + sum(live.chat.num_choices for live in live_calls) + chat.num_choices
+        if num_nodes > limits.max_nodes:
+            raise InvalidRequest(f"the session would have {num_nodes} turns; it may have {limits.max_nodes}")
+
+    async def _run(self, live: LiveCall, turn_index: int) -> None:
+        """A call from its prompt to its outcome. Raises nothing but its own cancellation."""
+        failure: BaseException = _cut_off()
+        try:
+            await self._drive(live, turn_index)
+        except asyncio.CancelledError:
+            live.lost = live.lost or failure
+            raise
+        except Exception as error:
+            failure = as_asked(_first_cause(error), live.chat)
+            if not isinstance(failure, AgentLoopError):
+                _log.error("call_broke", session=self.session_id, call=live.call_id, exc_info=failure)
+            live.lost = live.lost or failure  # no retry joins it from here on
+        finally:
+            try:
+                if live.result is None and live.is_begun:
+                    await run_to_end(self._fail(live, failure))
+            finally:
+                self._settle(live, failure)
+
+    async def _drive(self, live: LiveCall, turn_index: int) -> None:
+        async with live.interruptible():
+            question = await make_question(live.chat, self._graph, self._parts)
+            self._check_tokens(live, question.prompt)
+            if live.lost is not None:
+                raise live.lost  # given up in the moment its prompt was made: it leaves no trace
+            self._begin(record_of(live, ModelCallState.OPEN))
+            self._table.begin(live)
+            started = self._parts.clock.now()
+            try:
+                replies = await self._sample(live, question, turn_index)
+            finally:
+                live.generate_s = self._parts.clock.now() - started
+        live.is_settling = True
+        await run_to_end(self._commit(live, question.prompt, replies))
+
+    def _check_tokens(self, live: LiveCall, prompt: Prompt) -> None:
+        """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
+        max_tokens = self._parts.limits.max_tokens
+        live.num_new_tokens, live.num_prompt_tokens = len(prompt.observed_ids), len(prompt.ids)
+        num_tokens = self._graph.num_tokens + sum(other.num_new_tokens for other in self._table.live.values())
+        if num_tokens >= max_tokens:
+            raise InvalidRequest(f"the session would hold {num_tokens} tokens and more; it may hold {max_tokens}")
+
+    async def _sample(self, live: LiveCall, question: Question, turn_index: int) -> list[Reply]:
+        """All choices side by side: all of them or none."""
+        choices = range(live.chat.num_choices)
+        turns = [self._turn_request(live, question, turn_index, choice_index) for choice_index in choices]
+        if len(turns) == 1:
+            return [await self._sample_choice(live, turns[0])]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._sample_choice(live, wanted)) for wanted in turns]
+        return [task.result() for task in tasks]
+
+    def _turn_request(self, live: LiveCall, question: Question, turn_index: int, choice_index: int) -> TurnRequest:
+        chat, sampling = live.chat, question.sampling
+        if sampling.seed is not None and choice_index:
+            sampling = replace(sampling, seed=sampling.seed + choice_index)
+        keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
+        return TurnRequest(
+            request_id=f"{live.call_id}:{choice_index}",
+            prompt_ids=question.prompt.ids,
+            sampling=sampling,
+            turn_index=turn_index,
+            choice_index=choice_index,
+            stop=chat.stop,
+            tools=chat.tools,
+            reads_calls=question.reads_calls,
+            reads_thoughts=chat.prompt_ids is None,
+            timeout_s=chat.timeout_s,
+            deadline_at=live.deadline_at,
+            trajectory_id=self.session_id,
+            keeps_kv=keeps_kv,
+            kv_version=self._first_version if keeps_kv else None,
+        )
+
+    async def _sample_choice(self, live: LiveCall, wanted: TurnRequest) -> Reply:
+        reader = self._parts.reader
+        if not live.is_streamed:
+            return await sample_turn(self._engine, reader, wanted)
+        async with aclosing(stream_turn(self._engine, reader, wanted)) as items:
+            async for item in items:
+                if isinstance(item, Reply):
+                    return item
+                live.add_piece(item)
+        raise InvariantBroken("a stream ended without its reply")
+
+    async def _commit(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> None:
+        """Write the turns down, then have them: from `live.result` on the answer may leave."""
+        nodes = tuple(
+            Node(
+                node_id=f"{live.call_id}.{choice_index}",
+                call_id=live.call_id,
+                choice_index=choice_index,
+                parent_id=prompt.parent_id,
+                observed=prompt.observed,
+                observed_ids=prompt.observed_ids,
+                reply=reply,
+                tools_key=prompt.tools_key,
+                split=prompt.split,
+            )
+            for choice_index, reply in enumerate(replies)
+        )
+        call = record_of(live, ModelCallState.COMMITTED)
+        await self._end(call, nodes)
+        for node in nodes:
+            self._take(node)
+        self._table.settle(call)
+        live.result = ChatResult(live.call_id, live.created_at, self.session_id, prompt.ids, nodes)
+
+    async def _fail(self, live: LiveCall, failure: BaseException) -> None:
+        """Write down that a call which began has no answer. Its client hears of `failure`, not of this write's."""
+        # An engine that refuses a request has sampled nothing, so nothing is lost.
+        state = ModelCallState.COMMITTED if isinstance(failure, InvalidRequest) else ModelCallState.FAILED
+        call = record_of(live, state, error=str(failure) or repr(failure))
+        self._table.settle(call)
+        try:
+            await self._end(call, ())
+        except AgentLoopError as error:
+            # It stays open in the journal: whoever restores the session finds it lost.
+            _log.warning("failure_not_written", session=self.session_id, call=live.call_id, error=str(error))
+
+    def _settle(self, live: LiveCall, failure: BaseException) -> None:
+        """Let the outcome out. Idempotent."""
+        if live.call_id not in self._table.live:
+            return
+        if live.result is None and not live.is_begun:
+            self._table.forget(live)
+        self._table.leave(live)
+        if live.result is not None:
+            live.succeed(live.result)
+        else:
+            live.fail(failure)
+
+    def _begin(self, call: CallRecord) -> None:
+        """Keep that a call is open. If this raises, nothing is kept."""
+        try:
+            self._journal.begin(self.session_id, call)
+        except AgentLoopError:
+            raise
+        except Exception as error:
+            raise write_failure(self.session_id, error) from error
+
+    async def _end(self, call: CallRecord, nodes: Sequence[Node]) -> None:
+        writing = self._journal.end(self.session_id, call, nodes)
+        await write(writing, self.session_id, self._parts.limits.journal_timeout_s)
+
+    def _take(self, node: Node) -> None:
+        """Have a node that the journal has. Raises InvariantBroken for one that does not fit."""
+        self._graph.add(node)
+        self._num_tool_calls += len(node.reply.message.tool_calls)
+        if self._first_version is None and node.reply.weight_versions:
+            self._first_version = node.reply.weight_versions[0].version
+
+    def _answer_again(self, call: CallRecord) -> ChatResult:
+        """Return a committed call's answer. Looks at every turn: retries are few, and an index would not be."""
+        nodes = tuple(node for node in self._graph.nodes if node.call_id == call.call_id)
+        if not nodes:
+            raise InvariantBroken(f"call {call.call_id} is committed, but has no turn")
+        first = nodes[0]
+        before = () if first.parent_id is None else self._graph.context_ids(first.parent_id)
+        prompt_ids = (*before, *first.observed_ids.tolist())
+        return ChatResult(call.call_id, call.created_at, self.session_id, prompt_ids, nodes)
 
 
 def _check_reward(reward: float) -> None:
     if not math.isfinite(reward):
         raise InvalidRequest(f"a reward of {reward} is not a finite number", param="reward")
+
+
+def _cut_off() -> ServiceUnavailable:
+    return ServiceUnavailable("the call was cut off by the end of its process")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What broke first where several choices broke."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

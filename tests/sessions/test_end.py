@@ -6,7 +6,8 @@ import math
 import pytest
 
 from agentloop.errors import Gone, InvalidRequest, ServiceUnavailable, SessionFinished
-from agentloop.sessions.facts import CallLimits, SessionState
+from agentloop.sessions.journal import SessionEnd, SessionState
+from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from tests.sessions.test_retries import is_running, leave, until
@@ -39,20 +40,22 @@ async def test_finish_gives_the_record(engine):
     await session.call(CHAT, key("a"))
     await session.set_reward(0.25)
     wall.now_s += 7.0
-    trajectory = await session.finish(reward=1.0)
+    trajectory = await session.finish(SessionEnd(reward=1.0))
     assert (trajectory.reward, trajectory.is_complete, trajectory.error) == (1.0, True, None)
     assert (trajectory.rollout_id, trajectory.group_id, trajectory.task_id) == ("sessions", "s", "t")
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert trajectory.timings.total_s == 7.0
     assert trajectory.timings.generate_s > 0
     wall.now_s += 7.0
-    assert await session.finish(reward=0.0, error="late", stop_reason=StopReason.LOOP_FAILED) is trajectory
+    assert (
+        await session.finish(SessionEnd(reward=0.0, error="late", stop_reason=StopReason.LOOP_FAILED)) is trajectory
+    )
     restored = journal.restored(session, engine)
     assert trajectory.reward_error is None
     again = await restored.finish()
     assert again.timings == trajectory.timings
     assert (again.reward, again.stop_reason, again.is_complete) == (1.0, StopReason.COMPLETED, True)
-    assert session.facts.created_at == CREATED_AT
+    assert session.record.created_at == CREATED_AT
 
 
 @pytest.mark.parametrize("call", [key("a"), key("a", 1), key("b"), key("b", 1)])
@@ -74,7 +77,7 @@ async def test_finish_waits_for_open_calls(engine):
     call = asyncio.create_task(session.call(CHAT, key("a")))
     await until(lambda: is_running(engine))
     assert not session.trajectory().is_complete
-    finishing = asyncio.create_task(session.finish(wait_s=30.0))
+    finishing = asyncio.create_task(session.finish(SessionEnd(wait_s=30.0)))
     await asyncio.sleep(0)
     with pytest.raises(SessionFinished):
         await session.call(CHAT, key("b"))
@@ -92,7 +95,7 @@ async def test_finish_loses_what_is_open_then(engine, wait_s):
     session = make_session(engine, journal)
     call = asyncio.create_task(session.call(CHAT, key("a")))
     await until(lambda: len(engine.requests) == 1)
-    first, second = await asyncio.gather(session.finish(wait_s=wait_s), session.finish())
+    first, second = await asyncio.gather(session.finish(SessionEnd(wait_s=wait_s)), session.finish())
     assert first is second
     assert not first.is_complete
     assert "lost" in first.error
@@ -107,13 +110,13 @@ async def test_finish_goes_on_when_its_caller_leaves(engine):
     session = make_session(engine, journal)
     call = asyncio.create_task(session.call(CHAT, key("a")))
     await until(lambda: is_running(engine))
-    finishing = asyncio.create_task(session.finish(wait_s=30.0))
+    finishing = asyncio.create_task(session.finish(SessionEnd(wait_s=30.0)))
     await asyncio.sleep(0)
     await leave(finishing)
     await call
     trajectory = await session.finish()
     assert trajectory.is_complete
-    assert session.facts.state is SessionState.FINISHED
+    assert session.record.state is SessionState.FINISHED
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ async def test_finish_goes_on_when_its_caller_leaves(engine):
 )
 async def test_how_the_agent_ended(engine, options, is_complete):
     session = make_session(engine)
-    trajectory = await session.finish(**options)
+    trajectory = await session.finish(SessionEnd(**options))
     assert trajectory.is_complete is session.is_complete is is_complete
     assert "\n" not in (trajectory.error or "")
 
@@ -136,7 +139,7 @@ async def test_a_failed_reward_leaves_a_complete_record(engine):
     journal = MemoryJournal()
     session = make_session(engine, journal)
     await session.call(CHAT, key("a"))
-    trajectory = await session.finish(reward_error="ZeroDivisionError: division by zero")
+    trajectory = await session.finish(SessionEnd(reward_error="ZeroDivisionError: division by zero"))
     assert (trajectory.reward, trajectory.is_complete, trajectory.error) == (None, True, None)
     assert trajectory.reward_error == "ZeroDivisionError: division by zero"
     assert journal.restored(session, engine).trajectory().reward_error == trajectory.reward_error
@@ -148,7 +151,7 @@ async def test_a_reward_is_a_number(engine, reward):
     with pytest.raises(InvalidRequest):
         await session.set_reward(reward)
     with pytest.raises(InvalidRequest):
-        await session.finish(reward=reward)
+        await session.finish(SessionEnd(reward=reward))
     assert (await session.finish()).reward is None
 
 
@@ -219,10 +222,10 @@ async def test_a_journal_that_hangs_is_given_up(engine):
     assert not session.is_complete  # as the next process may find it
     with pytest.raises(ServiceUnavailable):
         await session.set_reward(1.0)
-    assert session.facts.reward is None
+    assert session.record.reward is None
     with pytest.raises(ServiceUnavailable):
         await session.finish()
-    assert session.facts.state is SessionState.OPEN
+    assert session.record.state is SessionState.OPEN
     journal.gate.set()
     await session.call(CHAT, key("a", 1))
     assert (await session.finish()).is_complete

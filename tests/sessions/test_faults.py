@@ -13,6 +13,7 @@ from agentloop.chat.call import ChatResult
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost
+from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode
 from tests.support.sessions import (
@@ -179,7 +180,7 @@ async def play(seed, clock, folder):
             if random.random() < 0.3:
                 await clock.sleep(random.uniform(0.0, 2.0))
                 await finished(run, session, random.choice((0.0, 0.3)))
-        await session.finish(wait_s=1.0) if journal.odds == 0 else await finished(run, session, 1.0)
+        await session.finish(SessionEnd(wait_s=1.0)) if journal.odds == 0 else await finished(run, session, 1.0)
         check(run, session, journal, engine)
         restored = journal.restored(session, engine, clock=clock)
         assert restored.is_complete is session.is_complete
@@ -192,7 +193,7 @@ async def finished(run, session, wait_s):
     """Finish, as often as the journal wants."""
     while True:
         try:
-            return await session.finish(wait_s=wait_s)
+            return await session.finish(SessionEnd(wait_s=wait_s))
         except AgentLoopError as error:
             if not error.retryable:
                 raise

@@ -14,7 +14,7 @@ from agentloop.errors import (
     Overloaded,
     UnsupportedParameter,
 )
-from agentloop.sessions.facts import CallLimits
+from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Constraint, ConstraintKind, Message, SamplingParams
 from tests.support.sessions import (
@@ -49,7 +49,7 @@ async def test_what_cannot_be_constrained_is_refused(engine):
     with pytest.raises(UnsupportedParameter) as raised:
         await session.call(formed, key("b"))
     assert raised.value.param == "text.format"
-    assert not session.is_used
+    assert session.calls == ()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -21,7 +21,7 @@ import orjson
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
-from agentloop.sessions.facts import CallLimits, SessionParts
+from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, TokenPolicy
 from agentloop.types import KVPolicy

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.sessions.facts import SessionParts
+from agentloop.sessions.prompts import SessionParts
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import KVPolicy, Trajectory
 from agentloop_servers.endpoint.endpoint import Endpoint

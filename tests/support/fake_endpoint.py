@@ -15,7 +15,7 @@ from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
-from agentloop.sessions.facts import SessionFacts, SessionState
+from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import Prompt
 from agentloop.trajectory.node import Node, Reply
 from agentloop.types import FinishReason, Message, Trajectory, WeightVersionSpan
@@ -33,9 +33,10 @@ MODEL = "examples/tiny_policy/v0"
 class FakeSession:
     """Answers every call with the registry's `text`, one character a piece, after `before(number of the piece)`."""
 
-    def __init__(self, registry: FakeRegistry, facts: SessionFacts) -> None:
+    def __init__(self, registry: FakeRegistry, record: SessionRecord) -> None:
         self.registry = registry
-        self.facts = facts
+        self.record = record
+        self.session_id = record.session_id
         self.num_turns = 0
         self.num_open_calls = 0
         self.num_bytes = 0
@@ -70,15 +71,15 @@ class FakeSession:
         return Prompt(ids, None, tuple(messages), np.array(ids, np.int32), b"", None)
 
     def trajectory(self) -> Trajectory:
-        return make_trajectory(self.facts.session_id)
+        return make_trajectory(self.record.session_id)
 
     async def set_reward(self, reward: float) -> None:
-        self.facts = replace(self.facts, reward=reward)
+        self.record = replace(self.record, reward=reward)
 
     def _enter(self, chat: ChatCall, key: CallKey) -> None:
-        if self.facts.state is SessionState.FINISHED:
+        if self.record.state is SessionState.FINISHED:
             raise SessionFinished("it is over")
-        self.registry.calls.append((self.facts.session_id, chat, key))
+        self.registry.calls.append((self.record.session_id, chat, key))
         self.num_open_calls += 1
 
     def _result(self, chat: ChatCall) -> ChatResult:
@@ -87,7 +88,7 @@ class FakeSession:
         message = Message("assistant", self.registry.text)
         reply = Reply(message, ids, np.full(4, -0.5, np.float32), spans, FinishReason.STOP, True)
         node = Node("n1", "c1", 0, None, chat.messages, np.array([1, 2], np.int32), reply)
-        return ChatResult("c1", 1_700_000_000, self.facts.session_id, (1, 2), (node,))
+        return ChatResult("c1", 1_700_000_000, self.record.session_id, (1, 2), (node,))
 
 
 class FakeRegistry:
@@ -111,8 +112,8 @@ class FakeRegistry:
         session_id = wanted.session_id or f"s-{len(self.sessions)}"
         if session_id in self.sessions:
             raise Conflict("it exists", param="session_id")
-        facts = SessionFacts(session_id, 0.0, wanted.ttl_s or 1.0, owner, rollout_id=wanted.rollout_id)
-        self.sessions[session_id] = FakeSession(self, facts)
+        record = SessionRecord(session_id, 0.0, wanted.ttl_s or 1.0, owner, rollout_id=wanted.rollout_id)
+        self.sessions[session_id] = FakeSession(self, record)
         return self.sessions[session_id]
 
     def resident(self, session_id: str, owner: str | None) -> FakeSession | None:
@@ -120,7 +121,7 @@ class FakeRegistry:
 
     async def find(self, session_id: str, owner: str | None) -> FakeSession:
         found = self.sessions.get(session_id)
-        if found is None or owner not in (None, found.facts.owner):
+        if found is None or owner not in (None, found.record.owner):
             raise SessionNotFound("there is none", param="session_id")
         if session_id in self.expired:
             raise Gone("it has expired", param="session_id")
@@ -131,16 +132,16 @@ class FakeRegistry:
             return await self.create(NewSession(session_id), owner)
         return await self.find(session_id, owner)
 
-    async def finish(self, session_id: str, owner: str | None, **asked: Any) -> Trajectory:
+    async def finish(self, session_id: str, owner: str | None, end: SessionEnd) -> Trajectory:
         found = await self.find(session_id, owner)
-        reason = found.facts.stop_reason or asked["stop_reason"]
-        found.facts = replace(
-            found.facts,
+        reason = found.record.stop_reason or end.stop_reason
+        found.record = replace(
+            found.record,
             state=SessionState.FINISHED,
             stop_reason=reason,
-            error=asked["error"],
-            reward=asked["reward"],
-            reward_error=asked["reward_error"],
+            error=end.error,
+            reward=end.reward,
+            reward_error=end.reward_error,
         )
         return found.trajectory()
 

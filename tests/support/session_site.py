@@ -17,7 +17,7 @@ from agentloop.engine import Delta
 from agentloop.errors import AgentLoopError
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.sessions.facts import SessionParts
+from agentloop.sessions.prompts import SessionParts
 from agentloop.sessions.session import Session
 from agentloop.types import (
     FinishReason,

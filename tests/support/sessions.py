@@ -21,7 +21,8 @@ from agentloop.engine import TokenEngine
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
-from agentloop.sessions.facts import CallLimits, SessionFacts, SessionParts
+from agentloop.sessions.journal import SessionRecord
+from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
@@ -46,7 +47,7 @@ class MemoryJournal:
     def __init__(self) -> None:
         self.calls: dict[str, bytes] = {}
         self.nodes: dict[str, list[bytes]] = {}
-        self.facts: bytes | None = None
+        self.record: bytes | None = None
         self.writes: list[str] = []  # "begin", "end committed", "end failed", "save", in order
         self.failures: list[tuple[str, Exception]] = []  # each is raised by the next write that begins so
         self.loses_answers = False  # what is raised from now on is raised after the write was done
@@ -62,9 +63,9 @@ class MemoryJournal:
 
         await self._write(f"end {call.state}", put)
 
-    async def save(self, facts: SessionFacts) -> None:
+    async def save(self, record: SessionRecord) -> None:
         def put() -> None:
-            self.facts = codec.encode(facts)
+            self.record = codec.encode(record)
 
         await self._write("save", put)
 
@@ -82,8 +83,8 @@ class MemoryJournal:
 
     def restored(self, session: Session, engine: TokenEngine, **parts: object) -> Session:
         """The session as another process would make it again."""
-        facts = session.facts if self.facts is None else codec.decode(self.facts, SessionFacts)
-        return make_session(engine, self, facts=facts, nodes=self.stored_nodes, calls=self.records, **parts)
+        record = session.record if self.record is None else codec.decode(self.record, SessionRecord)
+        return make_session(engine, self, record=record, nodes=self.stored_nodes, calls=self.records, **parts)
 
     def _put(self, call: CallRecord) -> None:
         self.calls[call.call_id] = codec.encode(call)
@@ -160,16 +161,16 @@ def make_session(
     engine: TokenEngine,
     journal: MemoryJournal | None = None,
     *,
-    facts: SessionFacts | None = None,
+    record: SessionRecord | None = None,
     nodes: Sequence[Node] = (),
     calls: Sequence[CallRecord] = (),
     **parts: object,
 ) -> Session:
     """A session; `parts` override those of `make_parts`."""
-    facts = SessionFacts("s", CREATED_AT, 3600.0, task_id="t") if facts is None else facts
+    record = SessionRecord("s", CREATED_AT, 3600.0, task_id="t") if record is None else record
     journal, made = MemoryJournal() if journal is None else journal, make_parts(**parts)
     under_lease = leased(engine, vocab_size=made.vocab_size)
-    return Session(facts, parts=made, engine=under_lease, journal=journal, nodes=nodes, calls=calls)
+    return Session(record, parts=made, engine=under_lease, journal=journal, nodes=nodes, calls=calls)
 
 
 def ids(text: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentloop.sampled_tokens import SampledTokens
-from agentloop.sessions.facts import SessionFacts
+from agentloop.sessions.journal import SessionRecord
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.types import FinishReason, Generation, Message, WeightVersionSpan
 from agentloop_servers.endpoint.session_store import SessionStore
@@ -20,10 +20,10 @@ async def in_store(store: SessionStore, work: Callable[[sqlite3.Connection], Any
     return await store._run(work)
 
 
-def make_facts(
+def make_record(
     session_id: str = "s", *, owner: str = "", ttl_s: float = 100.0, created_at: float = 0.0
-) -> SessionFacts:
-    return SessionFacts(session_id, created_at, ttl_s, owner)
+) -> SessionRecord:
+    return SessionRecord(session_id, created_at, ttl_s, owner)
 
 
 def make_call(call_id: str, state: ModelCallState = ModelCallState.OPEN, error: str = "") -> CallRecord:

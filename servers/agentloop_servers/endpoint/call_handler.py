@@ -144,7 +144,7 @@ async def session_of(request: Request, endpoint: Endpoint, body_session_id: str 
             assert name.owner is not None
             finding = sessions.find_or_create(name.session_id, name.owner)
         found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
-    request.scope["state"]["session_id"] = found.facts.session_id
+    request.scope["state"]["session_id"] = found.session_id
     return found
 
 

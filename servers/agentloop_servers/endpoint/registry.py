@@ -37,7 +37,7 @@ from agentloop.errors import (
     SessionNotFound,
 )
 from agentloop.generation import Connect, LeaseConfig, SessionLeases
-from agentloop.sessions import Session, SessionFacts, SessionParts, SessionState
+from agentloop.sessions import Session, SessionEnd, SessionParts, SessionRecord, SessionState
 from agentloop.trajectory import CallRecord, Node
 from agentloop.types import StopReason, Trajectory
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
@@ -147,7 +147,7 @@ class SessionCache:
 
     def add(self, session: Session) -> None:
         """Hold a session; it counts as used now."""
-        session_id = session.facts.session_id
+        session_id = session.session_id
         if self._held.get(session_id) is not session:
             self._held[session_id] = self._alive[session_id] = session
         self._held.move_to_end(session_id)
@@ -259,17 +259,17 @@ class Sessions:
 
         Raises Conflict for an id that was used, Overloaded, InvalidRequest.
         """
-        facts = self._facts(wanted, owner, is_one_off=False)
-        async with self._locks.of(facts.session_id):
-            created = await self._create(facts)
+        record = self._new_record(wanted, owner, is_one_off=False)
+        async with self._locks.of(record.session_id):
+            created = await self._create(record)
             if created is not None:
                 return created
             try:
-                known = await self._found(facts.session_id, owner)
+                known = await self._found(record.session_id, owner)
             except AgentLoopError as error:
-                raise Conflict(f"session id {facts.session_id!r} was used", param="session_id") from error
-            if replace(known.facts, created_at=facts.created_at) != facts or known.calls or known.num_open_calls:
-                raise Conflict(f"session {facts.session_id!r} exists", param="session_id")
+                raise Conflict(f"session id {record.session_id!r} was used", param="session_id") from error
+            if replace(known.record, created_at=record.created_at) != record or known.calls or known.num_open_calls:
+                raise Conflict(f"session {record.session_id!r} exists", param="session_id")
             return known
 
     def resident(self, session_id: str, owner: str | None) -> Session | None:
@@ -290,36 +290,24 @@ class Sessions:
     async def find_or_create(self, session_id: str | None, owner: str) -> Session:
         """The session of this id, made at its first use; None: a one-off session. Raises as `find`, Overloaded."""
         if session_id is None:
-            session = await self._create(self._facts(NewSession(), owner, is_one_off=True))
+            session = await self._create(self._new_record(NewSession(), owner, is_one_off=True))
             if session is None:
                 raise ServiceUnavailable("a new session id was taken")
             return session
         if (session := self.resident(session_id, owner)) is not None:
             return session
         async with self._locks.of(session_id):
-            session = await self._create(self._facts(NewSession(session_id), owner, is_one_off=False))
+            session = await self._create(self._new_record(NewSession(session_id), owner, is_one_off=False))
             return session if session is not None else await self._found(session_id, owner)
 
-    async def finish(
-        self,
-        session_id: str,
-        owner: str | None,
-        *,
-        stop_reason: StopReason = StopReason.COMPLETED,
-        error: str = "",
-        reward: float | None = None,
-        reward_error: str = "",
-        wait_s: float = 0.0,
-    ) -> Trajectory:
+    async def finish(self, session_id: str, owner: str | None, end: SessionEnd = SessionEnd()) -> Trajectory:  # noqa: B008 - frozen
         """End a session, and return its trajectory once the run's store has it. A repeat changes nothing.
 
         Raises as `find`, Conflict if another session's record has its place, and ServiceUnavailable: the session is
         finished then, and its record follows.
         """
         session = await self.find(session_id, owner)
-        trajectory = await session.finish(
-            stop_reason=stop_reason, error=error, reward=reward, reward_error=reward_error, wait_s=wait_s
-        )
+        trajectory = await session.finish(end)
         self._leases.engine(session_id).close()
         async with self._locks.of(session_id):
             await self._record(session_id, trajectory)
@@ -347,14 +335,14 @@ class Sessions:
         await self._store.end(session_id, call, nodes)
         self._cache.get(session_id)
 
-    async def save(self, facts: SessionFacts) -> None:
-        """Keep these facts instead of those before."""
-        if await self._store.save(facts):
+    async def save(self, record: SessionRecord) -> None:
+        """Keep this record instead of the one before."""
+        if await self._store.save(record):
             self._num_open -= 1
 
     # --- inside ---
 
-    def _facts(self, wanted: NewSession, owner: str, *, is_one_off: bool) -> SessionFacts:
+    def _new_record(self, wanted: NewSession, owner: str, *, is_one_off: bool) -> SessionRecord:
         limits = self._limits
         session_id = self._new_id() if wanted.session_id is None else wanted.session_id
         if _SESSION_ID.fullmatch(session_id) is None:
@@ -363,7 +351,7 @@ class Sessions:
         ttl_s = usual_s if wanted.ttl_s is None else wanted.ttl_s
         if not 0 < ttl_s <= limits.max_ttl_s:
             raise InvalidRequest(f"ttl_s is not in (0, {limits.max_ttl_s:g}]", param="ttl_s")
-        return SessionFacts(
+        return SessionRecord(
             session_id=session_id,
             created_at=self._parts.unix_time(),
             ttl_s=ttl_s,
@@ -375,20 +363,20 @@ class Sessions:
             is_one_off=is_one_off,
         )
 
-    async def _create(self, facts: SessionFacts) -> Session | None:
+    async def _create(self, record: SessionRecord) -> Session | None:
         """A new session, durably; None if its id was used. Raises Overloaded."""
         if self._num_open >= self._limits.max_sessions:
-            if await self._store.load(facts.session_id) is not None:
+            if await self._store.load(record.session_id) is not None:
                 return None
             raise Overloaded(f"{self._limits.max_sessions} sessions are open")
         self._make_room()
-        return self._resident(facts) if await run_to_end(self._store_new(facts)) else None
+        return self._resident(record) if await run_to_end(self._store_new(record)) else None
 
-    async def _store_new(self, facts: SessionFacts) -> bool:  # what is stored is counted, whoever leaves
+    async def _store_new(self, record: SessionRecord) -> bool:  # what is stored is counted, whoever leaves
         self._num_open += 1  # its place, before anybody else runs
         is_new = False
         try:
-            is_new = await self._store.create(facts)
+            is_new = await self._store.create(record)
         finally:
             self._num_open -= not is_new
         return is_new
@@ -410,16 +398,16 @@ class Sessions:
         return self._restored(session_id, stored)
 
     def _restored(self, session_id: str, stored: StoredSession) -> Session:
-        if stored.facts is None:
+        if stored.record is None:
             raise Gone(f"what the disk had of session {session_id!r} is damaged", param="session_id")
         self._num_restored += 1
-        return self._resident(stored.facts, stored.nodes, stored.calls)
+        return self._resident(stored.record, stored.nodes, stored.calls)
 
     def _resident(
-        self, facts: SessionFacts, nodes: Sequence[Node] = (), calls: Sequence[CallRecord] = ()
+        self, record: SessionRecord, nodes: Sequence[Node] = (), calls: Sequence[CallRecord] = ()
     ) -> Session:
-        engine = self._leases.engine(facts.session_id)
-        session = Session(facts, parts=self._parts, engine=engine, journal=self, nodes=nodes, calls=calls)
+        engine = self._leases.engine(record.session_id)
+        session = Session(record, parts=self._parts, engine=engine, journal=self, nodes=nodes, calls=calls)
         self._cache.add(session)
         return session
 
@@ -449,7 +437,7 @@ class Sessions:
 
     async def _delete(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
         """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
-        session_id = session.facts.session_id
+        session_id = session.session_id
         await session.close(error)
         self._leases.engine(session_id).close()
         self._cache.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
@@ -479,7 +467,7 @@ class Sessions:
                         stored = await self._store.load(session_id)
                         if stored is None or stored.state not in (SessionState.OPEN, SessionState.FINISHED):
                             continue  # somebody was faster
-                        if stored.facts is None:
+                        if stored.record is None:
                             await self._delete_stored(session_id, SessionState.GONE)
                             continue
                         session = self._restored(session_id, stored)
@@ -490,12 +478,12 @@ class Sessions:
         if session.num_open_calls:
             await self._store.extend(session_id)
             return
-        is_open, is_one_off = session.facts.state is SessionState.OPEN, session.facts.is_one_off
+        is_open, is_one_off = session.record.state is SessionState.OPEN, session.record.is_one_off
         if not (is_open and is_one_off and session.num_turns == 0):
             # Nobody was to finish a one-off session: its time is its natural end.
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
-            await self._record_or_settle(session_id, await session.finish(stop_reason=reason, error=error))
+            await self._record_or_settle(session_id, await session.finish(SessionEnd(reason, error)))
         await self._delete(session, None if is_one_off else SessionState.GONE, _gone(session_id))
         self._num_expired += 1
         _log.info("session_expired", session=session_id, was_open=is_open)
@@ -526,8 +514,8 @@ class Sessions:
 
 def _owned(session: Session, owner: str | None) -> Session:
     """The session, if it is this owner's; None is whoever made it. Raises SessionNotFound."""
-    if owner not in (None, session.facts.owner):
-        raise _not_found(session.facts.session_id)
+    if owner not in (None, session.record.owner):
+        raise _not_found(session.session_id)
     return session
 
 

@@ -25,7 +25,7 @@ from agentloop.api import (
 )
 from agentloop.chat import ChatCall, ChatResult
 from agentloop.errors import SessionNotFound
-from agentloop.sessions import Session, SessionState
+from agentloop.sessions import Session, SessionEnd, SessionState
 from agentloop.types import Generation, Trajectory
 from agentloop_servers.endpoint.call_handler import CallHandler
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -99,7 +99,7 @@ class SessionRoutes:
             sample_index=body.sample_index,
         )
         session = await self._in_time(endpoint.sessions.create(wanted, owner))
-        session_id = session.facts.session_id
+        session_id = session.record.session_id
         request.scope["state"]["session_id"] = session_id
         path = f"/sessions/{session_id}/v1"
         answer = NewSessionAnswer(
@@ -128,15 +128,8 @@ class SessionRoutes:
     async def finish(self, request: Request, body: Finish) -> Response:
         """End it; the record is durable when the answer leaves. A repeat gets the same record."""
         session_id, owner = self._named(request)
-        finishing = self._endpoint.sessions.finish(
-            session_id,
-            owner,
-            stop_reason=body.reason,
-            error=body.error,
-            reward=body.reward,
-            reward_error=body.reward_error,
-            wait_s=body.wait_s,
-        )
+        end = SessionEnd(body.reason, body.error, body.reward, body.reward_error, body.wait_s)
+        finishing = self._endpoint.sessions.finish(session_id, owner, end)
         trajectory = await unless_client_leaves(request, self._in_time(finishing, body.wait_s))
         if trajectory is None:
             return unread_response()
@@ -195,19 +188,19 @@ def render_generation(result: ChatResult) -> dict[str, Any]:
 
 
 def _described(session: Session) -> dict[str, Any]:
-    facts = session.facts
+    record = session.record
     answer = SessionAnswer(
-        session_id=facts.session_id,
-        state="finished" if facts.state is SessionState.FINISHED else "open",
-        created_at=facts.created_at,
-        ttl_s=facts.ttl_s,
-        rollout_id=facts.rollout_id,
-        group_id=facts.group_id or facts.session_id,
-        task_id=facts.task_id,
-        sample_index=facts.sample_index,
-        reward=facts.reward,
-        stop_reason=None if facts.stop_reason is None else facts.stop_reason.value,
-        error=facts.error,
+        session_id=record.session_id,
+        state="finished" if record.state is SessionState.FINISHED else "open",
+        created_at=record.created_at,
+        ttl_s=record.ttl_s,
+        rollout_id=record.rollout_id,
+        group_id=record.group_id or record.session_id,
+        task_id=record.task_id,
+        sample_index=record.sample_index,
+        reward=record.reward,
+        stop_reason=None if record.stop_reason is None else record.stop_reason.value,
+        error=record.error,
         num_turns=session.num_turns,
         num_open_calls=session.num_open_calls,
         num_bytes=session.num_bytes,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
-from agentloop.sessions import SessionFacts, SessionState
+from agentloop.sessions import SessionRecord, SessionState
 from agentloop.storage import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
 from agentloop.trajectory import CallRecord, ModelCallState, Node
 from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
@@ -65,13 +65,13 @@ class StoredCall:
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """A session as it is on disk. A tombstone has no facts, nor has one whose facts are damaged."""
+    """A session as it is on disk. A tombstone has no record, nor has one whose record is damaged."""
 
     state: SessionState
     owner: str
     is_recorded: bool
     expires_at: float
-    facts: SessionFacts | None = None
+    record: SessionRecord | None = None
     calls: tuple[CallRecord, ...] = ()
     nodes: tuple[Node, ...] = ()
 
@@ -152,32 +152,34 @@ class SessionStore:
 
         await self._run(work, lambda: self._log.end(session_id, call.call_id))
 
-    async def save(self, facts: SessionFacts) -> bool:
-        """Replace a session's facts; whether this has finished it. Raises SessionNotFound for a tombstone, and
-        SessionFinished rather than open it again."""
+    async def save(self, record: SessionRecord) -> bool:
+        """Replace a session's record; return whether this has finished it.
+
+        Raises SessionNotFound for a tombstone, and SessionFinished rather than open it again.
+        """
 
         def work(db: sqlite3.Connection) -> bool:
-            allowed = _LIVE if facts.state is SessionState.FINISHED else frozenset({SessionState.OPEN})
-            state, _ = _require(db, facts.session_id, allowed)
+            allowed = _LIVE if record.state is SessionState.FINISHED else frozenset({SessionState.OPEN})
+            state, _ = _require(db, record.session_id, allowed)
             db.execute(
                 "UPDATE sessions SET state = ?, value = ?, crc = ? WHERE session_id = ?",
-                (facts.state, *packed(facts), facts.session_id),
+                (record.state, *packed(record), record.session_id),
             )
-            self._extend(db, facts.session_id)
-            return state is SessionState.OPEN and facts.state is SessionState.FINISHED
+            self._extend(db, record.session_id)
+            return state is SessionState.OPEN and record.state is SessionState.FINISHED
 
         return await self._run(work)
 
     # --- a session's life ---
 
-    async def create(self, facts: SessionFacts) -> bool:
+    async def create(self, record: SessionRecord) -> bool:
         """Store a new session. False: there is, or was, one of that id."""
-        expires_at = self._wall_s() + facts.ttl_s
-        row = (facts.session_id, facts.owner, facts.state, 0, facts.ttl_s, expires_at)
+        expires_at = self._wall_s() + record.ttl_s
+        row = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
 
         def work(db: sqlite3.Connection) -> bool:
             statement = "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-            return db.execute(statement, (*row, *packed(facts))).rowcount > 0
+            return db.execute(statement, (*row, *packed(record))).rowcount > 0
 
         return await self._run(work)
 
@@ -260,7 +262,7 @@ class SessionStore:
         state, owner, is_recorded, expires_at = SessionState(row[0]), row[1], bool(row[2]), row[3]
         if state not in _LIVE:
             return StoredSession(state, owner, is_recorded, expires_at)
-        facts = self._rows.value("sessions", SessionFacts, session_id, row[4], row[5])
+        record = self._rows.value("sessions", SessionRecord, session_id, row[4], row[5])
         statement = "SELECT call_id, began, CAST(value AS BLOB), crc FROM calls WHERE session_id = ? ORDER BY seq"
         rows = db.execute(statement, (session_id,)).fetchall()
         calls = _sound(
@@ -269,13 +271,13 @@ class SessionStore:
                 for call_id, _, data, crc in rows
             ]
         )
-        records = {opened.call.call_id: (opened.number, opened.call) for opened in open_calls}
+        ended_or_open = {opened.call.call_id: (opened.number, opened.call) for opened in open_calls}
         for (call_id, began, _, _), call in zip(rows, calls, strict=True):
-            records[call_id] = began, call.record  # some may have ended since `open_calls` was taken
-        in_order = sorted(records.values(), key=lambda numbered: numbered[0])
+            ended_or_open[call_id] = began, call.record  # some may have ended since `open_calls` was taken
+        in_order = sorted(ended_or_open.values(), key=lambda numbered: numbered[0])
         nodes = tuple(itertools.chain.from_iterable(call.nodes for call in calls))
         return StoredSession(
-            state, owner, is_recorded, expires_at, facts, tuple(record for _, record in in_order), nodes
+            state, owner, is_recorded, expires_at, record, tuple(call for _, call in in_order), nodes
         )
 
 

@@ -45,7 +45,7 @@ async def test_sessions_are_found_by_their_owner_alone(site: Site, sessions: Ses
     await site.clock.sleep(70.0)  # on disk
     with pytest.raises(SessionNotFound):
         await sessions.find("mine", "bob")
-    assert (await sessions.find("mine", "alice")).facts == session.facts
+    assert (await sessions.find("mine", "alice")).record == session.record
 
 
 @virtually()
@@ -54,15 +54,15 @@ async def test_a_create_may_be_repeated_until_the_first_call(site: Site, session
     session = await sessions.create(wanted, "")
     await site.clock.sleep(1.0)
     assert await sessions.create(wanted, "") is session
-    facts = session.facts
-    assert (facts.rollout_id, facts.group_id, facts.task_id, facts.sample_index) == ("r", "g", "t", 3)
-    assert (facts.created_at, facts.ttl_s) == (EPOCH_S, 50.0)
+    record = session.record
+    assert (record.rollout_id, record.group_id, record.task_id, record.sample_index) == ("r", "g", "t", 3)
+    assert (record.created_at, record.ttl_s) == (EPOCH_S, 50.0)
     with pytest.raises(Conflict):
         await sessions.create(replace(wanted, sample_index=4), "")
     await talk(session, 1)
     with pytest.raises(Conflict):
         await sessions.create(wanted, "")
-    assert (await sessions.create(NewSession(), "")).facts.session_id != "s"
+    assert (await sessions.create(NewSession(), "")).session_id != "s"
     assert sessions.stats().num_open == 2
 
 
@@ -89,8 +89,8 @@ async def test_first_users_of_an_id_share_one_session(site: Site, sessions: Sess
     found = await asyncio.gather(*(sessions.find_or_create("s", "") for _ in range(20)))
     assert len({id(session) for session in found}) == 1
     one_offs = await asyncio.gather(*(sessions.find_or_create(None, "") for _ in range(5)))
-    assert len({session.facts.session_id for session in one_offs}) == 5
-    assert all(session.facts.is_one_off for session in one_offs)
+    assert len({session.session_id for session in one_offs}) == 5
+    assert all(session.record.is_one_off for session in one_offs)
     assert sessions.stats().num_open == 6
 
 
@@ -102,7 +102,7 @@ async def test_open_sessions_are_bounded(site: Site, sessions: Sessions) -> None
         await sessions.create(NewSession("more"), "")
     with pytest.raises(Overloaded):
         await sessions.find_or_create(None, "")
-    assert (await sessions.find_or_create("s3", "")).facts.session_id == "s3"
+    assert (await sessions.find_or_create("s3", "")).session_id == "s3"
     await sessions.finish("s0", "")
     await sessions.create(NewSession("more"), "")
     await sessions.delete("s1", "")
@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_tru
     deleting.cancel()
     await asyncio.gather(deleting, return_exceptions=True)
     stored = await sessions._store.load("s0")
-    is_open = stored is not None and stored.facts is not None
+    is_open = stored is not None and stored.record is not None
     assert sessions.stats().num_open == made - 1 + is_open
     await site.stop()
 

@@ -21,11 +21,11 @@ import pytest
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
-from agentloop.sessions.facts import SessionState
+from agentloop.sessions.journal import SessionState
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.session_store import MAX_WRITE_BATCH, SessionStore, StoredSession
-from tests.support.turns import in_store, make_call, make_facts, make_node
+from tests.support.turns import in_store, make_call, make_node, make_record
 
 
 class Wall:
@@ -79,14 +79,14 @@ def change(path: Path, statement: str, *arguments: object) -> None:
 
 async def test_a_session_comes_back_as_it_was(path: Path) -> None:
     async with opened(path) as store:
-        assert await store.create(make_facts(owner="o"))
+        assert await store.create(make_record(owner="o"))
         await make_turns(store, 3)
         store.begin("s", make_call("open"))
         store.begin("s", make_call("lost"))
         await store.end("s", make_call("lost", ModelCallState.FAILED, error="engine_lost"), [])
         stored = await loaded(store)
         assert (stored.state, stored.owner, stored.is_recorded) == (SessionState.OPEN, "o", False)
-        assert stored.facts == make_facts(owner="o")
+        assert stored.record == make_record(owner="o")
         assert [call.call_id for call in stored.calls] == ["c0", "c1", "c2", "open", "lost"]
         states = [call.state for call in stored.calls]
         assert states == [ModelCallState.COMMITTED] * 3 + [ModelCallState.OPEN, ModelCallState.FAILED]
@@ -97,7 +97,7 @@ async def test_a_session_comes_back_as_it_was(path: Path) -> None:
 
 async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         await make_turns(store, 1)
         store.begin("s", make_call("c1"))
         nodes = [make_node("n1", "c1", "n0"), make_node("n2", "c1", "n0")]
@@ -113,10 +113,10 @@ async def test_a_later_word_about_a_call_replaces_the_earlier(path: Path) -> Non
 async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
     async with opened(path) as store:
         for session_id in ("a", "b", "c"):
-            await store.create(make_facts(session_id))
+            await store.create(make_record(session_id))
         await make_turns(store, 1, "a")
         store.begin("a", make_call("open"))
-        await store.save(replace(make_facts("b"), state=SessionState.FINISHED))
+        await store.save(replace(make_record("b"), state=SessionState.FINISHED))
         await store.delete("c", SessionState.DELETED)
     store = SessionStore(path, Wall())
     assert await store.start() == 1
@@ -130,15 +130,15 @@ async def test_after_a_restart_open_calls_have_failed(path: Path) -> None:
 
 async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Path) -> None:
     async with opened(path) as store:
-        facts = make_facts()
-        await store.create(facts)
-        assert not await store.save(replace(facts, reward=1.0))
-        finished = replace(facts, reward=2.0, state=SessionState.FINISHED)
+        record = make_record()
+        await store.create(record)
+        assert not await store.save(replace(record, reward=1.0))
+        finished = replace(record, reward=2.0, state=SessionState.FINISHED)
         assert await store.save(finished)
         assert not await store.save(replace(finished, reward=3.0))
         with pytest.raises(SessionFinished):
-            await store.save(facts)
-        assert (await loaded(store)).facts == replace(finished, reward=3.0)
+            await store.save(record)
+        assert (await loaded(store)).record == replace(finished, reward=3.0)
         assert await store.owed("", 10) == ["s"]
         assert await store.owed("s", 10) == []
         assert not await store.is_recorded("s")
@@ -150,21 +150,21 @@ async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Pa
 @pytest.mark.parametrize("state", [SessionState.DELETED, SessionState.GONE])
 async def test_nothing_brings_a_tombstone_back(path: Path, state: SessionState) -> None:
     async with opened(path) as store:
-        facts = make_facts(owner="o")
-        await store.create(facts)
+        record = make_record(owner="o")
+        await store.create(record)
         await make_turns(store, 2)
         store.begin("s", make_call("late"))
         assert await store.delete("s", state)
         assert not await store.delete("s", state)
         for write in (
             store.end("s", make_call("late", ModelCallState.COMMITTED), [make_node("n", "late")]),
-            store.save(facts),
+            store.save(record),
         ):
             with pytest.raises(SessionNotFound):
                 await write
-        assert not await store.create(facts)
+        assert not await store.create(record)
         stored = await loaded(store)
-        assert (stored.state, stored.owner, stored.facts, stored.calls) == (state, "o", None, ())
+        assert (stored.state, stored.owner, stored.record, stored.calls) == (state, "o", None, ())
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT COUNT(*) FROM calls").fetchone() == (0,)
     db.close()
@@ -173,7 +173,7 @@ async def test_nothing_brings_a_tombstone_back(path: Path, state: SessionState) 
 
 async def test_what_nobody_named_leaves_no_tombstone(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         assert await store.delete("s", None)
         assert await store.load("s") is None
         with pytest.raises(SessionNotFound):
@@ -184,7 +184,7 @@ async def test_use_extends_a_life(path: Path) -> None:
     wall = Wall()
     async with opened(path, wall) as store:
         for session_id in ("idle", "used", "long"):
-            await store.create(make_facts(session_id, ttl_s=1e6 if session_id == "long" else 100.0))
+            await store.create(make_record(session_id, ttl_s=1e6 if session_id == "long" else 100.0))
         wall.now_s += 90
         await store.end("used", make_call("c", ModelCallState.COMMITTED), [])
         assert await store.expired(10) == []
@@ -202,7 +202,7 @@ async def test_use_extends_a_life(path: Path) -> None:
 
 async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         await make_turns(store, 1)
         (num_pages,) = await in_store(store, lambda db: db.execute("PRAGMA page_count").fetchone())
         await in_store(store, lambda db: db.execute(f"PRAGMA max_page_count = {num_pages + 2}").fetchone())
@@ -230,7 +230,7 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
 
 async def test_a_bad_value_fails_its_own_write(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         bad = replace(make_call("bad"), error=object())  # type: ignore[arg-type]
         outcomes = await asyncio.gather(
             *(store.end("s", call, []) for call in (make_call("a"), bad, make_call("b"))), return_exceptions=True
@@ -241,7 +241,7 @@ async def test_a_bad_value_fails_its_own_write(path: Path) -> None:
 
 async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         await make_turns(store, 4)
         store.begin("s", make_call("side"))
         await store.end("s", make_call("side", ModelCallState.COMMITTED), [make_node("m", "side", "n0")])
@@ -256,7 +256,7 @@ async def test_a_damaged_turn_takes_its_descendants_with_it(path: Path) -> None:
 
 async def test_turns_of_a_call_stand_and_fall_together(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         store.begin("s", make_call("c"))
         await store.end("s", make_call("c", ModelCallState.COMMITTED), [make_node("a", "c"), make_node("b", "c")])
         store.begin("s", make_call("d"))
@@ -268,9 +268,9 @@ async def test_turns_of_a_call_stand_and_fall_together(path: Path) -> None:
         assert {call.state for call in stored.calls} == {ModelCallState.FAILED}
 
 
-async def test_damaged_calls_and_facts(path: Path) -> None:
+async def test_damaged_calls_and_records(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         await make_turns(store, 2)
         store.begin("s", make_call("lost"))
         await store.end("s", make_call("lost", ModelCallState.FAILED), [])
@@ -284,10 +284,10 @@ async def test_damaged_calls_and_facts(path: Path) -> None:
             ModelCallState.FAILED,
         ]
         assert [call.digest for call in stored.calls[1:]] == [b"", b""]  # no retry heals them
-        assert stored.facts is not None
+        assert stored.record is not None
     change(path, "UPDATE sessions SET value = x'01'")
     async with opened(path) as store:
-        assert (await loaded(store)).facts is None
+        assert (await loaded(store)).record is None
 
 
 async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ async def test_writes_that_wait_share_transactions(path: Path) -> None:
     executor = CountingExecutor(max_workers=1)
     store = SessionStore(path, Wall(), executor)
     await store.start()
-    await store.create(make_facts())
+    await store.create(make_record())
     executor.num_batches = 0
     await asyncio.gather(*(store.end("s", make_call(f"c{index}"), []) for index in range(600)))
     assert executor.num_batches <= 600 // MAX_WRITE_BATCH + 2
@@ -354,7 +354,7 @@ async def states_after(path: Path) -> list[tuple[str, ModelCallState]]:
 
 async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         before = as_killed(path, "before")
         store.begin("s", make_call("c"))
         begun = as_killed(path, "begun")
@@ -378,10 +378,10 @@ async def test_a_process_killed_at_any_moment_leaves_every_call_in_its_state(pat
 async def test_open_calls_of_sessions_that_are_no_more_are_dropped(path: Path) -> None:
     async with opened(path) as store:
         for session_id in ("s", "finished", "deleted", "one-off"):
-            await store.create(make_facts(session_id))
+            await store.create(make_record(session_id))
         for session_id in ("s", "finished", "deleted", "one-off", "unknown"):
             store.begin(session_id, make_call("c"))
-        await store.save(replace(make_facts("finished"), state=SessionState.FINISHED))
+        await store.save(replace(make_record("finished"), state=SessionState.FINISHED))
         killed = as_killed(path, "killed")
         await store.delete("deleted", SessionState.DELETED)
         await store.delete("one-off", None)
@@ -398,7 +398,7 @@ async def test_open_calls_of_sessions_that_are_no_more_are_dropped(path: Path) -
 
 async def test_damaged_lines_of_open_calls_are_counted_and_cleared(path: Path) -> None:
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         for call_id in ("a", "b"):
             store.begin("s", make_call(call_id))
         killed = as_killed(path, "killed")
@@ -417,7 +417,7 @@ async def test_calls_keep_the_order_they_began_in_and_turns_that_of_their_commit
         return replace(make_call(call_id, state), digest=b"the same body")
 
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         store.begin("s", same("a"))
         store.begin("s", same("b"))
         store.begin("s", same("c"))
@@ -452,7 +452,7 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         for index in range(5):
             store.begin("s", make_call(f"c{index}"))
         with monkeypatch.context() as patch:
@@ -481,7 +481,7 @@ async def test_a_thousand_calls_at_once(path: Path) -> None:
     random = Random(1)
     ids = [f"c{index}" for index in range(1000)]
     async with opened(path) as store:
-        await store.create(make_facts())
+        await store.create(make_record())
         for call_id in ids:
             store.begin("s", make_call(call_id))
         assert [call.call_id for call in (await loaded(store)).calls] == ids
@@ -512,12 +512,12 @@ _WRITER = """
 import asyncio, sys, time
 from agentloop.trajectory.node import ModelCallState
 from agentloop_servers.endpoint.session_store import SessionStore
-from tests.support.turns import make_call, make_facts, make_node
+from tests.support.turns import make_call, make_record, make_node
 
 async def main():
     store = SessionStore(sys.argv[1], time.time)
     await store.start()
-    await store.create(make_facts(ttl_s=1e6))
+    await store.create(make_record(ttl_s=1e6))
     for index in range(100_000):
         parent = f"n{index - 1}" if index else None
         store.begin("s", make_call(f"c{index}"))

@@ -19,7 +19,7 @@ from agentloop.errors import (
     SessionFinished,
     SessionNotFound,
 )
-from agentloop.sessions.facts import SessionState
+from agentloop.sessions.journal import SessionEnd, SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from agentloop_servers.endpoint.registry import NewSession, Sessions
@@ -32,8 +32,8 @@ from tests.support.session_site import LIMITS, Site, say, talk, virtually
 async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Site, sessions: Sessions) -> None:
     session = await sessions.create(NewSession("s", rollout_id="run", group_id="g", sample_index=2), "")
     await talk(session, 2)
-    trajectory = await sessions.finish("s", "", reward=0.5)
-    again = await sessions.finish("s", "", reward=0.7)
+    trajectory = await sessions.finish("s", "", SessionEnd(reward=0.5))
+    again = await sessions.finish("s", "", SessionEnd(reward=0.7))
     assert to_builtins(again) == to_builtins(trajectory)
     assert (trajectory.reward, trajectory.is_complete, trajectory.stop_reason) == (0.5, True, StopReason.COMPLETED)
     (record,) = site.coordinator.finished["run"]
@@ -62,7 +62,7 @@ async def test_what_the_coordinator_did_not_take_follows_later(site: Site, sessi
     site.coordinator.next_errors = [ServiceUnavailable("restarting")] * 4
     with pytest.raises(ServiceUnavailable):
         await sessions.finish("s", "")
-    assert (await sessions.find("s", "")).facts.state is SessionState.FINISHED
+    assert (await sessions.find("s", "")).record.state is SessionState.FINISHED
     await site.clock.sleep(10.0)
     assert site.recorded == [("s", "completed", True)]
 
@@ -112,15 +112,15 @@ async def test_a_one_off_session_ends_by_itself(site: Site, sessions: Sessions) 
     site.talker.errors = [InvalidRequest("no")]
     with pytest.raises(InvalidRequest):
         await talk(failed, 1)
-    await sessions.finish(kept.facts.session_id, "")
+    await sessions.finish(kept.session_id, "")
     await site.clock.sleep(200.0)
     groups = [group_id for group_id, _, _ in site.recorded]
-    assert groups == [kept.facts.session_id, left.facts.session_id]
-    [record] = [one for one in site.coordinator.finished["sessions"] if one.group_id == left.facts.session_id]
+    assert groups == [kept.session_id, left.session_id]
+    [record] = [one for one in site.coordinator.finished["sessions"] if one.group_id == left.session_id]
     assert (record.stop_reason, record.is_complete, record.error) == (StopReason.COMPLETED, True, None)
     for session in (kept, left, failed, unused):
         with pytest.raises(SessionNotFound):
-            await sessions.find(session.facts.session_id, "")
+            await sessions.find(session.session_id, "")
     assert sessions.stats().num_open == 0
 
 
