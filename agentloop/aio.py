@@ -111,7 +111,7 @@ class HasTasks(Protocol):
 
     @property
     def tasks(self) -> OwnedTasks:
-        """Where its calls run."""
+        """The owner of its calls."""
 
 
 S = TypeVar("S", bound=HasTasks)

@@ -21,7 +21,7 @@ from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateSer
 
 SERVER_NAME = "coordinator"
 MAX_CALL_BYTES = 256 * 2**20  # of a submission, or of one record
-STOP_TIMEOUT_S = 0.5  # there are always calls that wait for work
+CALLS_END_S = 0.5  # there are always calls that wait for work
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class CoordinatorServer(PrivateServer):
         for name, call in calls.items():
             method = next(getattr(port, name) for port in ports if hasattr(port, name))
             routes.append(web.post(f"/{name}", self._handler(call, method)))
-        super().__init__(SERVER_NAME, routes, secret, host, MAX_CALL_BYTES, STOP_TIMEOUT_S)
+        super().__init__(SERVER_NAME, routes, secret, host, MAX_CALL_BYTES, CALLS_END_S)
 
     def _handler(
         self, call: CallType, method: Callable[..., Awaitable[Any]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp
+from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp, keep_alive_connector
 from agentloop_servers.private_http.fencing import (
     EPOCH_HEADER,
     ORDER_HEADER,
@@ -11,13 +11,13 @@ from agentloop_servers.private_http.fencing import (
     FencingToken,
     NumberedCommands,
 )
-from agentloop_servers.private_http.keep_alive import keep_alive_connector, listening_socket
 from agentloop_servers.private_http.server import (
     SECRET_HEADER,
     SERVER_HEADER,
     Misdirected,
     PrivateServer,
     answer,
+    listening_socket,
     token_of,
 )
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import orjson
+from aiohappyeyeballs import AddrInfoType
 
 from agentloop.errors import AgentLoopError, from_wire
-from agentloop_servers.private_http.keep_alive import keep_alive_connector
-from agentloop_servers.private_http.server import SECRET_HEADER
+from agentloop_servers.private_http.server import SECRET_HEADER, keep_alive
 
 CONNECT_TIMEOUT_S = 5.0
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -109,3 +110,15 @@ def _envelope(body: bytes) -> Any:
     except orjson.JSONDecodeError:
         return None
     return found if isinstance(found, dict) and isinstance(found.get("error"), dict) else None
+
+
+def keep_alive_connector() -> aiohttp.TCPConnector:
+    """Return a connector without a limit of its own: what is in flight is bounded by its user."""
+    return aiohttp.TCPConnector(limit=0, socket_factory=_client_socket)
+
+
+def _client_socket(address: AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    keep_alive(made)
+    return made

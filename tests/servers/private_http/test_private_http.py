@@ -11,8 +11,13 @@ from agentloop.codec import decode
 from agentloop.errors import Conflict, DeadlineExceeded, EngineLost, InvalidRequest, Unauthorized
 from agentloop_servers.private_http.client import PrivateHttp
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
-from agentloop_servers.private_http.keep_alive import USER_TIMEOUT_MS
-from agentloop_servers.private_http.server import SERVER_HEADER, Misdirected, PrivateServer, answer
+from agentloop_servers.private_http.server import (
+    SERVER_HEADER,
+    USER_TIMEOUT_MS,
+    Misdirected,
+    PrivateServer,
+    answer,
+)
 
 OPTIONS = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 
