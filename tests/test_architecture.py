@@ -46,10 +46,15 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.export": {"agentloop.storage"},
     "agentloop.fleet": {"agentloop.api"},
     "agentloop.scheduling": {"agentloop.api", "agentloop.fleet"},
-    "agentloop.chat": {"agentloop.api", "agentloop.parsers", "agentloop.rendering", "agentloop.trajectory"},
     "agentloop.generation": {
         "agentloop.api",
-        "agentloop.chat",
+        "agentloop.parsers",
+        "agentloop.rendering",
+        "agentloop.trajectory",
+    },
+    "agentloop.chat": {
+        "agentloop.api",
+        "agentloop.generation",
         "agentloop.parsers",
         "agentloop.rendering",
         "agentloop.trajectory",

@@ -5,19 +5,16 @@ from __future__ import annotations
 from agentloop.chat import anthropic, openai, openai_completions, responses
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.body_cache import BodyCache
-from agentloop.chat.call import CallDelta, CallKey, ChatCall, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.dialect import arguments_text, finish_of
+from agentloop.chat.call import CallKey, ChatCall, ChatResult, ToolChoice
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from agentloop.chat.responses_bodies import ResponsesBody
 
 __all__ = [
     "BodyCache",
-    "CallDelta",
     "CallKey",
     "ChatBody",
     "ChatCall",
-    "ChatPiece",
     "ChatResult",
     "CompletionBody",
     "CountTokensBody",
@@ -28,8 +25,6 @@ __all__ = [
     "TokenizeBody",
     "ToolChoice",
     "anthropic",
-    "arguments_text",
-    "finish_of",
     "openai",
     "openai_completions",
     "read_body",

@@ -25,7 +25,7 @@ from agentloop.chat.anthropic_bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Block,
     BlockDelta,
@@ -38,7 +38,6 @@ from agentloop.chat.dialect import (
     capture_extras,
     check_tool_choice,
     check_tool_names,
-    finish_of,
     function_definition,
     joined_text,
     read_call,
@@ -47,6 +46,7 @@ from agentloop.chat.dialect import (
     with_tool_names,
 )
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
+from agentloop.generation import TurnFinish, TurnPiece, finish_of
 from agentloop.parsers import Parser
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
@@ -218,7 +218,7 @@ class MessageWriter:
         extras = capture_extras(result, with_token_ids=self._body.return_token_ids is True)
         return message | _stop(result) | {"usage": _usage(result)} | extras
 
-    async def events(self, pieces: AsyncIterator[ChatPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream, `message_stop` last. The first comes with the first piece: what fails before that
         is no stream yet. Arguments of a call come whole: only then it is known whether they can be read."""
         reader = BlockReader()
@@ -228,7 +228,7 @@ class MessageWriter:
                 is_begun = True
                 yield {"type": "message_start", "message": self._message([])}
                 yield {"type": "ping"}
-            if isinstance(piece, ChatPiece):
+            if isinstance(piece, TurnPiece):
                 for step in reader.feed(piece):
                     for event in _step(step):
                         yield event
@@ -311,9 +311,9 @@ def _stop(result: ChatResult) -> dict[str, JSON]:
     reply = result.choices[0].reply
     finish = finish_of(reply)
     sequence = reply.stop_text or None
-    if finish is ChatFinish.LENGTH:
+    if finish is TurnFinish.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if finish is ChatFinish.TOOL_CALLS:
+    if finish is TurnFinish.TOOL_CALLS:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     return {"stop_reason": "end_turn" if sequence is None else "stop_sequence", "stop_sequence": sequence}
 

@@ -1,7 +1,7 @@
 """A chat call and its result, whatever dialect it came in. Values only.
 
 A dialect (`openai.py`, `anthropic.py`, ...) turns its body into a `ChatCall` and a `ChatResult` (or the
-`ChatPiece`s of a stream) into its answer; a `Session` does what is between.
+`TurnPiece`s of a stream) into its answer; a `Session` does what is between.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agentloop.trajectory import Node
-from agentloop.types import JSON, Message, SamplingParams, TopLogprobs, WeightVersionSpan
+from agentloop.types import JSON, Message, SamplingParams
 
 
 class ToolChoice(StrEnum):
@@ -20,14 +20,6 @@ class ToolChoice(StrEnum):
     AUTO = "auto"
     NONE = "none"  # it must not
     REQUIRED = "required"  # at least one call; decoding is constrained to it
-
-
-class ChatFinish(StrEnum):
-    """The reason for a choice's end, as OpenAI says it."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +66,3 @@ class ChatResult:
     session_id: str
     prompt_ids: tuple[int, ...]
     choices: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A piece of one tool call: first its id and name, then its arguments as text."""
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPiece:
-    """The next part of one choice of a streamed answer; the `ChatResult` comes last.
-
-    Pieces concatenate to the node's reply: text to `message.content` and `message.reasoning`, ids to `token_ids`.
-    """
-
-    choice_index: int
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: TopLogprobs = ()
-    weight_versions: tuple[WeightVersionSpan, ...] = ()  # offsets within this piece
-    finish: ChatFinish | None = None  # in the last piece of the choice

@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.call import ChatResult, ToolChoice
 from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.generation import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers import Parser, loads
-from agentloop.trajectory import Node, Reply
+from agentloop.trajectory import Node
 from agentloop.types import (
     JSON,
     Constraint,
     ConstraintKind,
-    FinishReason,
     Message,
     SamplingParams,
     ToolCall,
@@ -59,11 +59,6 @@ def read_call(call_id: str, name: str, arguments: str) -> ToolCall:
     if not isinstance(read, dict):
         return ToolCall(call_id, name, {}, ToolCallStatus.MALFORMED, "not a JSON object", text=arguments)
     return ToolCall(call_id, name, read)
-
-
-def arguments_text(call: ToolCall) -> str:
-    """Write what `read_call` reads: a MALFORMED call's arguments are what the policy wrote."""
-    return orjson.dumps(call.arguments).decode() if call.status is ToolCallStatus.OK else call.text
 
 
 def function_definition(
@@ -176,13 +171,6 @@ def _answer_or_calls(
 
 
 # --- answers ----------------------------------------------------------------------------------------------
-
-
-def finish_of(reply: Reply) -> ChatFinish:
-    """Return why a reply ended, as clients are told."""
-    if reply.finish_reason is FinishReason.LENGTH:
-        return ChatFinish.LENGTH
-    return ChatFinish.TOOL_CALLS if reply.message.tool_calls else ChatFinish.STOP
 
 
 def versions_of(node: Node) -> list[Answer]:
@@ -298,7 +286,7 @@ class BlockReader:
         """Those that are closed."""
         return self._done
 
-    def feed(self, piece: ChatPiece) -> Iterator[BlockStep]:
+    def feed(self, piece: TurnPiece) -> Iterator[BlockStep]:
         """Yield the steps that a piece adds."""
         if piece.reasoning:
             yield from self._text(BlockKind.REASONING, piece.reasoning)

@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
-from agentloop.chat.call import ChatCall, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Answer,
     answer_constraint,
-    arguments_text,
     check_tool_choice,
     check_tool_names,
-    finish_of,
     function_definition,
     joined_text,
     read_call,
@@ -34,6 +32,7 @@ from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
 from agentloop.checks import MAX_CHAT_SEED
 from agentloop.errors import InvalidRequest
+from agentloop.generation import TurnPiece, arguments_text, finish_of
 from agentloop.parsers import Parser
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
@@ -298,7 +297,7 @@ def fingerprint(result: ChatResult) -> str | None:
 
 
 async def chat_chunks(
-    pieces: AsyncIterator[ChatPiece | ChatResult], body: ChatBody, texts: TokenTexts, created_at: int
+    pieces: AsyncIterator[TurnPiece | ChatResult], body: ChatBody, texts: TokenTexts, created_at: int
 ) -> AsyncIterator[Answer]:
     """The chunks of a stream, in order. The caller writes them, and `[DONE]` behind the last."""
     stream = _ChatStream(body, texts, created_at)
@@ -323,7 +322,7 @@ class _ChatStream:
         self._has_role: set[int] = set()
         self._shows_tokens = bool(body.logprobs or body.return_token_ids)
 
-    def feed(self, piece: ChatPiece) -> Iterator[Answer]:
+    def feed(self, piece: TurnPiece) -> Iterator[Answer]:
         """The chunks of one piece: none where it shows nothing that was asked for."""
         index = piece.choice_index
         if piece.weight_versions:
@@ -373,7 +372,7 @@ class _ChatStream:
         return chunk
 
 
-def _delta(piece: ChatPiece) -> Answer:
+def _delta(piece: TurnPiece) -> Answer:
     delta: Answer = {}
     if piece.reasoning:
         delta["reasoning_content"] = piece.reasoning

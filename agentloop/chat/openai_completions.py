@@ -9,12 +9,13 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult
-from agentloop.chat.dialect import Answer, finish_of, session_extra, versions_of
+from agentloop.chat.call import ChatCall, ChatResult
+from agentloop.chat.dialect import Answer, session_extra, versions_of
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import answer_of, fingerprint, sampling_of, stops_of, usage_of
 from agentloop.chat.openai_bodies import CompletionBody
 from agentloop.errors import InvalidRequest
+from agentloop.generation import TurnFinish, TurnPiece, finish_of
 from agentloop.rendering import Renderer
 from agentloop.trajectory import Node
 
@@ -68,11 +69,11 @@ def _choice(node: Node, body: CompletionBody, texts: TokenTexts) -> Answer:
 
 
 def _finish(node: Node) -> str:
-    return "length" if finish_of(node.reply) is ChatFinish.LENGTH else "stop"
+    return "length" if finish_of(node.reply) is TurnFinish.LENGTH else "stop"
 
 
 async def completion_chunks(
-    pieces: AsyncIterator[ChatPiece | ChatResult], body: CompletionBody, texts: TokenTexts, created_at: int
+    pieces: AsyncIterator[TurnPiece | ChatResult], body: CompletionBody, texts: TokenTexts, created_at: int
 ) -> AsyncIterator[Answer]:
     """The chunks of a stream; the finish reasons come after the turn is recorded."""
     head: Answer = {

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentloop.chat.call import ChatCall, ChatFinish, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Block,
     BlockDelta,
@@ -25,7 +25,6 @@ from agentloop.chat.dialect import (
     capture_extras,
     check_tool_choice,
     check_tool_names,
-    finish_of,
     function_definition,
     joined_text,
     read_call,
@@ -47,6 +46,7 @@ from agentloop.chat.responses_bodies import (
     ResponsesTextFormat,
 )
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
+from agentloop.generation import TurnFinish, TurnPiece, finish_of
 from agentloop.parsers import Parser
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, ToolCall
 
@@ -234,7 +234,7 @@ class ResponseWriter:
         """The answer of a call that does not stream."""
         return self._final(result, blocks_of(result.choices[0].reply.message))
 
-    async def events(self, pieces: AsyncIterator[ChatPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream, the final one last. The first comes with the first piece: what fails before that
         is no stream yet."""
         reader = BlockReader()
@@ -244,7 +244,7 @@ class ResponseWriter:
                 is_begun = True
                 yield self._event("response.created", response=self._response("in_progress", []))
                 yield self._event("response.in_progress", response=self._response("in_progress", []))
-            if isinstance(piece, ChatPiece):
+            if isinstance(piece, TurnPiece):
                 for step in reader.feed(piece):
                     for event in self._step(step):
                         yield event
@@ -261,7 +261,7 @@ class ResponseWriter:
         """Write the event of a failure amid a stream; the nested envelope makes the client library raise."""
         return self._event("error", code=error.code, message=error.message, param=error.param, **error.to_wire())
 
-    def _step(self, step: BlockStep, finish: ChatFinish | None = None) -> Iterator[dict[str, Any]]:
+    def _step(self, step: BlockStep, finish: TurnFinish | None = None) -> Iterator[dict[str, Any]]:
         block = step.block
         place = {"output_index": block.index}
         part_place = {**place, "item_id": self._item_id(block), "content_index": 0}
@@ -305,7 +305,7 @@ class ResponseWriter:
     def _final(self, result: ChatResult, blocks: Sequence[Block]) -> dict[str, Any]:
         reply = result.choices[0].reply
         finish = finish_of(reply)
-        is_cut = finish is ChatFinish.LENGTH
+        is_cut = finish is TurnFinish.LENGTH
         items = [
             self._item(block, _item_status(finish if index == len(blocks) - 1 else None))
             for index, block in enumerate(blocks)
@@ -359,8 +359,8 @@ class ResponseWriter:
         return {**item, "type": "message", "role": "assistant", "content": parts}
 
 
-def _item_status(finish: ChatFinish | None) -> str:
-    return "incomplete" if finish is ChatFinish.LENGTH else "completed"
+def _item_status(finish: TurnFinish | None) -> str:
+    return "incomplete" if finish is TurnFinish.LENGTH else "completed"
 
 
 def _part(block: Block) -> dict[str, JSON]:

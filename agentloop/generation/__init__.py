@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
+from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 
 __all__ = [
     "AssignedLease",
+    "CallDelta",
     "Connect",
     "LeaseConfig",
     "LeasedEngine",
     "NewestVersion",
     "SessionLeases",
+    "TurnFinish",
+    "TurnPiece",
     "TurnReader",
     "TurnRequest",
+    "arguments_text",
+    "finish_of",
     "sample_turn",
     "stream_turn",
 ]

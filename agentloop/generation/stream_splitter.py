@@ -9,29 +9,15 @@ message itself is the source. Time is linear: every region of a call is parsed a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
-from agentloop.chat import CallDelta, arguments_text
 from agentloop.errors import InvariantBroken
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.generation.turn_reader import THINK_CLOSE, THINK_OPEN, Reading, TurnReader
 from agentloop.parsers import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.types import Message, ToolCall, ToolCallStatus
 
 _MAX_PARSES = 6  # of one region: the closing mark may stand inside a string, but not without end
-
-
-@dataclass(frozen=True, slots=True)
-class Increment:
-    """What a turn has more than before."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallDelta, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.reasoning or self.content or self.calls)
 
 
 class _Phase(Enum):
@@ -45,7 +31,8 @@ class _Phase(Enum):
 class TurnSplitter:
     """Reads one turn's text from left to right, as `reading` says."""
 
-    def __init__(self, reader: TurnReader, reading: Reading) -> None:
+    def __init__(self, reader: TurnReader, reading: Reading, choice_index: int = 0) -> None:
+        self._choice_index = choice_index
         self._reader = reader
         self._reading = reading
         self._openings = reader.openings if reading.reads_calls else ()
@@ -66,8 +53,8 @@ class TurnSplitter:
         self._given_reasoning: list[str] = []
         self._given_content: list[str] = []
 
-    def add(self, text: str) -> Increment:
-        """What is certain with this text."""
+    def add(self, text: str) -> TurnPiece:
+        """Return what is certain with this text, and was not before; without tokens."""
         rest: str | None = text
         while rest:
             match self._phase:
@@ -83,8 +70,8 @@ class TurnSplitter:
                     rest = None
         return self._take()
 
-    def finish(self, message: Message) -> Increment:
-        """What `message`, the whole turn, has more than was given out."""
+    def finish(self, message: Message) -> TurnPiece:
+        """Return what `message`, the whole turn, has more than was given out; without tokens."""
         reasoning, content = "".join(self._given_reasoning), "".join(self._given_content)
         if not (message.reasoning.startswith(reasoning) and message.content.startswith(content)):
             raise InvariantBroken("a turn that was streamed is not what it was read as")
@@ -96,8 +83,9 @@ class TurnSplitter:
             self._give_call(index, call)
         return self._take()
 
-    def _take(self) -> Increment:
-        taken = Increment("".join(self._reasoning), "".join(self._content), tuple(self._calls))
+    def _take(self) -> TurnPiece:
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        taken = TurnPiece(self._choice_index, content, reasoning, tuple(self._calls))
         self._given_reasoning.append(taken.reasoning)
         self._given_content.append(taken.content)
         self._reasoning, self._content, self._calls = [], [], []

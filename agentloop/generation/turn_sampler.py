@@ -19,11 +19,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from agentloop.chat import ChatPiece, finish_of
 from agentloop.errors import EnginePaused, InvariantBroken
 from agentloop.generation.leased_engine import LeasedEngine, continued
 from agentloop.generation.stop_strings import StopFinder, StopMatch
-from agentloop.generation.stream_splitter import Increment, TurnSplitter
+from agentloop.generation.stream_splitter import TurnSplitter
+from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers import DecodedText
 from agentloop.sampled_tokens import SampledTokens
@@ -92,7 +92,7 @@ async def sample_turn(
 
 async def stream_turn(
     engine: LeasedEngine, reader: TurnReader, wanted: TurnRequest
-) -> AsyncGenerator[ChatPiece | Reply, None]:
+) -> AsyncGenerator[TurnPiece | Reply, None]:
     """Sample the turn in pieces as they come; the last item is the reply. Close it to end the request.
 
     Raises as `sample_turn`, and EnginePaused if an abort cut a constrained turn: no engine can take up a grammar
@@ -107,7 +107,7 @@ async def stream_turn(
     yield reply
 
 
-async def _streamed(engine: LeasedEngine, turn: _Turn, deadline_at: float) -> AsyncGenerator[ChatPiece, None]:
+async def _streamed(engine: LeasedEngine, turn: _Turn, deadline_at: float) -> AsyncGenerator[TurnPiece, None]:
     """Stream a turn's tokens into it, up to its end or its first stop string."""
     while (request := turn.next_request()) is not None:
         async with aclosing(engine.stream(request, turn.sampled, deadline_at=deadline_at)) as items:
@@ -146,7 +146,7 @@ class _Turn:
         self._num_requests = 0
         self._is_left = False  # cut by an abort, and not to go on
         self._text = _GrowingText(reader, wanted.stop)
-        self._splitter = TurnSplitter(reader, self._reading) if is_streamed else None
+        self._splitter = TurnSplitter(reader, self._reading, wanted.choice_index) if is_streamed else None
         self._held = ""  # text that may begin a stop string
         self._num_given = 0  # tokens that pieces had
 
@@ -188,7 +188,7 @@ class _Turn:
         self._is_left = self._goes_on is not None and not self._goes_on(self.sampled)
         return not self._is_left
 
-    def read(self) -> ChatPiece | None:
+    def read(self) -> TurnPiece | None:
         """Read the tokens that came. Returns what a client can be shown of them, if there is anything."""
         if self.is_stopped:
             raise InvariantBroken("tokens after a stop string")
@@ -202,8 +202,8 @@ class _Turn:
         text = self._held + text
         num_free = len(text) - self._text.num_held
         self._held = text[num_free:]
-        increment = self._splitter.add(text[:num_free])
-        return None if increment.is_empty else self._piece(increment, len(self._text.ends))
+        shown = self._splitter.add(text[:num_free])
+        return None if shown.is_empty else self._piece(shown, len(self._text.ends))
 
     def end(self, generation: Generation) -> None:
         """Note how an engine request ended; its tokens were added."""
@@ -237,26 +237,28 @@ class _Turn:
             top_logprobs=_rounded(self.sampled.top_logprobs),
         )
 
-    def last_piece(self, reply: Reply) -> ChatPiece:
+    def last_piece(self, reply: Reply) -> TurnPiece:
         """Return what the reply has more than the pieces so far, and how it ended."""
-        increment = Increment() if self._splitter is None else self._splitter.finish(reply.message)
-        return replace(self._piece(increment, len(self.sampled)), finish=finish_of(reply))
+        if self._splitter is None:
+            raise InvariantBroken("the last piece of a turn that is not streamed")
+        return self._piece(self._splitter.finish(reply.message), len(self.sampled), finish_of(reply))
 
-    def _piece(self, increment: Increment, num_tokens: int) -> ChatPiece:
-        """Make a piece of the tokens up to there that no earlier one had: those that no stop string can cut.
+    def _piece(self, shown: TurnPiece, num_tokens: int, finish: TurnFinish | None = None) -> TurnPiece:
+        """Add the tokens up to there that no earlier piece had: those that no stop string can cut.
 
         Logprobs are rounded as the reply stores them.
         """
         tokens, self._num_given = self.sampled.since(self._num_given, num_tokens), num_tokens
-        return ChatPiece(
-            self._wanted.choice_index,
-            increment.content,
-            increment.reasoning,
-            increment.calls,
+        return TurnPiece(
+            shown.choice_index,
+            shown.content,
+            shown.reasoning,
+            shown.calls,
             tokens.token_ids,
             tuple(np.asarray(tokens.logprobs, np.float32).tolist()),
             _rounded(tokens.top_logprobs),
             tokens.weight_versions,
+            finish,
         )
 
 

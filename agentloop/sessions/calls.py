@@ -14,8 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from agentloop.chat import CallDelta, CallKey, ChatCall, ChatPiece, ChatResult, arguments_text, finish_of
+from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, DeadlineExceeded
+from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
 from agentloop.trajectory import CallRecord, ModelCallState, Node
 
 _RECORD_BYTES = 360  # a settled record with its entries in two dicts
@@ -41,9 +42,9 @@ class LiveCall:
         self.generate_s = 0.0
         self.result: ChatResult | None = None
         self.lost: BaseException | None = None  # why it fails, as soon as that is known
-        self.pieces: list[ChatPiece] = []  # bounded by the reply
+        self.pieces: list[TurnPiece] = []  # bounded by the reply
         self.task: asyncio.Task[None] | None = None
-        self._held: list[ChatPiece] = []  # a choice's last piece says that it is good: it waits for the journal
+        self._held: list[TurnPiece] = []  # a choice's last piece says that it is good: it waits for the journal
         self._num_waiting = 0
         self._outcome: asyncio.Future[ChatResult] = loop.create_future()
         self._readers: set[asyncio.Event] = set()
@@ -93,7 +94,7 @@ class LiveCall:
         if self.lost is not None:
             raise self.lost  # given up in the moment it was done
 
-    def add_piece(self, piece: ChatPiece) -> None:
+    def add_piece(self, piece: TurnPiece) -> None:
         """Show a piece to those who stream."""
         if piece.finish is not None:
             self._held.append(piece)
@@ -115,7 +116,7 @@ class LiveCall:
         """The outcome. Cancelling this does not touch the call."""
         return await asyncio.shield(self._outcome)
 
-    async def read(self) -> AsyncGenerator[ChatPiece | ChatResult, None]:
+    async def read(self) -> AsyncGenerator[TurnPiece | ChatResult, None]:
         """All pieces from the first on, then the result. Of a call that does not stream: a piece a choice."""
         news = asyncio.Event()
         self._readers.add(news)
@@ -226,17 +227,17 @@ def record_of(live: LiveCall, state: ModelCallState, *, error: str = "") -> Call
     return CallRecord(live.call_id, live.digest, live.created_at, state, error, live.generate_s)
 
 
-def whole_pieces(choices: Iterable[Node]) -> list[ChatPiece]:
+def whole_pieces(choices: Iterable[Node]) -> list[TurnPiece]:
     """An answer as a stream of one piece a choice."""
     return [_whole_piece(node) for node in choices]
 
 
-def _whole_piece(node: Node) -> ChatPiece:
+def _whole_piece(node: Node) -> TurnPiece:
     reply, message = node.reply, node.reply.message
     calls = []
     for index, call in enumerate(message.tool_calls):
         calls += [CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call))]
-    return ChatPiece(
+    return TurnPiece(
         node.choice_index,
         message.content,
         message.reasoning,

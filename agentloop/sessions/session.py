@@ -24,7 +24,7 @@ from dataclasses import replace
 import structlog
 
 from agentloop.aio import run_to_end
-from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import (
     AgentLoopError,
     InvalidRequest,
@@ -33,7 +33,7 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.generation import LeasedEngine, TurnRequest, sample_turn, stream_turn
+from agentloop.generation import LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
 from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
@@ -129,7 +129,7 @@ class Session:
         finally:
             entered.leave()
 
-    async def stream(self, chat: ChatCall, key: CallKey) -> AsyncGenerator[ChatPiece | ChatResult, None]:
+    async def stream(self, chat: ChatCall, key: CallKey) -> AsyncGenerator[TurnPiece | ChatResult, None]:
         """The same answer in pieces as they are sampled, the `ChatResult` last. Raises as `call`.
 
         Closing it leaves the call. A choice's last piece comes only when the answer is durable. A retry gets all

@@ -12,10 +12,10 @@ import pytest
 
 from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
-from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.dialect import arguments_text
+from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
 from agentloop.chat.openai_bodies import read_body
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers.by_name import get_parser
 from agentloop.trajectory.node import Node, Reply
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -63,7 +63,7 @@ def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text
     return ChatResult("c1", 1_700_000_000, "s1", tuple(range(7)), (node,))
 
 
-def pieces_of(message: Message) -> list[ChatPiece]:
+def pieces_of(message: Message) -> list[TurnPiece]:
     """The message in pieces of one character, as a stream brings it."""
     calls = [
         piece
@@ -71,14 +71,14 @@ def pieces_of(message: Message) -> list[ChatPiece]:
         for piece in (CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call)))
     ]
     return [
-        *(ChatPiece(0, reasoning=char) for char in message.reasoning),
-        *(ChatPiece(0, content=char) for char in message.content),
-        *(ChatPiece(0, calls=(call,)) for call in calls),
+        *(TurnPiece(0, reasoning=char) for char in message.reasoning),
+        *(TurnPiece(0, content=char) for char in message.content),
+        *(TurnPiece(0, calls=(call,)) for call in calls),
     ]
 
 
-def written(items: Sequence[ChatPiece | ChatResult]) -> list[dict[str, Any]]:
-    async def source() -> AsyncIterator[ChatPiece | ChatResult]:
+def written(items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:
+    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
         for item in items:
             yield item
 
@@ -322,7 +322,7 @@ def test_blocks_come_one_after_the_other():
 
 
 def test_nothing_is_written_before_the_first_piece():
-    async def failing() -> AsyncIterator[ChatPiece | ChatResult]:
+    async def failing() -> AsyncIterator[TurnPiece | ChatResult]:
         raise EngineLost("gone")
         yield
 

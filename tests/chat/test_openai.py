@@ -14,13 +14,14 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentloop.chat.body_cache import BodyCache
-from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import ChatRequest, chat_chunks, read_chat, render_chat, to_call
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, read_body
 from agentloop.chat.openai_completions import completion_chunks, prompt_ids_of, render_completion
 from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest
+from agentloop.generation.turn_piece import CallDelta, TurnPiece
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.trajectory.node import Node, Reply, Split
@@ -103,27 +104,27 @@ def result(*messages: Message, finish: FinishReason = FinishReason.STOP, split: 
     )
 
 
-def pieces_of(answer: ChatResult) -> list[ChatPiece | ChatResult]:
+def pieces_of(answer: ChatResult) -> list[TurnPiece | ChatResult]:
     """A stream of one-character pieces, the choices taking turns; its last items have no text."""
-    found: list[ChatPiece | ChatResult] = []
+    found: list[TurnPiece | ChatResult] = []
     for node in answer.choices:
         index, reply = node.choice_index, node.reply
-        texts = [ChatPiece(index, reasoning=char) for char in reply.message.reasoning]
-        texts += [ChatPiece(index, content=char) for char in reply.message.content]
+        texts = [TurnPiece(index, reasoning=char) for char in reply.message.reasoning]
+        texts += [TurnPiece(index, content=char) for char in reply.message.content]
         for place, call in enumerate(reply.message.tool_calls):
             arguments = call.text if call.status is ToolCallStatus.MALFORMED else '{"x":1.5,"y":"é"}'
-            texts.append(ChatPiece(index, calls=(CallDelta(place, call.id, call.name),)))
-            texts += [ChatPiece(index, calls=(CallDelta(place, arguments=char),)) for char in arguments]
+            texts.append(TurnPiece(index, calls=(CallDelta(place, call.id, call.name),)))
+            texts += [TurnPiece(index, calls=(CallDelta(place, arguments=char),)) for char in arguments]
         found += texts
         for at in range(len(reply.token_ids)):
             ids, logprobs = tuple(reply.token_ids[at : at + 1].tolist()), (-0.5,)
             spans = (WeightVersionSpan(3, 0, 1),)
-            found.append(ChatPiece(index, "", "", (), ids, logprobs, reply.top_logprobs[at : at + 1], spans))
+            found.append(TurnPiece(index, "", "", (), ids, logprobs, reply.top_logprobs[at : at + 1], spans))
     return [*found, answer]
 
 
 async def chunks_of(asked_body: ChatBody, answer: ChatResult, texts: TokenTexts) -> list[dict[str, Any]]:
-    async def source() -> AsyncIterator[ChatPiece | ChatResult]:
+    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
         for item in pieces_of(answer):
             yield item
 
@@ -376,7 +377,7 @@ async def test_completions_streamed_and_whole(texts: TokenTexts) -> None:
     whole = render_completion(answer, asked_body, texts)
     strictly(Completion, whole)
 
-    async def source() -> AsyncIterator[ChatPiece | ChatResult]:
+    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
         for item in pieces_of(answer):
             yield item
 

@@ -14,12 +14,12 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentloop.chat.call import CallDelta, ChatCall, ChatPiece, ChatResult, ToolChoice
-from agentloop.chat.dialect import arguments_text
+from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
 from agentloop.chat.openai_bodies import read_body
 from agentloop.chat.responses import ResponseWriter, chat_call
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.errors import EngineLost, InvalidRequest, UnsupportedParameter
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers.by_name import get_parser
 from agentloop.trajectory.node import Node, Reply
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -65,7 +65,7 @@ def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text
     return ChatResult("c1", 1_700_000_000, "s1", tuple(range(7)), (node,))
 
 
-def pieces_of(message: Message) -> list[ChatPiece]:
+def pieces_of(message: Message) -> list[TurnPiece]:
     """The message in pieces of one character, as a stream brings it."""
     calls = [
         piece
@@ -73,14 +73,14 @@ def pieces_of(message: Message) -> list[ChatPiece]:
         for piece in (CallDelta(index, call.id, call.name), CallDelta(index, arguments=arguments_text(call)))
     ]
     return [
-        *(ChatPiece(0, reasoning=char) for char in message.reasoning),
-        *(ChatPiece(0, content=char) for char in message.content),
-        *(ChatPiece(0, calls=(call,)) for call in calls),
+        *(TurnPiece(0, reasoning=char) for char in message.reasoning),
+        *(TurnPiece(0, content=char) for char in message.content),
+        *(TurnPiece(0, calls=(call,)) for call in calls),
     ]
 
 
-def written(asked_body: ResponsesBody, items: Sequence[ChatPiece | ChatResult]) -> list[dict[str, Any]]:
-    async def source() -> AsyncIterator[ChatPiece | ChatResult]:
+def written(asked_body: ResponsesBody, items: Sequence[TurnPiece | ChatResult]) -> list[dict[str, Any]]:
+    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
         for item in items:
             yield item
 
@@ -326,8 +326,8 @@ def test_the_order_of_events():
 
 def test_text_after_a_call_is_an_item_of_its_own():
     message = Message("assistant", "a\nb", CALLS[:1])
-    text, *calls = [ChatPiece(0, content="a"), *pieces_of(Message("assistant", tool_calls=CALLS[:1]))]
-    events = written(body(), [text, *calls, ChatPiece(0, content="\nb"), result(message)])
+    text, *calls = [TurnPiece(0, content="a"), *pieces_of(Message("assistant", tool_calls=CALLS[:1]))]
+    events = written(body(), [text, *calls, TurnPiece(0, content="\nb"), result(message)])
     output = events[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     again = asked(input=output).messages
@@ -341,7 +341,7 @@ def test_a_cut_stream_is_incomplete():
 
 
 def test_nothing_is_written_before_the_first_piece():
-    async def failing() -> AsyncIterator[ChatPiece | ChatResult]:
+    async def failing() -> AsyncIterator[TurnPiece | ChatResult]:
         raise EngineLost("gone")
         yield
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.chat.call import CallDelta
-from agentloop.chat.dialect import arguments_text
-from agentloop.generation.stream_splitter import Increment, TurnSplitter
+from agentloop.generation.stream_splitter import TurnSplitter
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
@@ -35,7 +34,7 @@ def whole(reader: TurnReader, text: str, reading: Reading) -> Message:
     return reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)[0]
 
 
-def split(reader: TurnReader, pieces: list[str], reading: Reading = WITH_CALLS) -> list[Increment]:
+def split(reader: TurnReader, pieces: list[str], reading: Reading = WITH_CALLS) -> list[TurnPiece]:
     splitter = TurnSplitter(reader, reading)
     increments = [splitter.add(piece) for piece in pieces]
     return [*increments, splitter.finish(whole(reader, "".join(pieces), reading))]

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.chat.call import CallDelta, ChatFinish, ChatPiece
-from agentloop.chat.dialect import arguments_text
 from agentloop.codec import encode
 from agentloop.engine import Delta, TokenEngine
 from agentloop.errors import DeadlineExceeded, EngineLost, EnginePaused, InvalidRequest, MalformedEngineResponse
+from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import (
     MAX_CONTINUATIONS,
@@ -132,7 +131,7 @@ async def streamed(engine: TokenEngine, wanted: TurnRequest, reader: TurnReader 
     return pieces, reply
 
 
-def check_pieces(pieces: list[ChatPiece], reply: Reply) -> None:
+def check_pieces(pieces: list[TurnPiece], reply: Reply) -> None:
     """They concatenate to the reply, and only the last one has a finish."""
     message = reply.message
     assert "".join(piece.content for piece in pieces) == message.content
@@ -202,7 +201,7 @@ async def test_a_scripted_turn_streams_its_thought_its_text_and_its_call():
     assert (reply.message.reasoning, reply.message.content) == ("add", "I add.")
     assert reply.is_closed
     assert reply.finish_reason is FinishReason.STOP
-    assert pieces[-1].finish is ChatFinish.TOOL_CALLS
+    assert pieces[-1].finish is TurnFinish.TOOL_CALLS
     assert reply.num_reasoning_tokens == len(ids("<think>\nadd\n</think>"))
     (made,) = reply.message.tool_calls
     assert RENDERER.decode(reply.token_ids[made.token_start : made.token_end].tolist()).strip().startswith("<tool")

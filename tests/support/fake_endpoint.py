@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
-from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
+from agentloop.generation.turn_piece import TurnPiece
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
@@ -53,12 +54,12 @@ class FakeSession:
         finally:
             self.num_open_calls -= 1
 
-    async def stream(self, chat: ChatCall, key: CallKey) -> AsyncIterator[ChatPiece | ChatResult]:
+    async def stream(self, chat: ChatCall, key: CallKey) -> AsyncIterator[TurnPiece | ChatResult]:
         self._enter(chat, key)
         try:
             for index, char in enumerate(self.registry.text):
                 await self.registry.before(index)
-                yield ChatPiece(0, char)
+                yield TurnPiece(0, char)
             yield self._result(chat)
         except (asyncio.CancelledError, GeneratorExit):
             self.registry.cancelled.set()

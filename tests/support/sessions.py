@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from agentloop import codec
-from agentloop.chat.call import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.engine import TokenEngine
+from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
@@ -219,15 +220,15 @@ def key(name: str, retry_count: int = 0) -> CallKey:
     return CallKey(name.encode(), retry_count)
 
 
-async def streamed(session: Session, chat: ChatCall, call_key: CallKey) -> tuple[list[ChatPiece], ChatResult]:
+async def streamed(session: Session, chat: ChatCall, call_key: CallKey) -> tuple[list[TurnPiece], ChatResult]:
     """A stream to its end."""
     *pieces, result = [item async for item in session.stream(chat, call_key)]
     assert isinstance(result, ChatResult)
-    assert all(isinstance(piece, ChatPiece) for piece in pieces)
+    assert all(isinstance(piece, TurnPiece) for piece in pieces)
     return pieces, result
 
 
-def check_pieces(pieces: Sequence[ChatPiece], result: ChatResult) -> None:
+def check_pieces(pieces: Sequence[TurnPiece], result: ChatResult) -> None:
     """A stream's pieces are its answer."""
     for node in result.choices:
         own = [piece for piece in pieces if piece.choice_index == node.choice_index]

@@ -19,8 +19,9 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from agentloop.chat import CallKey, ChatCall, ChatPiece, ChatResult
+from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError
+from agentloop.generation import TurnPiece
 from agentloop.sessions import Session
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http import (
@@ -37,7 +38,7 @@ from agentloop_servers.http import (
 
 E = TypeVar("E")
 
-Events: TypeAlias = Callable[[AsyncIterator[ChatPiece | ChatResult]], AsyncGenerator[E, None]]
+Events: TypeAlias = Callable[[AsyncIterator[TurnPiece | ChatResult]], AsyncGenerator[E, None]]
 """The type of functions that turn the pieces of an answer into the events of a dialect."""
 
 LONG_CONVERSATION = 512
@@ -85,7 +86,7 @@ class CallHandler:
     def stream(
         self,
         chat: ChatCall,
-        events: Callable[[AsyncIterator[ChatPiece | ChatResult]], AsyncIterator[bytes]],
+        events: Callable[[AsyncIterator[TurnPiece | ChatResult]], AsyncIterator[bytes]],
         error_event: Callable[[AgentLoopError], bytes],
     ) -> Response:
         """Answer with server-sent events, with keep-alive comments.
@@ -105,7 +106,7 @@ class CallHandler:
     async def _events(
         self,
         chat: ChatCall,
-        events: Callable[[AsyncIterator[ChatPiece | ChatResult]], AsyncIterator[bytes]],
+        events: Callable[[AsyncIterator[TurnPiece | ChatResult]], AsyncIterator[bytes]],
     ) -> AsyncGenerator[bytes, None]:
         with self.endpoint.admitted():
             # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
@@ -156,7 +157,7 @@ async def as_call(reading: Callable[[], ChatCall], num_messages: int) -> ChatCal
 def typed_events(write: Events[dict[str, Any]]) -> Events[bytes]:
     """Return the events of a dialect that names each by its `type`, as they are sent."""
 
-    async def events(pieces: AsyncIterator[ChatPiece | ChatResult]) -> AsyncGenerator[bytes, None]:
+    async def events(pieces: AsyncIterator[TurnPiece | ChatResult]) -> AsyncGenerator[bytes, None]:
         async with aclosing(write(pieces)) as found:
             async for event in found:
                 yield sse(event, event["type"])

@@ -21,7 +21,6 @@ from agentloop.chat import (
     BodyCache,
     ChatBody,
     ChatCall,
-    ChatPiece,
     ChatResult,
     CompletionBody,
     DetokenizeBody,
@@ -32,6 +31,7 @@ from agentloop.chat import (
 )
 from agentloop.chat import openai as openai_chat
 from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.generation import TurnPiece
 from agentloop.rendering import off_loop
 from agentloop_servers.endpoint.call_handler import CallHandler, as_call, session_of
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -220,7 +220,7 @@ class OpenAiRoutes:
         return await as_call(reading, len(asked.messages))
 
     async def _chat_events(
-        self, body: ChatBody, pieces: AsyncIterator[ChatPiece | ChatResult]
+        self, body: ChatBody, pieces: AsyncIterator[TurnPiece | ChatResult]
     ) -> AsyncIterator[bytes]:
         created_at = int(self._endpoint.unix_time())
         async for chunk in openai_chat.chat_chunks(pieces, body, self._texts, created_at):
@@ -228,7 +228,7 @@ class OpenAiRoutes:
         yield DONE
 
     async def _completion_events(
-        self, body: CompletionBody, pieces: AsyncIterator[ChatPiece | ChatResult]
+        self, body: CompletionBody, pieces: AsyncIterator[TurnPiece | ChatResult]
     ) -> AsyncIterator[bytes]:
         created_at = int(self._endpoint.unix_time())
         async for chunk in openai_completions.completion_chunks(pieces, body, self._texts, created_at):
