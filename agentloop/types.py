@@ -365,9 +365,6 @@ class SplitReason(StrEnum):
     TEMPLATE = "template"  # the chat template renders earlier messages otherwise than before
 
 
-_BEGINS_CONVERSATION = frozenset({SplitReason.NEW_CONVERSATION, SplitReason.AMBIGUOUS})
-
-
 @dataclass(frozen=True, slots=True)
 class TokenPath:
     """One root-to-leaf token sequence, the unit a trainer trains on. All response arrays have one length.
@@ -391,6 +388,17 @@ class TokenPath:
     num_shared: int = 0  # tokens of prompt and response that are the parent's own
     split_detail: str | None = None  # the first difference, decoded: what was there and what came instead
     messages: tuple[Message, ...] = ()  # its conversation; at the end may be some that no turn has read any more
+
+    @property
+    def begins_conversation(self) -> bool:
+        """Tell if it is no other path's conversation going on.
+
+        Under another system message or other tools a conversation goes on only if the prompt echoes one of its
+        turns: a title call repeats at most what the user said.
+        """
+        if self.split_reason in (SplitReason.SYSTEM_CHANGED, SplitReason.TOOLS_CHANGED) and self.num_shared == 0:
+            return sum(message.role == "assistant" for message in self.messages) <= len(self.turns)
+        return self.split_reason in (None, SplitReason.NEW_CONVERSATION, SplitReason.AMBIGUOUS)
 
     @property
     def num_own_turns(self) -> int:
@@ -458,8 +466,8 @@ class Trajectory:
     def main_conversation(self) -> tuple[int, ...]:
         """Places in `paths` of the main conversation; empty if nothing was rendered.
 
-        A path that goes on from another one, rewritten or branched off, belongs to that one's conversation; a
-        NEW_CONVERSATION or an AMBIGUOUS history begins another. An agent's side conversations (a title, a
+        A path that goes on from another one, rewritten or branched off, belongs to that one's conversation, unless
+        it `begins_conversation`. An agent's side conversations (a title, a
         sub-agent) are short beside the one that delegates to them, and any of them may come first or end last. So
         the main one is the one with the most turns; of equals the one that sampled most tokens, then the one that
         began first. A sub-agent with more turns than its caller counts as main: it needs a session of its own.
@@ -513,7 +521,7 @@ def _conversations(paths: Sequence[TokenPath]) -> list[tuple[int, ...]]:
         return place
 
     for place, path in enumerate(paths):
-        if path.split_reason is not None and path.split_reason not in _BEGINS_CONVERSATION:
+        if not path.begins_conversation:
             origin = max(place - 1, 0) if path.parent is None else path.parent
             linked[end_of(place)] = end_of(origin)
     found: dict[int, list[int]] = {}

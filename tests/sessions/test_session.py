@@ -39,9 +39,9 @@ async def engine():
         yield WatchedEngine(running)
 
 
-async def converse(session, *texts, name="turn"):
-    """One conversation of these user messages, the replies echoed; its messages."""
-    messages = []
+async def converse(session, *texts, name="turn", before=()):
+    """One conversation of these user messages behind those `before`, the replies echoed; its messages."""
+    messages = [*before]
     for number, text in enumerate(texts):
         messages.append(Message("user", text))
         result = await session.call(ask(*messages), key(f"{name} {number}"))
@@ -178,6 +178,26 @@ async def test_a_title_call_before_the_main_conversation_does_not_replace_it_eit
     trajectory = session.trajectory()
     assert trajectory.main_conversation == (1,)
     assert trajectory.messages == tuple(messages)
+
+
+async def test_a_title_call_that_repeats_the_user_under_another_system_message_does_not_either(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one", "two", before=(Message("system", "Be brief."),))
+    await session.call(ask(Message("system", "Name this chat."), "one", max_tokens=100), key("title"))
+    trajectory = session.trajectory()
+    assert [path.split_reason for path in trajectory.paths] == [None, SplitReason.SYSTEM_CHANGED]
+    assert (trajectory.main_conversation, trajectory.messages) == ((0,), tuple(messages))
+
+
+async def test_a_conversation_goes_on_under_another_system_message(engine):
+    session = make_session(engine)
+    messages = await converse(session, "one", "two", before=(Message("system", "It is Monday."),))
+    changed = [Message("system", "It is Tuesday."), *messages[1:], Message("user", "three")]
+    result = await session.call(ask(*changed), key("changed"))
+    trajectory = session.trajectory()
+    assert [path.split_reason for path in trajectory.paths] == [None, SplitReason.SYSTEM_CHANGED]
+    assert trajectory.main_conversation == (0, 1)
+    assert trajectory.messages == (*changed, result.choices[0].reply.message)
 
 
 async def test_a_sub_agent_that_ends_last_does_not_replace_its_caller(engine):
