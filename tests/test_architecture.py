@@ -96,7 +96,6 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.generation",
         "agentloop.parsers",
         "agentloop.rendering",
-        "agentloop.rollout",
         "agentloop.sessions",
         "agentloop.storage",
         "agentloop.trajectory",
