@@ -203,7 +203,7 @@ class _Call:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another attempt gives the same reply, or one of the same distribution.
+        """True if another attempt gives the same reply, or one of the same distribution.
 
         A constraint and penalties look at what the reply already has; a new request takes that for its prompt.
         """

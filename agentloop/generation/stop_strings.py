@@ -34,7 +34,7 @@ class StopFinder:
 
     @property
     def num_held(self) -> int:
-        """How many characters at the end of what was read may begin a stop string."""
+        """Characters at the end of what was read that may begin a stop string."""
         return max((progress.num_matched for progress in self._progress), default=0)
 
     def add(self, text: str) -> StopMatch | None:
@@ -49,7 +49,7 @@ class StopFinder:
 
 
 class _Progress:
-    """How much of one stop string the end of the text is."""
+    """The length of one stop string that the text ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -57,7 +57,7 @@ class _Progress:
         self._shorter = _borders(stop)
 
     def read(self, text: str) -> int | None:
-        """Where in `text` the string is first complete."""
+        """Return where in `text` the string is first complete; None if it is not."""
         stop, shorter, matched = self.stop, self._shorter, self.num_matched
         place = 0
         while place < len(text):

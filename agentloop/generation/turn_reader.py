@@ -20,7 +20,7 @@ _PROMPT_TAIL = 16  # tokens: `<think>` is seven characters, and few line breaks 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How one turn is to be read."""
+    """The rules by which one turn is read."""
 
     tools: Sequence[Mapping[str, JSON]]
     turn_index: int  # numbers its calls
@@ -56,7 +56,7 @@ class TurnReader:
         return self._renderer.decode_with_offsets(ids)
 
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt leaves a thought open: the reply then begins inside it."""
+        """Tell whether a prompt leaves a thought open: the reply then begins inside it."""
         return self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip().endswith(THINK_OPEN)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:

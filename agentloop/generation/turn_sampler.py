@@ -283,7 +283,7 @@ class _GrowingText:
 
     @property
     def shown(self) -> DecodedText:
-        """What the turn shows: nothing from a stop string on."""
+        """The text that the turn shows: nothing from a stop string on."""
         num_chars = self._num_chars if self.match is None else self.match.start
         return DecodedText("".join(self._text)[:num_chars], tuple(min(end, num_chars) for end in self.ends))
 
