@@ -52,15 +52,15 @@ class LiveCall:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether a retry may still wait for it."""
+        """True while a retry may still wait for it."""
         return self.lost is None
 
     def join(self) -> None:
-        """One more waits."""
+        """Count one more client that waits."""
         self._num_waiting += 1
 
     def leave(self) -> None:
-        """One has its answer, or does not want it any more."""
+        """Count a client out that has its answer, or does not want it any more."""
         self._num_waiting -= 1
         if self._num_waiting == 0:
             self.give_up(AgentLoopError("its client left before the answer"))
@@ -75,7 +75,7 @@ class LiveCall:
 
     @asynccontextmanager
     async def interruptible(self) -> AsyncIterator[None]:
-        """A part of the call's work that its deadline or `give_up` may end, with DeadlineExceeded or the reason."""
+        """Hold a part of the work that the deadline or `give_up` may end, with DeadlineExceeded or the reason."""
         if self.lost is not None:
             raise self.lost
         scope = asyncio.timeout_at(self.deadline_at)
@@ -113,7 +113,7 @@ class LiveCall:
         self._wake()
 
     async def answer(self) -> ChatResult:
-        """The outcome. Cancelling this does not touch the call."""
+        """Await the outcome. Cancelling this does not touch the call."""
         return await asyncio.shield(self._outcome)
 
     async def read(self) -> AsyncGenerator[TurnPiece | ChatResult, None]:
@@ -174,14 +174,14 @@ class CallTable:
         return tuple(self._records.values())
 
     def latest(self, digest: bytes) -> LiveCall | CallRecord | None:
-        """The call that a retry with this digest means."""
+        """Return the call that a retry with this digest means."""
         call_ids = self._by_digest.get(digest)
         if not call_ids:
             return None
         return self.live.get(call_ids[-1]) or self._records[call_ids[-1]]
 
     def lost(self) -> list[CallRecord]:
-        """The calls that failed and were not made good by a later one."""
+        """Return the calls that failed and were not made good by a later one."""
         found = []
         healed: set[bytes] = set()
         for record in reversed(self._records.values()):
@@ -192,12 +192,12 @@ class CallTable:
         return found[::-1]
 
     def enter(self, live: LiveCall) -> None:
-        """A call is about to begin."""
+        """Have a call that is about to begin."""
         self.live[live.call_id] = live
         self._by_digest.setdefault(live.digest, []).append(live.call_id)
 
     def begin(self, live: LiveCall) -> None:
-        """It is the latest now, as it will be in the journal."""
+        """Make it the latest, as it will be in the journal."""
         live.is_begun = True
         call_ids = self._by_digest[live.digest]
         call_ids.remove(live.call_id)
@@ -205,7 +205,7 @@ class CallTable:
         self._records[live.call_id] = record_of(live, ModelCallState.OPEN)
 
     def forget(self, live: LiveCall) -> None:
-        """It was refused before it began."""
+        """Drop a call that was refused before it began."""
         live.is_begun = False
         self._records.pop(live.call_id, None)
         call_ids = self._by_digest[live.digest]
@@ -214,16 +214,16 @@ class CallTable:
             del self._by_digest[live.digest]
 
     def settle(self, record: CallRecord) -> None:
-        """What became of a call that was begun."""
+        """Keep what became of a call that was begun."""
         self._records[record.call_id] = record
 
     def leave(self, live: LiveCall) -> None:
-        """It does not run any more."""
+        """Drop a call that does not run any more."""
         del self.live[live.call_id]
 
 
 def record_of(live: LiveCall, state: ModelCallState, *, error: str = "") -> CallRecord:
-    """The call as the journal keeps it."""
+    """Return the call as the journal keeps it."""
     return CallRecord(live.call_id, live.digest, live.created_at, state, error, live.generate_s)
 
 

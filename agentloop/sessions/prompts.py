@@ -74,7 +74,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the engine is asked for choice 0; the other choices differ in their seed."""
+    """The question to the engine for choice 0; the other choices differ in their seed."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -120,7 +120,7 @@ async def make_prompt(
     keys: Sequence[bytes] = (),
     tools_key: bytes | None = None,
 ) -> Prompt:
-    """The prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises InvalidRequest and
+    """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises InvalidRequest and
     TemplateError."""
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
@@ -144,7 +144,7 @@ async def make_prompt(
 async def _bridged(
     parent: Node, match: Match, tools: Sequence[Mapping[str, JSON]], graph: TurnGraph, renderer: Renderer
 ) -> Prompt | None:
-    """The prompt as the parent's ids and what is new; None if this template cannot append it."""
+    """Make the prompt of the parent's ids and what is new; None if this template cannot append it."""
     appended = match.appended
     if not renderer.is_prefix_stable or not appended or appended[0].role == "assistant":
         return None
@@ -182,7 +182,7 @@ async def _rendered(messages: Sequence[Message], work: Callable[[], list[int]]) 
 
 
 def _num_chars(message: Message) -> int:
-    """How long a message is, arguments counted by their first level: their strings are what can be long."""
+    """Count a message's characters, arguments counted by their first level: their strings are what can be long."""
     values = (value for call in message.tool_calls for value in (call.text, *call.arguments.values()))
     nested = sum(len(value) if isinstance(value, str) else 1 for value in values)
     return len(message.content) + len(message.reasoning) + nested
@@ -192,7 +192,7 @@ def _num_chars(message: Message) -> int:
 
 
 def _sampling(chat: ChatCall, parts: SessionParts) -> tuple[SamplingParams, bool]:
-    """The call's sampling without its number of tokens, and whether the reply's calls are read."""
+    """Return the call's sampling without its number of tokens, and whether the reply's calls are read."""
     if chat.max_tokens is not None and chat.max_tokens <= 0:
         raise InvalidRequest(f"max_tokens is {chat.max_tokens}, not positive", param="max_tokens")
     if chat.num_choices <= 0:
@@ -218,7 +218,7 @@ def _call_constraint(chat: ChatCall, parts: SessionParts) -> Constraint:
 
 
 def as_asked(error: BaseException, chat: ChatCall) -> BaseException:
-    """The error, naming the field that the client sent where its `constraint` is at fault."""
+    """Return the error, naming the field that the client sent where its `constraint` is at fault."""
     if not isinstance(error, AgentLoopError) or error.param != "constraint":
         return error
     param = "tool_choice" if chat.tool_choice is ToolChoice.REQUIRED else chat.constraint_param
@@ -226,7 +226,7 @@ def as_asked(error: BaseException, chat: ChatCall) -> BaseException:
 
 
 def _bias_without_calls(chat: ChatCall, parts: SessionParts) -> tuple[tuple[int, float], ...]:
-    """The call's bias with a ban of the mark that opens a tool call, where the model has one token for it."""
+    """Ban the mark that opens a tool call in the call's bias, where the model has one token for it."""
     bias = chat.sampling.logit_bias
     if not chat.tools:
         return bias

@@ -116,7 +116,7 @@ class Session:
     # --- calls --------------------------------------------------------------------------------------------
 
     async def call(self, chat: ChatCall, key: CallKey) -> ChatResult:
-        """One answer; durable when this returns. Cancelling it gives the call up unless somebody else waits.
+        """Answer a call; durable when this returns. Cancelling it gives the call up unless another client waits.
 
         Raises SessionFinished, Overloaded, InvalidRequest and its kinds for what cannot be served,
         DeadlineExceeded, ServiceUnavailable (the journal), and what the engine raised.
@@ -149,11 +149,11 @@ class Session:
             entered.leave()
 
     async def preview(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> Prompt:
-        """The prompt that these messages would make, and how it extends the session. Changes nothing."""
+        """Return the prompt that these messages would make, and how it extends the session. Changes nothing."""
         return await make_prompt(messages, tools, self._graph, self._parts.renderer)
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
-        """What the call is: all of it decided without an await."""
+        """Decide what the call is, without an await."""
         if self._closed is not None:
             raise self._closed
         latest = self._table.latest(key.digest) if key.retry_count > 0 else None
@@ -305,7 +305,7 @@ class Session:
             raise InvalidRequest(f"the session would have {num_nodes} turns; it may have {limits.max_nodes}")
 
     async def _run(self, live: LiveCall, turn_index: int) -> None:
-        """A call from its prompt to its outcome. Raises nothing but its own cancellation."""
+        """Run a call from its prompt to its outcome. Raises nothing but its own cancellation."""
         failure: BaseException = _cut_off()
         try:
             await self._drive(live, turn_index)
@@ -349,7 +349,7 @@ class Session:
             raise InvalidRequest(f"the session would hold {num_tokens} tokens and more; it may hold {max_tokens}")
 
     async def _sample(self, live: LiveCall, question: Question, turn_index: int) -> list[Reply]:
-        """All choices side by side: all of them or none."""
+        """Sample all choices side by side: all of them or none."""
         choices = range(live.chat.num_choices)
         turns = [self._turn_request(live, question, turn_index, choice_index) for choice_index in choices]
         if len(turns) == 1:
@@ -423,7 +423,7 @@ class Session:
         try:
             await self._end(call, ())
         except AgentLoopError as error:
-            # It stays open in the journal: whoever restores the session finds it lost.
+            # It stays open in the journal: a process that restores the session finds it lost.
             _log.warning("failure_not_written", session=self.session_id, call=live.call_id, error=str(error))
 
     def _settle(self, live: LiveCall, failure: BaseException) -> None:
@@ -479,7 +479,7 @@ def _cut_off() -> ServiceUnavailable:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What broke first where several choices broke."""
+    """Return what broke first where several choices broke."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

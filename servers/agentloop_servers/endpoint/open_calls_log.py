@@ -7,7 +7,6 @@ not a power cut. Calls that go on are written into a fresh file when the old one
 
 from __future__ import annotations
 
-import contextlib
 import os
 import zlib
 from dataclasses import dataclass
@@ -15,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from agentloop.errors import InvariantBroken, ServiceUnavailable
 from agentloop.trajectory import CallRecord, ModelCallState
 
 ROTATE_BYTES = 256 << 10
 """Size of a file, from which on it is replaced if most of its calls have ended."""
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class OpenCallsLog:
         calls = self._held.get(session_id, {})
         if call.call_id in calls:
             raise InvariantBroken(f"call {call.call_id} has begun already")
-        line = _line([number, session_id, call.call_id, call.digest.hex(), call.created_at])
+        fields = number, session_id, call.call_id, call.digest.hex(), call.created_at
+        line = _checked(msgspec.json.encode(fields))
         try:
             self._append(line)
         except OSError as error:
@@ -90,8 +93,10 @@ class OpenCallsLog:
             return
         if not calls:
             del self._held[session_id]
-        with contextlib.suppress(OSError, ServiceUnavailable):  # the store has its end, which counts
-            self._append(_line([held[0].number]))
+        try:
+            self._append(_checked(b"[%d]" % held[0].number))
+        except (OSError, ServiceUnavailable) as error:
+            _log.debug("end_not_logged", call=call_id, error=repr(error))  # the store has it, which counts
 
     def end_all(self, session_id: str) -> None:
         """Note that a session and all that it had is gone."""
@@ -154,8 +159,8 @@ def read_open_calls(path: Path) -> tuple[list[OpenCall], int]:
     return sorted(found.values(), key=lambda opened: opened.number), num_damaged
 
 
-def _line(fields: list[Any]) -> bytes:
-    body = msgspec.json.encode(fields)
+def _checked(body: bytes) -> bytes:
+    """Return the line of a JSON list, its checksum before it."""
     return b"%08x%s\n" % (zlib.crc32(body), body)
 
 

@@ -71,7 +71,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class NewSession:
-    """What a caller says of a session to come. Its record becomes sample `sample_index` of `group_id`."""
+    """A session to come, as its caller describes it. Its record becomes sample `sample_index` of `group_id`."""
 
     session_id: str | None = None  # None: one is made up
     ttl_s: float | None = None
@@ -118,12 +118,12 @@ class SessionCache:
 
     @property
     def sessions(self) -> list[Session]:
-        """Those in memory, and those that were dropped while somebody has them."""
+        """Sessions in memory, and those that were dropped while a caller still has them."""
         return list(self._alive.values())
 
     @property
     def num_bytes(self) -> int:
-        """What the process has grown by for the sessions, as estimated."""
+        """An estimate of the bytes that the process has grown by for the sessions."""
         for session_id in self._changed:
             session = self._held.get(session_id)
             if session is not None:
@@ -135,11 +135,11 @@ class SessionCache:
 
     @property
     def is_full(self) -> bool:
-        """Whether the quota is used up."""
+        """True once the quota is used up."""
         return self.num_bytes >= self._max_bytes
 
     def get(self, session_id: str) -> Session | None:
-        """The session, if it is in memory; it counts as used now."""
+        """Return the session, if it is in memory; it counts as used now."""
         session = self._alive.get(session_id)
         if session is not None:
             self.add(session)
@@ -161,7 +161,7 @@ class SessionCache:
             self._num_bytes -= self._sizes.pop(session_id, 0)
 
     def forget(self, session_id: str) -> None:
-        """Drop a session that has ended for good: not even whoever has it finds it here again."""
+        """Drop a session that has ended for good: a caller that still has it does not find it here again."""
         self.drop(session_id)
         self._alive.pop(session_id, None)
 
@@ -232,7 +232,7 @@ class Sessions:
             self._watching.result()
 
     def stats(self) -> SessionStats:
-        """How many sessions there are, and what they take."""
+        """Count the sessions, and what they take."""
         cache = self._cache
         return SessionStats(
             num_open=self._num_open,
@@ -245,17 +245,17 @@ class Sessions:
         )
 
     def api_key(self, session_id: str) -> str:
-        """The key that opens this session and no other."""
+        """Return the key that opens this session and no other."""
         return self._keys.key_of(session_id)
 
     def session_of_key(self, key: str) -> str | None:
-        """The session that a key opens; None for what is no session key of this run."""
+        """Return the session that a key opens; None for what is not a session key of this run."""
         return self._keys.session_of(key)
 
     # --- requests ---
 
     async def create(self, wanted: NewSession, owner: str) -> Session:
-        """A new session. The same request again, before the first call, gives the same session.
+        """Create a session. The same request again, before the first call, gives the same session.
 
         Raises Conflict for an id that was used, Overloaded, InvalidRequest.
         """
@@ -273,12 +273,12 @@ class Sessions:
             return known
 
     def resident(self, session_id: str, owner: str | None) -> Session | None:
-        """The session, if it is in memory. Raises SessionNotFound for another owner's."""
+        """Return the session, if it is in memory. Raises SessionNotFound for another owner's."""
         session = self._cache.get(session_id)
         return None if session is None else _owned(session, owner)
 
     async def find(self, session_id: str, owner: str | None) -> Session:
-        """A session that exists, open or finished; with an owner of None whoever made it.
+        """Find a session that exists, open or finished; an owner of None may be any.
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
         """
@@ -288,7 +288,7 @@ class Sessions:
             return await self._found(session_id, owner)
 
     async def find_or_create(self, session_id: str | None, owner: str) -> Session:
-        """The session of this id, made at its first use; None: a one-off session. Raises as `find`, Overloaded."""
+        """Find a session, or make it at its first use; None: a one-off session. Raises as `find`, Overloaded."""
         if session_id is None:
             session = await self._create(self._new_record(NewSession(), owner, is_one_off=True))
             if session is None:
@@ -364,7 +364,7 @@ class Sessions:
         )
 
     async def _create(self, record: SessionRecord) -> Session | None:
-        """A new session, durably; None if its id was used. Raises Overloaded."""
+        """Create a session, durably; None if its id was used. Raises Overloaded."""
         if self._num_open >= self._limits.max_sessions:
             if await self._store.load(record.session_id) is not None:
                 return None
@@ -382,7 +382,7 @@ class Sessions:
         return is_new
 
     async def _found(self, session_id: str, owner: str | None) -> Session:
-        """The session, from memory or disk. The caller holds its lock."""
+        """Find the session, in memory or on disk. The caller holds its lock."""
         session = self._cache.get(session_id)
         if session is not None:
             return _owned(session, owner)
@@ -466,7 +466,7 @@ class Sessions:
                     if session is None:
                         stored = await self._store.load(session_id)
                         if stored is None or stored.state not in (SessionState.OPEN, SessionState.FINISHED):
-                            continue  # somebody was faster
+                            continue  # another task was faster
                         if stored.record is None:
                             await self._delete_stored(session_id, SessionState.GONE)
                             continue
@@ -513,17 +513,17 @@ class Sessions:
 
 
 def _owned(session: Session, owner: str | None) -> Session:
-    """The session, if it is this owner's; None is whoever made it. Raises SessionNotFound."""
+    """Return the session, if it is this owner's; None may be any owner. Raises SessionNotFound."""
     if owner not in (None, session.record.owner):
         raise _not_found(session.session_id)
     return session
 
 
 def _not_found(session_id: str) -> SessionNotFound:
-    """The error for an id that nobody has, or another owner."""
+    """Return the error for an id that no session of this owner has."""
     return SessionNotFound(f"there is no session {session_id!r}", param="session_id")
 
 
 def _gone(session_id: str) -> Gone:
-    """The error for a session whose time is over."""
+    """Return the error for a session whose time is over."""
     return Gone(f"session {session_id!r} has expired", param="session_id")

@@ -132,11 +132,11 @@ class SessionStore:
     # --- the journal of a session ---
 
     def begin(self, session_id: str, call: CallRecord) -> None:
-        """A call is accepted: kept on return. Raises ServiceUnavailable, and nothing is kept then."""
+        """Keep an accepted call, before it is sampled. Raises ServiceUnavailable, and nothing is kept then."""
         self._log.begin(next(self._numbers), session_id, call)
 
     async def end(self, session_id: str, call: CallRecord, nodes: Sequence[Node]) -> None:
-        """A call is committed, with its turns, or has failed; this replaces what was said of it before.
+        """Keep a call that is committed, with its turns, or has failed; this replaces what was said of it before.
 
         Raises SessionNotFound for a tombstone.
         """
@@ -184,17 +184,17 @@ class SessionStore:
         return await self._run(work)
 
     async def load(self, session_id: str) -> StoredSession | None:
-        """A session with everything it has, or its tombstone; None for an id that was never used."""
+        """Load a session with everything it has, or its tombstone; None for an id that was never used."""
         open_calls = self._log.of_session(session_id)
         return await self._run(lambda db: self._load(db, session_id, open_calls))
 
     async def mark_recorded(self, session_id: str) -> None:
-        """A finished session's record is in the run's store, or never will be."""
+        """Note that a finished session's record is in the run's store, or never will be."""
         statement = "UPDATE sessions SET is_recorded = 1 WHERE session_id = ?"
         await self._run(lambda db: db.execute(statement, (session_id,)).rowcount)
 
     async def is_recorded(self, session_id: str) -> bool:
-        """Whether a finished session's record needs no more care."""
+        """Return whether a finished session's record needs no more care."""
         statement = "SELECT 1 FROM sessions WHERE session_id = ? AND is_recorded = 1"
         return await self._run(lambda db: db.execute(statement, (session_id,)).fetchone() is not None)
 
@@ -203,7 +203,7 @@ class SessionStore:
         await self._run(lambda db: self._extend(db, session_id))
 
     async def delete(self, session_id: str, state: SessionState | None) -> bool:
-        """Drop all that a session has; it leaves a tombstone, or nothing for None. Whether it was open."""
+        """Drop all that a session has; it leaves a tombstone, or nothing for None. Returns whether it was open."""
 
         def work(db: sqlite3.Connection) -> bool:
             was_open = _state_of(db, session_id) is SessionState.OPEN
@@ -218,7 +218,7 @@ class SessionStore:
         return await self._run(work, lambda: self._log.end_all(session_id))
 
     async def expired(self, limit: int) -> list[str]:
-        """Up to `limit` live sessions whose time is over, the oldest first."""
+        """Return up to `limit` live sessions whose time is over, the oldest first."""
         statement = (
             "SELECT session_id FROM sessions WHERE state IN ('open', 'finished') AND expires_at <= ?"
             " ORDER BY expires_at LIMIT ?"
@@ -227,7 +227,7 @@ class SessionStore:
         return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
 
     async def owed(self, after: str, limit: int) -> list[str]:
-        """Up to `limit` finished sessions after id `after`, by id, that lack their record in the run's store."""
+        """Return up to `limit` finished sessions after id `after`, by id, that the run's store lacks."""
         statement = (
             "SELECT session_id FROM sessions WHERE state = 'finished' AND is_recorded = 0 AND session_id > ?"
             " ORDER BY session_id LIMIT ?"
@@ -245,7 +245,7 @@ class SessionStore:
             raise ServiceUnavailable(f"the session store failed: {error}") from error
 
     def _extend(self, db: sqlite3.Connection, session_id: str) -> None:
-        """Never too early, and at most the slack too late."""
+        """Move the expiry: never too early, and at most the slack too late."""
         db.execute(
             "UPDATE sessions SET expires_at = :now + ttl_s * :slack"
             " WHERE session_id = :session AND expires_at < :now + ttl_s",
@@ -285,7 +285,7 @@ class SessionStore:
 
 
 def _state_of(db: sqlite3.Connection, session_id: str) -> SessionState | None:
-    """A session's state; None for an id that was never used."""
+    """Return a session's state; None for an id that was never used."""
     row = db.execute("SELECT state FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
     return None if row is None else SessionState(row[0])
 
@@ -293,7 +293,7 @@ def _state_of(db: sqlite3.Connection, session_id: str) -> SessionState | None:
 def _require(
     db: sqlite3.Connection, session_id: str, allowed: frozenset[SessionState]
 ) -> tuple[SessionState, float]:
-    """The session's state, if it is an allowed one, and the time until which it needs no later expiry.
+    """Return the session's state, if it is an allowed one, and the time until which it needs no later expiry.
 
     Raises SessionNotFound or SessionFinished.
     """
@@ -318,12 +318,12 @@ def _put_call(db: sqlite3.Connection, session_id: str, call: StoredCall, number:
 
 
 def _last_number(db: sqlite3.Connection) -> int:
-    """The greatest number there is: a call ends after it began."""
+    """Return the greatest number there is: a call ends after it began."""
     return int(db.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0])
 
 
 def _fail_open_calls(db: sqlite3.Connection, left: Sequence[OpenCall], numbers: Iterator[int]) -> int:
-    """The process that ran them has ended. Returns how many sessions are open."""
+    """Write down that these calls failed with their process. Returns how many sessions are open."""
     for opened in left:
         record = dataclasses.replace(opened.call, state=ModelCallState.FAILED, error=_PROCESS_ENDED)
         ids = opened.session_id, record.call_id
@@ -340,7 +340,7 @@ def _damaged(call: CallRecord) -> CallRecord:
 
 
 def _sound(found: Sequence[tuple[str, StoredCall | None]]) -> list[StoredCall]:
-    """Calls by id, in the order they ended, without the turns that descend from damaged ones: those have failed.
+    """Return calls in the order they ended, without the turns that descend from damaged ones: those have failed.
 
     A call's turns stand and fall together, so what comes of a damaged one is known by its absence.
     """
