@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import NamedTensors, PushOptions, PushTarget
-from agentloop.client.rollout import Rollout
+from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.client.session import AgentSession, SessionEnd, describe
-from agentloop.client.tasks import load_tasks
 
 __all__ = [
     "AgentSession",

@@ -1,4 +1,4 @@
-"""A submitted rollout as its caller holds it: reading every finished trajectory exactly once.
+"""A submitted rollout as its caller holds it: tasks read from a file, every finished trajectory read exactly once.
 
 It owns the cursors. The connection is the client's; `Service` is what is asked of it.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from agentloop.api import Page, RolloutStatus
-from agentloop.types import Trajectory
+from agentloop.api import Page, RolloutStatus, TaskBody, parse_body
+from agentloop.errors import InvalidRequest
+from agentloop.types import RolloutTask, Trajectory
 
 _READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
 _TURN_WAIT_S = 0.5  # the same, while other parts wait for their turn
@@ -117,3 +119,29 @@ def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
         num_queued=sum(status.num_queued for status in statuses),
         num_held=sum(status.num_held for status in statuses),
     )
+
+
+def load_tasks(path: str | Path) -> list[RolloutTask]:
+    """The tasks of a JSONL file, in order; blank lines are skipped.
+
+    Raises InvalidRequest naming file and line for what is no task, for a task id seen before, and for a file
+    that cannot be read or holds none.
+    """
+    tasks: dict[str, RolloutTask] = {}
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise InvalidRequest(f"cannot read tasks from {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            task = parse_body(line.strip(), TaskBody).to_task()
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path}, line {number}: {error.message}", param=error.param) from error
+        if task.task_id in tasks:
+            raise InvalidRequest(f"{path}, line {number}: task_id {task.task_id!r} occurs twice", param="task_id")
+        tasks[task.task_id] = task
+    if not tasks:
+        raise InvalidRequest(f"{path} holds no task")
+    return list(tasks.values())

@@ -23,8 +23,14 @@ from tokenizers import Tokenizer
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
 from agentloop.parsers import DecodedText
-from agentloop.rendering.prefix_stability import StabilityReport, examine, show_difference
-from agentloop.rendering.template import ChatTemplate, read_json, token_text
+from agentloop.rendering.template import (
+    ChatTemplate,
+    StabilityReport,
+    examine,
+    read_json,
+    show_difference,
+    token_text,
+)
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 

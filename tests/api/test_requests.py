@@ -21,7 +21,7 @@ from agentloop.api.requests import (
     check_body,
     parse_body,
 )
-from agentloop.client.tasks import load_tasks
+from agentloop.client.rollout import load_tasks
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.types import (

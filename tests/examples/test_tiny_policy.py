@@ -10,7 +10,7 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from agentloop.client.tasks import load_tasks
+from agentloop.client.rollout import load_tasks
 from agentloop.codec import from_builtins
 from agentloop.errors import ToolError
 from agentloop.rendering.renderer import Renderer

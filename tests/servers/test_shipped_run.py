@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from agentloop.client.tasks import load_tasks
+from agentloop.client.rollout import load_tasks
 from tests.servers.processes import processes_with
 from tests.servers.recompute import POLICY, difference
 

@@ -27,7 +27,7 @@ from agentloop_servers.app import (
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.replica.client import EngineClients
-from agentloop_servers.replica.replica import Replica
+from agentloop_servers.replica.server import Replica
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.front_door import serving
 

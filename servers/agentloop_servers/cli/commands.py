@@ -25,10 +25,17 @@ from agentloop.export import export
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.storage import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, StalenessLimit
-from agentloop_servers.cli.agent_run import AgentCollect, load_program
 from agentloop_servers.cli.doctor import examine
 from agentloop_servers.cli.progress import summary_table
-from agentloop_servers.cli.run import RunOptions, WeightPush, end_on_sigterm, link_latest, run_rollout
+from agentloop_servers.cli.run import (
+    AgentCollect,
+    RunOptions,
+    WeightPush,
+    end_on_sigterm,
+    link_latest,
+    load_program,
+    run_rollout,
+)
 from agentloop_servers.config import ServiceConfig, located, new_run_dir
 from agentloop_servers.local import running_service
 

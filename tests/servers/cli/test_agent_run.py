@@ -15,10 +15,9 @@ from agentloop.agents.program import AgentProgram
 from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest
 from agentloop.types import StalenessLimit
-from agentloop_servers.cli.agent_run import AgentCollect, load_program
 from agentloop_servers.cli.commands import app
 from agentloop_servers.cli.progress import PlainProgress
-from agentloop_servers.cli.run import Collected, RunOptions, WeightPush
+from agentloop_servers.cli.run import AgentCollect, Collected, RunOptions, WeightPush, load_program
 from agentloop_servers.config import KeysConfig, ServiceConfig
 from tests.support.fake_sessions import FakeSessions, session_service
 from tests.support.samples import make_task

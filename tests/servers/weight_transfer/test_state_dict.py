@@ -5,7 +5,7 @@ import torch
 
 from agentloop.engine import TensorInfo
 from agentloop.errors import InvalidRequest
-from agentloop_servers.weight_transfer.state_dict import CAST_DTYPES, checkpoint_name, collect, digest, parse_dtype
+from agentloop_servers.weight_transfer.trainer import CAST_DTYPES, checkpoint_name, collect, digest, parse_dtype
 
 ONE = torch.ones(2, 3)
 

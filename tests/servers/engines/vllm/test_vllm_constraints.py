@@ -10,7 +10,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import Constraint, ConstraintKind
-from agentloop_servers.engines.vllm.constraints import DEADLINE_S, ConstraintTrials
+from agentloop_servers.engines.vllm.requests import DEADLINE_S, ConstraintTrials
 
 
 def schema(value: object) -> Constraint:

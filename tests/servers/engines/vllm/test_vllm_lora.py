@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentloop_servers.engines.vllm.config import VllmConfig
-from agentloop_servers.engines.vllm.lora import LoraAdapters
 from agentloop_servers.engines.vllm.process import VllmProcess
+from agentloop_servers.engines.vllm.weights import LoraAdapters
 from tests.support.adapters import POLICY, merged_model, write_adapter
 
 pytestmark = pytest.mark.engine

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentloop.api.coordinator import ReplicaRegistration, UpdateReport
-from agentloop.client.tasks import load_tasks
+from agentloop.client.rollout import load_tasks
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.parsers.by_name import get_parser
