@@ -12,7 +12,7 @@ import pytest
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.export import export
 from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus
-from tests.support.samples import fill_store, make_group, make_path, make_trajectory
+from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory
 
 ISSUE_COLUMNS = [
     "task_id",

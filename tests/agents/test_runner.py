@@ -19,12 +19,12 @@ from agentloop.client.client import RolloutClient
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.types import Message, RolloutTask, StopReason
 from tests.servers.processes import processes_with
-from tests.support import sample_agents
-from tests.support.fake_sessions import FakeSessions, session_service
-from tests.support.samples import make_task
+from tests.support.endpoint.fake_sessions import FakeSessions, session_service
+from tests.support.records.samples import make_task
+from tests.support.service import sample_agents
 
-AGENTS = "tests.support.sample_agents"
-COMMAND = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'agent_command.py'}"
+AGENTS = "tests.support.service.sample_agents"
+COMMAND = f"{sys.executable} {Path(__file__).with_name('agent_command.py')}"
 PLACE = AgentPlace(make_task(), "http://127.0.0.1:9/sessions/s/v1", "sk-s")
 
 

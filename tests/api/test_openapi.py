@@ -11,7 +11,7 @@ from agentloop import codec
 from agentloop.api.coordinator import Page, ReplicaStatus, ReplicaUpdate, RolloutStatus, ServiceStatus, UpdateReport
 from agentloop.api.openapi import answer_schema, answer_schemas, generation_answer, rollout_status
 from agentloop.types import FinishReason, Generation, KVPolicy, Load, Trajectory, WeightVersionSpan
-from tests.support.samples import make_trajectory
+from tests.support.records.samples import make_trajectory
 
 STATUS = RolloutStatus("r", 2, 1, 1, 0)
 REPORT = UpdateReport(1, 0, KVPolicy.KEEP, (ReplicaUpdate("r", 1.0, 2.0),), 3.0)

@@ -38,7 +38,7 @@ from agentloop.types import (
     StalenessLimit,
     ToolCall,
 )
-from tests.support.samples import make_task
+from tests.support.records.samples import make_task
 
 GENERATE = {"token_ids": [1, 2], "sampling": {"max_tokens": 4}}
 TASK = {"task_id": "t", "messages": [{"role": "user", "content": "hi"}]}

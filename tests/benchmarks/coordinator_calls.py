@@ -28,7 +28,7 @@ from agentloop.storage import TrajectoryStore
 from agentloop.types import Load, Trajectory
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.replica import EngineClients
-from tests.support.samples import make_trajectory
+from tests.support.records.samples import make_trajectory
 
 SECRET = "bench"
 CONCURRENCY = 8

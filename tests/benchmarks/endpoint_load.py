@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from tests.support.scripted import call
+from tests.support.engine.scripted import call
 
 REPLY = call("calculator", expression="12 * 34 + 5")  # what the engine says in every turn
 LONG_TEXT = "The quick brown fox looks for the number 12345. "

@@ -31,9 +31,9 @@ from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
-from tests.support.front_door import FakeCoordinator
-from tests.support.scripted import POLICY, RENDERER, ids
-from tests.support.whole_service import simulated
+from tests.support.endpoint.front_door import FakeCoordinator
+from tests.support.engine.scripted import POLICY, RENDERER, ids
+from tests.support.service.whole_service import simulated
 
 SECRET = "bench"
 LAG_PROBE_S = 0.005

@@ -30,8 +30,8 @@ from agentloop.engine import Engine
 from agentloop_servers.app import freeze_gc
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
-from tests.support.feeder import Feeder
-from tests.support.scripted import call, running_worker, scripted_engine, task
+from tests.support.engine.scripted import call, running_worker, scripted_engine, task
+from tests.support.fleet.feeder import Feeder
 
 NUM_TURNS = 5
 REPLIES = (*[call("calculator", expression="12 * 34 + 5")] * (NUM_TURNS - 1), "The answer is 413.")

@@ -29,8 +29,8 @@ from agentloop.errors import (
 from agentloop.types import FinishReason, KVPolicy, Message, OnStale, PauseMode, RolloutTask, StalenessLimit
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.front_door import FakeCoordinator, FakeEngine, cutting_proxy, serving
-from tests.support.samples import make_task
+from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, cutting_proxy, serving
+from tests.support.records.samples import make_task
 
 
 @dataclass

@@ -14,7 +14,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.session import AgentSession
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.types import StopReason, Trajectory
-from tests.support.fake_sessions import FakeSessions, session_service
+from tests.support.endpoint.fake_sessions import FakeSessions, session_service
 
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 

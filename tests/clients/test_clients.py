@@ -20,8 +20,8 @@ from agentloop.api.sessions import decode_trajectories
 from agentloop.types import Trajectory
 from agentloop_servers.app import build_engine
 from agentloop_servers.config import ServiceConfig
-from tests.support.recording import RecordingEngine
-from tests.support.whole_service import whole_service
+from tests.support.engine.recording import RecordingEngine
+from tests.support.service.whole_service import whole_service
 
 pytestmark = [pytest.mark.clients, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,8 +14,8 @@ from agentloop.agents.runner import run_agents
 from agentloop.client.client import RolloutClient
 from agentloop.plugins import resolve
 from agentloop_tools.calculator import calculator
-from tests.support.fake_sessions import FakeSessions, session_service, uses_a_calculator
-from tests.support.samples import make_task
+from tests.support.endpoint.fake_sessions import FakeSessions, session_service, uses_a_calculator
+from tests.support.records.samples import make_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPENAI_AGENT = "examples.08_openai_agent"

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from agentloop.client.client import RolloutClient
 from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
-from tests.support.adapters import POLICY
-from tests.support.whole_service import simulated, whole_service
+from tests.support.service.whole_service import simulated, whole_service
+from tests.support.transfer.adapters import POLICY
 
 V1 = POLICY.parent / "v1"
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from agentloop.plugins import resolve
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.front_door import FakeCoordinator, FakeEngine, serving
-from tests.support.receiving import ReceivingFleet
+from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.transfer.receiving import ReceivingFleet
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ from agentloop.engine import WeightUpdate
 from agentloop.errors import WeightUpdateFailed
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import KVPolicy, PauseMode
-from tests.support.engines import SLEEPER, FakeEngine
-from tests.support.weights import CONFIG, Site, push_source, virtual
+from tests.support.engine.engines import SLEEPER, FakeEngine
+from tests.support.fleet.weights import CONFIG, Site, push_source, virtual
 
 
 @virtual

@@ -8,8 +8,8 @@ from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, Conflict, EngineLost, InvalidRequest, WeightUpdateFailed
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import PauseMode
-from tests.support.engines import INFO, SLEEPER, FakeEngine
-from tests.support.weights import KEEP, Site, virtual
+from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
+from tests.support.fleet.weights import KEEP, Site, virtual
 
 WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 KV_CACHE = frozenset({MemoryTag.KV_CACHE})

@@ -20,9 +20,9 @@ from agentloop.engine import ALL_MEMORY
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.weight_update import UpdateState
 from agentloop.types import KVPolicy
-from tests.support.faulty_link import Fault
-from tests.support.schedule_worker import Sampled, ScheduleWorker, make_work
-from tests.support.schedules import MAX_HEALING_S, POLICY, World
+from tests.support.fleet.faulty_link import Fault
+from tests.support.fleet.schedule_worker import Sampled, ScheduleWorker, make_work
+from tests.support.fleet.schedules import MAX_HEALING_S, POLICY, World
 
 NUM_BATCHES = 10
 NUM_SEEDS = 100  # of one batch

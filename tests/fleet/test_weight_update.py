@@ -14,9 +14,9 @@ from agentloop.fleet.weight_update import MOVES, UpdateState
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
-from tests.support.engines import INFO, SLEEPER
-from tests.support.pushes import Sender, Wire
-from tests.support.weights import CONFIG, KEEP, Site, virtual
+from tests.support.engine.engines import INFO, SLEEPER
+from tests.support.fleet.pushes import Sender, Wire
+from tests.support.fleet.weights import CONFIG, KEEP, Site, virtual
 
 
 @virtual

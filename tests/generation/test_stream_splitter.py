@@ -15,7 +15,7 @@ from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import Message, ToolCallStatus
-from tests.support.scripted import RENDERER
+from tests.support.engine.scripted import RENDERER
 
 READERS = {name: TurnReader(RENDERER, get_parser(name)) for name in ("hermes", "qwen3_xml")}
 HERMES = READERS["hermes"]

@@ -17,7 +17,7 @@ from agentloop.rendering.renderer import OnUnstable, Renderer
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import Message
-from tests.support.model_folder import IGNORES_TOOLS, TEMPLATE, write_folder
+from tests.support.records.model_folder import IGNORES_TOOLS, TEMPLATE, write_folder
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 

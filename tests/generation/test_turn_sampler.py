@@ -39,8 +39,8 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
-from tests.support.engines import leased
-from tests.support.scripted import RENDERER, SPEC, call, ids
+from tests.support.engine.engines import leased
+from tests.support.engine.scripted import RENDERER, SPEC, call, ids
 
 READER = TurnReader(RENDERER, get_parser("hermes"))
 STOP_ID = RENDERER.stop_token_ids[0]

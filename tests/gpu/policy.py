@@ -8,7 +8,7 @@ import torch
 
 from agentloop_servers.config import ServiceConfig
 from tests.benchmarks.shapes import Shape, write_checkpoint, write_model_folder
-from tests.support.model_folder import write_folder
+from tests.support.records.model_folder import write_folder
 
 
 def write_policy(

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from agentloop.errors import InvalidRequest
 from agentloop.rendering.renderer import Renderer
 from agentloop.types import Message
-from tests.support.model_folder import (
+from tests.support.records.model_folder import (
     BACKUP_STOP,
     MARKUP,
     SPECIAL,

@@ -12,7 +12,7 @@ import pytest
 from agentloop.errors import TemplateError, TemplateNotPrefixStable
 from agentloop.rendering.renderer import OnUnstable, Renderer
 from agentloop.types import Message
-from tests.support.model_folder import (
+from tests.support.records.model_folder import (
     FORGETS_EARLIER,
     IGNORES_TOOLS,
     NO_STOP,

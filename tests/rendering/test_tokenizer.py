@@ -17,7 +17,7 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import Message, ToolCall, ToolCallStatus
-from tests.support.model_folder import (
+from tests.support.records.model_folder import (
     MARKUP,
     SPECIAL,
     STOP,

@@ -26,9 +26,19 @@ from agentloop.types import (
     StopReason,
 )
 from agentloop_tools.calculator import calculator
-from tests.support.feeder import Feeder
-from tests.support.live_run import write_checkpoint
-from tests.support.scripted import POLICY, RENDERER, SPEC, call, ids, running_worker, scripted_engine, task, turns
+from tests.support.engine.scripted import (
+    POLICY,
+    RENDERER,
+    SPEC,
+    call,
+    ids,
+    running_worker,
+    scripted_engine,
+    task,
+    turns,
+)
+from tests.support.fleet.feeder import Feeder
+from tests.support.fleet.live_run import write_checkpoint
 
 CALL = call("calculator", expression="2 + 3")
 ANSWER = "The answer is 5."

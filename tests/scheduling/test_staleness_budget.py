@@ -21,7 +21,7 @@ from agentloop.types import (
     StopReason,
     WeightVersionSpan,
 )
-from tests.support.turns import make_reply
+from tests.support.records.turns import make_reply
 
 
 def generation(*versions: int, load_version: int | None = None) -> Generation:

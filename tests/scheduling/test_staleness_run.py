@@ -12,7 +12,7 @@ import pytest
 from agentloop.clock import VirtualClock
 from agentloop.storage.summary import Summary, summarize
 from agentloop.types import GenerateRequest, Generation, KVPolicy, OnStale, StalenessLimit, StopReason, Trajectory
-from tests.support.live_run import PAUSE_S, SPEC, LiveRun, live_run, talk, write_checkpoint
+from tests.support.fleet.live_run import PAUSE_S, SPEC, LiveRun, live_run, talk, write_checkpoint
 
 NUM_GROUPS, NUM_SAMPLES = 12, 4
 

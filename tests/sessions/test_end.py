@@ -11,7 +11,7 @@ from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from tests.sessions.test_retries import is_running, leave, until
-from tests.support.sessions import (
+from tests.support.endpoint.sessions import (
     CREATED_AT,
     MemoryJournal,
     Wall,

@@ -16,7 +16,7 @@ from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode
-from tests.support.sessions import (
+from tests.support.endpoint.sessions import (
     MemoryJournal,
     ask,
     check_trajectory,

@@ -17,7 +17,7 @@ from agentloop.errors import (
 from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Constraint, ConstraintKind, Message, SamplingParams
-from tests.support.sessions import (
+from tests.support.endpoint.sessions import (
     CALCULATOR,
     MemoryJournal,
     WatchedEngine,

@@ -6,7 +6,7 @@ import pytest
 
 from agentloop.errors import EngineLost
 from agentloop.trajectory.node import ModelCallState
-from tests.support.sessions import (
+from tests.support.endpoint.sessions import (
     MemoryJournal,
     WatchedEngine,
     ask,

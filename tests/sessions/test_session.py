@@ -12,8 +12,7 @@ from agentloop.rendering.renderer import OnUnstable, Renderer
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
-from tests.support.model_folder import write_folder
-from tests.support.sessions import (
+from tests.support.endpoint.sessions import (
     CALCULATOR,
     RENDERER,
     SPEC,
@@ -29,6 +28,7 @@ from tests.support.sessions import (
     started,
     streamed,
 )
+from tests.support.records.model_folder import write_folder
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
 

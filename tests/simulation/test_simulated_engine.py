@@ -40,7 +40,7 @@ from agentloop.types import (
     SamplingParams,
 )
 from tests.contract.simulated_case import write_checkpoint
-from tests.support.pushes import Sender, Wire
+from tests.support.fleet.pushes import Sender, Wire
 
 STEP_S = LatencyModel(decode_s=0.01)
 TINY = SimulatedSpec(vocab_size=50, max_context_tokens=32, block_size=4, num_blocks=8, max_running=6)

@@ -9,7 +9,7 @@ import pytest
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
 from agentloop.storage.summary import StaleSummary, UpdateSummary, VersionSuccess, summarize
 from agentloop.types import KVPolicy, StopReason
-from tests.support.samples import make_trajectory
+from tests.support.records.samples import make_trajectory
 
 V1 = ((1, 0, 3), (1, 5, 8))
 BOTH = ((0, 0, 3), (1, 5, 8))

@@ -17,7 +17,7 @@ from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, Trajectory
-from tests.support.samples import make_group, make_trajectory
+from tests.support.records.samples import make_group, make_trajectory
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ async def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 WRITER = """
 import asyncio, sys
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
-from tests.support.samples import make_group, make_trajectory
+from tests.support.records.samples import make_group, make_trajectory
 
 async def main():
     store = TrajectoryStore(sys.argv[1])

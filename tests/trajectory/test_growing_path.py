@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentloop.errors import InvariantBroken
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import FinishReason, Generation, Message, TokenPath, Turn, WeightVersionSpan
-from tests.support.turns import make_reply
+from tests.support.records.turns import make_reply
 
 
 def generation(ids, *, spans=None, finish=FinishReason.STOP, logprobs=None, cached=0) -> Generation:

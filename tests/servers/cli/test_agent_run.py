@@ -19,10 +19,10 @@ from agentloop_servers.cli.commands import app
 from agentloop_servers.cli.progress import PlainProgress
 from agentloop_servers.cli.run import AgentCollect, Collected, RunOptions, WeightPush, load_program
 from agentloop_servers.config import KeysConfig, ServiceConfig
-from tests.support.fake_sessions import FakeSessions, session_service
-from tests.support.samples import make_task
+from tests.support.endpoint.fake_sessions import FakeSessions, session_service
+from tests.support.records.samples import make_task
 
-AGENTS = "tests.support.sample_agents"
+AGENTS = "tests.support.service.sample_agents"
 CONFIG = ServiceConfig.load(Path(__file__).parents[3] / "servers" / "simulated.yaml")
 
 

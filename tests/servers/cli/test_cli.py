@@ -40,8 +40,8 @@ from agentloop_servers.cli.run import (
 )
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.front_door import FakeCoordinator, FakeEngine, serving
-from tests.support.samples import fill_store, make_group, make_task, make_trajectory
+from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.records.samples import fill_store, make_group, make_task, make_trajectory
 
 runner = CliRunner()
 

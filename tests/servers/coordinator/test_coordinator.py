@@ -13,9 +13,9 @@ from agentloop.storage.summary import summarize
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import OnStale, StalenessLimit, StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
-from tests.support.engines import FakeEngine
-from tests.support.samples import make_group, make_trajectory
-from tests.support.service import CONFIG, ids, read_page, record, report, service
+from tests.support.engine.engines import FakeEngine
+from tests.support.fleet.service import CONFIG, ids, read_page, record, report, service
+from tests.support.records.samples import make_group, make_trajectory
 
 
 @service("a", "b")

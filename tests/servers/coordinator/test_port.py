@@ -18,9 +18,9 @@ from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer, calls_of
 from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER, PrivateServer
-from tests.support.engines import FakeEngine
-from tests.support.samples import make_group
-from tests.support.service import ids, record, report
+from tests.support.engine.engines import FakeEngine
+from tests.support.fleet.service import ids, record, report
+from tests.support.records.samples import make_group
 
 PORTS = (ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
 

@@ -9,10 +9,10 @@ from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import Conflict, EngineLost, InvalidRequest, NoHealthyReplica, NotFound, WeightUpdateFailed
 from agentloop.types import KVPolicy, PauseMode
-from tests.support.engines import INFO, SLEEPER, FakeEngine
-from tests.support.samples import make_group
-from tests.support.service import CONFIG, record, report, service
-from tests.support.weights import push_source
+from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
+from tests.support.fleet.service import CONFIG, record, report, service
+from tests.support.fleet.weights import push_source
+from tests.support.records.samples import make_group
 
 
 @service("a", "b")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 import pytest
 
-from tests.support.chat_service import MODEL, RENDERER, SPEC, ChatService, chat_service
+from tests.support.endpoint.chat_service import MODEL, RENDERER, SPEC, ChatService, chat_service
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

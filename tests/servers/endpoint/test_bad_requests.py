@@ -13,8 +13,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.support.chat_service import ChatService, chat_service, check_answer
-from tests.support.raw_requests import (
+from tests.support.endpoint.chat_service import ChatService, chat_service, check_answer
+from tests.support.endpoint.raw_requests import (
     BODY,
     BOUNDS,
     CHAT,

@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from agentloop.trajectory.node import ModelCallState
-from tests.support.chat_service import MODEL, ChatService, chat_service
-from tests.support.cutting_proxy import Cut, CuttingProxy, cutting
+from tests.support.endpoint.chat_service import MODEL, ChatService, chat_service
+from tests.support.endpoint.cutting_proxy import Cut, CuttingProxy, cutting
 
 NUM_SESSIONS = 168
 NUM_TURNS = 9  # of a session; at every third of them a sub-agent asks too

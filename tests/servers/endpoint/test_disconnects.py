@@ -11,7 +11,7 @@ import pytest
 
 from agentloop.types import PauseMode
 from agentloop_servers.endpoint.endpoint import EndpointLimits
-from tests.support.chat_service import MODEL, Bounds, ChatService, chat_service
+from tests.support.endpoint.chat_service import MODEL, Bounds, ChatService, chat_service
 
 PATHS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 3000},

@@ -18,7 +18,7 @@ import pytest
 from agentloop.errors import InvariantBroken, ServiceUnavailable
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.open_calls_log import ROTATE_BYTES, OpenCall, OpenCallsLog, read_open_calls
-from tests.support.turns import make_call
+from tests.support.records.turns import make_call
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ _WRITER = """
 import os, sys
 from pathlib import Path
 from agentloop_servers.endpoint.open_calls_log import OpenCallsLog
-from tests.support.turns import make_call
+from tests.support.records.turns import make_call
 
 log = OpenCallsLog(Path(sys.argv[1]))
 log.open()

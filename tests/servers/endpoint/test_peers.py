@@ -24,9 +24,9 @@ from agentloop.simulation.policy import LatencyModel
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.endpoint.shards import HOP_HEADER, NotOwner, ShardRouter, take_shard_lock
 from agentloop_servers.http.guard import HttpGuard, HttpLimits
-from tests.support.chat_service import RENDERER
-from tests.support.front_door import serving
-from tests.support.whole_service import Site, simulated, whole_site
+from tests.support.endpoint.chat_service import RENDERER
+from tests.support.endpoint.front_door import serving
+from tests.support.service.whole_service import Site, simulated, whole_site
 
 NUM = 3
 FRAMING = {"connection", "content-length", "date", "server", "transfer-encoding", "x-request-id", "request-id"}

@@ -17,8 +17,8 @@ from agentloop.types import Message
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from agentloop_servers.http.auth import SessionKeys
-from tests.support.session_site import EPOCH_S, LIMITS, Site, say, talk, virtually
-from tests.support.turns import make_call
+from tests.support.endpoint.session_site import EPOCH_S, LIMITS, Site, say, talk, virtually
+from tests.support.records.turns import make_call
 
 # --- who has which ---
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from agentloop_servers.http.auth import Keys
-from tests.support.dialect_app import MODEL, DialectService, dialect_service
-from tests.support.scripted import call
+from tests.support.endpoint.dialect_app import MODEL, DialectService, dialect_service
+from tests.support.engine.scripted import call
 
 anthropic = pytest.importorskip("anthropic")
 

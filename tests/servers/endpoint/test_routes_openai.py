@@ -20,8 +20,8 @@ from agentloop.api.sessions import NewSessionAnswer, SessionAnswer, decode_traje
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded
 from agentloop.types import Generation
 from agentloop_servers.endpoint.endpoint import EndpointLimits
-from tests.support.chat_service import chat_service
-from tests.support.fake_endpoint import FakeRegistry, endpoint_app, raising, serving_endpoint
+from tests.support.endpoint.chat_service import chat_service
+from tests.support.endpoint.fake_endpoint import FakeRegistry, endpoint_app, raising, serving_endpoint
 
 USER = {"role": "user", "content": "hi"}
 CHAT = {"model": "tiny", "messages": [USER]}

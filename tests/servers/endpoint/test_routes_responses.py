@@ -13,8 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from agentloop_servers.http.auth import Keys
-from tests.support.dialect_app import MODEL, DialectService, dialect_service
-from tests.support.scripted import call
+from tests.support.endpoint.dialect_app import MODEL, DialectService, dialect_service
+from tests.support.engine.scripted import call
 
 LOOKUP: Any = {
     "type": "function",

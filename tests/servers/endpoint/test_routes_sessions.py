@@ -10,7 +10,7 @@ import pytest
 
 from agentloop import codec
 from agentloop.types import Generation
-from tests.support.chat_service import SPEC, ChatService, chat_service
+from tests.support.endpoint.chat_service import SPEC, ChatService, chat_service
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 USER = {"role": "user", "content": "hi"}

@@ -25,7 +25,7 @@ from agentloop.sessions.journal import SessionState
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.session_store import MAX_WRITE_BATCH, SessionStore, StoredSession
-from tests.support.turns import in_store, make_call, make_node, make_record
+from tests.support.records.turns import in_store, make_call, make_node, make_record
 
 
 class Wall:
@@ -512,7 +512,7 @@ _WRITER = """
 import asyncio, sys, time
 from agentloop.trajectory.node import ModelCallState
 from agentloop_servers.endpoint.session_store import SessionStore
-from tests.support.turns import make_call, make_record, make_node
+from tests.support.records.turns import make_call, make_record, make_node
 
 async def main():
     store = SessionStore(sys.argv[1], time.time)

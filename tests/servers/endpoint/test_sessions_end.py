@@ -23,7 +23,7 @@ from agentloop.sessions.journal import SessionEnd, SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from agentloop_servers.endpoint.registry import NewSession, Sessions
-from tests.support.session_site import LIMITS, Site, say, talk, virtually
+from tests.support.endpoint.session_site import LIMITS, Site, say, talk, virtually
 
 # --- ends ---
 

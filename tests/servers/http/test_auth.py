@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from agentloop_servers.http.auth import Keys
-from tests.support.fake_endpoint import FakeRegistry, serving_endpoint
+from tests.support.endpoint.fake_endpoint import FakeRegistry, serving_endpoint
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 GENERATE = {"token_ids": [1, 2], "sampling": {"max_tokens": 2}}

@@ -11,8 +11,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentloop_servers.http.auth import Keys
-from tests.support.chat_service import MODEL, ChatService, chat_service
-from tests.support.raw_requests import BODY, BOUNDS, CHAT, USER, bearer, check_good, exchanged, refused, request
+from tests.support.endpoint.chat_service import MODEL, ChatService, chat_service
+from tests.support.endpoint.raw_requests import (
+    BODY,
+    BOUNDS,
+    CHAT,
+    USER,
+    bearer,
+    check_good,
+    exchanged,
+    refused,
+    request,
+)
 
 KEYS = Keys.of(["user-1", "user-2"], "admin-1")
 

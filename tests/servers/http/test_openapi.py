@@ -23,7 +23,7 @@ from schemathesis.schemas import BaseSchema
 
 from agentloop_servers.endpoint.endpoint import DEFAULT_MODEL
 from agentloop_servers.http.auth import Keys
-from tests.support.chat_service import SPEC, chat_service
+from tests.support.endpoint.chat_service import SPEC, chat_service
 
 LARGE = {"maxItems": 256, "maxLength": 2048, "maxProperties": 256}
 REFUSALS = [400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 431]

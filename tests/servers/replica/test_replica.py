@@ -24,7 +24,7 @@ from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HE
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import PauseOrder
 from agentloop_servers.replica.server import DataPlaneServer
-from tests.support.pushes import Sender, Wire
+from tests.support.fleet.pushes import Sender, Wire
 
 SPEC = SimulatedSpec(vocab_size=1000, max_context_tokens=512)
 SLOW = SimulatedSpec(vocab_size=1000, max_context_tokens=4096, latency=LatencyModel(decode_s=0.002))

@@ -17,7 +17,7 @@ from agentloop_servers.weight_transfer.lora import (
     tensor_names,
     write_zero_adapter,
 )
-from tests.support.adapters import ALL_LINEAR, POLICY, write_adapter
+from tests.support.transfer.adapters import ALL_LINEAR, POLICY, write_adapter
 
 LAYER = "model.layers.0.self_attn.k_proj"
 SERVED = inspect_checkpoint(str(POLICY)).tensors

@@ -16,8 +16,8 @@ from agentloop.client.client import RolloutClient
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.local import start_ray, stop_ray
-from tests.support.front_door import FakeCoordinator, FakeEngine, serving
-from tests.support.receiving import ReceivingFleet
+from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.transfer.receiving import ReceivingFleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from agentloop_servers.weight_transfer.lora import tensor_names
 from agentloop_servers.weight_transfer.vllm_worker import verify_adapter
-from tests.support.adapters import write_adapter
+from tests.support.transfer.adapters import write_adapter
 
 MAX_RANK, RANK, SCALING = 8, 4, 2.0
 ATTENTION = "model.layers.0.self_attn"

@@ -19,7 +19,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
 from agentloop.errors import AgentLoopError
 from agentloop_servers.weight_transfer.trainer import TensorPusher
-from tests.support.receiving import FakeSender
+from tests.support.transfer.receiving import FakeSender
 
 WORLD_SIZE = 2
 HANGS, REFUSED, MANY_PASSES = 8, 5, 7  # versions that the test's fleet treats so

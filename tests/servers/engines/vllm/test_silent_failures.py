@@ -28,7 +28,7 @@ from agentloop.types import GenerateRequest, KVPolicy, Message, PauseMode, Sampl
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.servers.recompute import POLICY, model
-from tests.support.stock_reload import EXTENSION, STOCK, UNPROVEN
+from tests.support.transfer.stock_reload import EXTENSION, STOCK, UNPROVEN
 
 pytestmark = pytest.mark.engine
 

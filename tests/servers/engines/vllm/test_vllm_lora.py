@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_servers.engines.vllm.weights import LoraAdapters
-from tests.support.adapters import POLICY, merged_model, write_adapter
+from tests.support.transfer.adapters import POLICY, merged_model, write_adapter
 
 pytestmark = pytest.mark.engine
 
@@ -47,7 +47,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
         max_num_seqs=32,
         kv_cache_memory_bytes=64 * 2**20,
         lora_rank=8,
-        worker_extension="tests.support.adapters.SpoilableWorker",
+        worker_extension="tests.support.transfer.adapters.SpoilableWorker",
     )
     process, lora = VllmProcess(config), LoraAdapters(config)
     await process.start()

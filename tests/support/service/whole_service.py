@@ -29,9 +29,9 @@ from agentloop_servers.coordinator import Coordinator, CoordinatorClient, Coordi
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_tools import SHIPPED_TOOLS
-from tests.support.front_door import serving
+from tests.support.endpoint.front_door import serving
 
-SIMULATED = Path(__file__).parents[2] / "servers" / "simulated.yaml"
+SIMULATED = Path(__file__).parents[3] / "servers" / "simulated.yaml"
 SECRET = "in-process"
 
 

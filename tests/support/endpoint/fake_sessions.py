@@ -17,7 +17,7 @@ from agentloop.api.requests import check_body
 from agentloop.api.sessions import FinishBody, NewSessionBody, RewardBody, encode_trajectories
 from agentloop.errors import AgentLoopError, NotFound, SessionFinished, SessionNotFound
 from agentloop.types import KVPolicy, Message, StopReason, Trajectory
-from tests.support.samples import make_path, make_trajectory
+from tests.support.records.samples import make_path, make_trajectory
 
 Script = Callable[[list[dict[str, Any]]], dict[str, Any]]
 """From a chat's messages to the assistant's next one."""

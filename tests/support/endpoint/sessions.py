@@ -29,9 +29,9 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
-from tests.support.engines import leased
+from tests.support.engine.engines import leased
 
-POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
+POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
 RENDERER = Renderer.from_directory(POLICY)
 PARSER = get_parser("hermes")
 CREATED_AT = 1_000_000.0

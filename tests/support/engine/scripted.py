@@ -19,9 +19,9 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import Message, RolloutTask
 from agentloop_tools import SHIPPED_TOOLS
-from tests.support.feeder import Feeder
+from tests.support.fleet.feeder import Feeder
 
-POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v1"
+POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
 TOKENIZER = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
 RENDERER = Renderer.from_directory(POLICY)
 SPEC = SimulatedSpec(vocab_size=RENDERER.vocab_size, max_context_tokens=2048, num_blocks=64_000, max_running=2048)

@@ -31,9 +31,9 @@ from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
-from tests.support.front_door import FakeCoordinator
+from tests.support.endpoint.front_door import FakeCoordinator
 
-POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
+POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
 MODEL = "tiny"
 RENDERER = Renderer.from_directory(POLICY)
 PARSER = get_parser("hermes")

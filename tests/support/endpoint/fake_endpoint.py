@@ -25,8 +25,8 @@ from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http.auth import Keys, SessionKeys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
-from tests.support.front_door import FakeCoordinator, FakeEngine, serving
-from tests.support.samples import make_trajectory
+from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.records.samples import make_trajectory
 
 MODEL = "examples/tiny_policy/v0"
 

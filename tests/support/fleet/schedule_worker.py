@@ -21,8 +21,8 @@ from agentloop.types import (
     StopReason,
     Trajectory,
 )
-from tests.support.schedules import World
-from tests.support.turns import make_reply
+from tests.support.fleet.schedules import World
+from tests.support.records.turns import make_reply
 
 TURN_TIMEOUT_S = 3.0
 MAX_ATTEMPTS = 100  # of one generation; what needs more has been forgotten

@@ -29,10 +29,10 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
-from tests.support.front_door import FakeCoordinator
-from tests.support.scripted import RENDERER, ids
-from tests.support.service import Inline
-from tests.support.turns import in_store
+from tests.support.endpoint.front_door import FakeCoordinator
+from tests.support.engine.scripted import RENDERER, ids
+from tests.support.fleet.service import Inline
+from tests.support.records.turns import in_store
 
 EPOCH_S = 1e9
 LIMITS = SessionLimits(max_sessions=8, idle_s=60.0, ttl_s=1000.0, one_off_ttl_s=100.0)

@@ -33,8 +33,8 @@ from agentloop.types import (
 )
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
-from tests.support.memory_store import MemoryStore
-from tests.support.scripted import RENDERER, turns
+from tests.support.engine.scripted import RENDERER, turns
+from tests.support.fleet.memory_store import MemoryStore
 
 STEP_S = 0.02
 PAUSE_S = 5.0
@@ -122,7 +122,7 @@ def talk(max_turns: int = 3, loop: str = "Talk", max_tokens_per_turn: int = 1024
     """A task that any worker of a live run can do."""
     limits = Limits(max_turns=max_turns, max_tokens_per_turn=max_tokens_per_turn)
     messages = (Message("user", "What is 2 + 3? Please explain at some length how you came to your answer."),)
-    return RolloutTask("t", messages, loop=f"tests.support.live_run:{loop}", limits=limits)
+    return RolloutTask("t", messages, loop=f"tests.support.fleet.live_run:{loop}", limits=limits)
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Load, StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
-from tests.support.engines import INFO, FakeEngine
-from tests.support.samples import make_trajectory
+from tests.support.engine.engines import INFO, FakeEngine
+from tests.support.records.samples import make_trajectory
 
 CONFIG = CoordinatorConfig(
     max_queued_trajectories=50,

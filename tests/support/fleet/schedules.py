@@ -40,9 +40,9 @@ from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.private_http import FencingToken
-from tests.support.faulty_link import Caller, FaultyLink, Network
-from tests.support.memory_store import MemoryStore
-from tests.support.pushes import Sender, Wire
+from tests.support.fleet.faulty_link import Caller, FaultyLink, Network
+from tests.support.fleet.memory_store import MemoryStore
+from tests.support.fleet.pushes import Sender, Wire
 
 T = TypeVar("T")
 

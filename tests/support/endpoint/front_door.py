@@ -34,7 +34,7 @@ from agentloop.types import (
     Trajectory,
     WeightVersionSpan,
 )
-from tests.support.samples import make_trajectory
+from tests.support.records.samples import make_trajectory
 
 
 class FakeCoordinator:

@@ -10,7 +10,7 @@ import orjson
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits
 from agentloop_servers.http.guard import HttpLimits
-from tests.support.chat_service import MODEL, Bounds, ChatService, check_answer
+from tests.support.endpoint.chat_service import MODEL, Bounds, ChatService, check_answer
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
 
-POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy" / "v0"
+POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

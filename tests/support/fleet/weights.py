@@ -9,7 +9,7 @@ from agentloop.fleet.registry import Fleet
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop.types import KVPolicy
-from tests.support.engines import INFO, FakeEngine
+from tests.support.engine.engines import INFO, FakeEngine
 
 CONFIG = WeightConfig(
     stage_timeout_s=100.0,
