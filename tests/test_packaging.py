@@ -103,6 +103,7 @@ def test_everything_imported_is_declared():
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray"}
+BROUGHT_ALONG = {"pydantic_core", "yarl", "aiohappyeyeballs"}  # by pydantic and by aiohttp
 
 
 def _imported(file: Path) -> set[str]:
@@ -119,5 +120,5 @@ def _serve_only() -> set[str]:
     """Import names of what only the extras bring."""
     names = {re.split(r"[\[<>=]", one)[0] for one in itertools.chain(*EXTRAS.values())} - {"agentloop"}
     modules = {distribution: module for module, distribution in DISTRIBUTIONS.items()}
-    # openai itself may use pydantic-core through pydantic, and yarl comes with aiohttp.
-    return {modules.get(name, name.replace("-", "_")) for name in names} - {"pydantic_core", "yarl"}
+    base = {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}
+    return {modules.get(name, name.replace("-", "_")) for name in names} - {*BROUGHT_ALONG, *base}
