@@ -8,7 +8,6 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentloop.aio import freeze_gc
 from agentloop.api import FrontPort
 from agentloop.checks import is_loopback
 from agentloop.clock import RealClock
@@ -529,14 +529,3 @@ def model_facts(config: ServiceConfig) -> ModelFacts:
         return ModelFacts(context, int(document["vocab_size"]), has_experts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
-
-
-def freeze_gc() -> None:
-    """Take what start-up allocated out of the garbage collector's sight, and collect less often.
-
-    A full collection walks every object: modules, templates and tokenizers alone cost 0.2 to 0.6 s in which the
-    event loop stands still, several times a second under load.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)

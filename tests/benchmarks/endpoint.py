@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from agentloop_servers.app import freeze_gc
+from agentloop.aio import freeze_gc
 from tests.benchmarks import report
 from tests.benchmarks.endpoint_load import Load, open_sessions, talk
 from tests.benchmarks.endpoint_processes import EndpointFigures, ask, process, run_endpoint, run_engine

@@ -20,11 +20,12 @@ from typing import Any
 
 import uvloop
 
+from agentloop.aio import freeze_gc
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import GenerateRequest, Generation, Lease
-from agentloop_servers.app import build_app, build_endpoint, freeze_gc, sessions_name
+from agentloop_servers.app import build_app, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter

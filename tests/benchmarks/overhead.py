@@ -26,8 +26,8 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
+from agentloop.aio import freeze_gc
 from agentloop.engine import Engine
-from agentloop_servers.app import freeze_gc
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.support.engine.scripted import call, running_worker, scripted_engine, task
