@@ -34,7 +34,7 @@ from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
 from tests.support.endpoint.front_door import FakeCoordinator
 from tests.support.engine.scripted import POLICY, RENDERER, ids
-from tests.support.service.whole_service import simulated
+from tests.support.service.whole_service import simulated_config
 
 SECRET = "bench"
 LAG_PROBE_S = 0.005
@@ -107,7 +107,7 @@ async def run_endpoint(
             clients = _OneEngine(engine)
         closing.push_async_callback(clients.close)
         engine_settings = {"max_context_tokens": MAX_CONTEXT_TOKENS}
-        config = simulated(model=str(POLICY), engine=engine_settings, endpoint=dict(settings or {}))
+        config = simulated_config(model=str(POLICY), engine=engine_settings, endpoint=dict(settings or {}))
         coordinator = _OneReplica(engine_url or "sim://")
         store_path = run_dir / sessions_name(0)
         router = ShardRouter(coordinator)

@@ -30,8 +30,8 @@ from agentloop.aio import freeze_gc
 from agentloop.engine import Engine
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
-from tests.support.engine.scripted import call, running_worker, scripted_engine, task
-from tests.support.fleet.feeder import Feeder
+from tests.support.engine.scripted import call, scripted_engine
+from tests.support.fleet.feeder import Feeder, running_worker, task
 
 NUM_TURNS = 5
 REPLIES = (*[call("calculator", expression="12 * 34 + 5")] * (NUM_TURNS - 1), "The answer is 413.")

@@ -94,7 +94,7 @@ class TimedUpdate:
     ended_at: float
 
 
-class Site:
+class EngineSite:
     """One engine under its controller. `version` only grows; the first update wakes the dummy weights."""
 
     def __init__(self, engine: VllmEngine, trainer: TrainerProcess, counters: Counters) -> None:
@@ -179,7 +179,7 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def running_site(config: VllmConfig, trainer: TrainerProcess) -> AsyncIterator[Site]:
+async def running_site(config: VllmConfig, trainer: TrainerProcess) -> AsyncIterator[EngineSite]:
     """Start an engine with dummy weights, give it its first version, close it at the end."""
     engine = VllmEngine(config)
     counters = Counters()
@@ -188,7 +188,7 @@ async def running_site(config: VllmConfig, trainer: TrainerProcess) -> AsyncIter
         group.create_task(trainer.started())
         group.create_task(engine.start())
     try:
-        site = Site(engine, trainer, counters)
+        site = EngineSite(engine, trainer, counters)
         await site.update()
         yield site
     finally:

@@ -35,7 +35,7 @@ from tests.benchmarks.baselines import PlainUpdate, PlainVllm, agreement, delive
 from tests.benchmarks.link_speed import measure
 from tests.benchmarks.report import finish
 from tests.benchmarks.shapes import SHAPES, random_prompts, write_model_folder
-from tests.benchmarks.site import Site, TimedUpdate, running_site
+from tests.benchmarks.site import EngineSite, TimedUpdate, running_site
 from tests.benchmarks.streams import Flight, Gaps
 from tests.benchmarks.trainer import TrainerConfig, TrainerProcess
 from tests.benchmarks.update_results import Consecutive, Failed, Plain, Staged, Staging, Updates, is_bad, tables
@@ -45,7 +45,7 @@ WARM_TOKENS = 16
 SPACING_S = 0.7  # between single updates: the streams are steady again
 
 
-async def staged(site: Site, options: argparse.Namespace) -> Staged:
+async def staged(site: EngineSite, options: argparse.Namespace) -> Staged:
     """The two-phase variant."""
     flight = await _flight(site, options, "staged")
     counts = site.counts
@@ -64,7 +64,7 @@ async def staged(site: Site, options: argparse.Namespace) -> Staged:
     return Staged(single, staging, Consecutive(row, before, after, len(flight.streams), lost), kept, recomputed)
 
 
-async def one_phase(site: Site, options: argparse.Namespace) -> Updates:
+async def one_phase(site: EngineSite, options: argparse.Namespace) -> Updates:
     """The same updates where nothing is staged."""
     flight = await _flight(site, options, "one-phase")
     updates = await _updates(site, flight, options.updates, SPACING_S)
@@ -72,7 +72,7 @@ async def one_phase(site: Site, options: argparse.Namespace) -> Updates:
     return updates
 
 
-async def _flight(site: Site, options: argparse.Namespace, name: str) -> Flight:
+async def _flight(site: EngineSite, options: argparse.Namespace, name: str) -> Flight:
     prompts = random_prompts(SHAPES[options.shape], options.requests, options.prompt_tokens)
     flight = Flight(site.stream, prompts, name)
     try:
@@ -83,7 +83,7 @@ async def _flight(site: Site, options: argparse.Namespace, name: str) -> Flight:
     return flight
 
 
-async def _updates(site: Site, flight: Flight, num_updates: int, spacing_s: float) -> Updates:
+async def _updates(site: EngineSite, flight: Flight, num_updates: int, spacing_s: float) -> Updates:
     began_at = time.perf_counter()
     await asyncio.sleep(SPACING_S)
     ordinary_ms = flight.ordinary_gap_ms(began_at, time.perf_counter())
@@ -121,7 +121,7 @@ def _summary(timed: Sequence[TimedUpdate], gaps: Sequence[float], ordinary_ms: f
     )
 
 
-async def _staging(site: Site, flight: Flight, window_s: float) -> Staging:
+async def _staging(site: EngineSite, flight: Flight, window_s: float) -> Staging:
     undisturbed, intervals, reports = [], [], []
     for is_staging in (False, True, False):
         await asyncio.sleep(0.2)

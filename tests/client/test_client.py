@@ -29,7 +29,8 @@ from agentloop.errors import (
 from agentloop.types import FinishReason, KVPolicy, Message, OnStale, PauseMode, RolloutTask, StalenessLimit
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, cutting_proxy, serving
+from tests.support.endpoint.front_door import FakeCoordinator, cutting_proxy, serving
+from tests.support.engine.engines import ReversingEngine
 from tests.support.records.samples import make_task
 
 
@@ -37,13 +38,13 @@ from tests.support.records.samples import make_task
 class Service:
     url: str
     coordinator: FakeCoordinator
-    engine: FakeEngine
+    engine: ReversingEngine
     root: Path
 
 
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    coordinator, engine = FakeCoordinator(), FakeEngine()
+    coordinator, engine = FakeCoordinator(), ReversingEngine()
     async with serving(create_app(coordinator, engine.connect, Keys(), weight_roots=[tmp_path])) as url:
         yield Service(url, coordinator, engine, tmp_path)
 
@@ -273,7 +274,7 @@ async def test_a_directory_has_no_transport(service: Service) -> None:
 
 
 async def test_keys_are_sent_where_they_belong(tmp_path: Path) -> None:
-    coordinator, engine = FakeCoordinator(), FakeEngine()
+    coordinator, engine = FakeCoordinator(), ReversingEngine()
     app = create_app(coordinator, engine.connect, Keys.of(["user"], "admin"), weight_roots=[tmp_path])
     async with serving(app) as url:
         async with RolloutClient(url, api_key="user", admin_key="admin") as client:

@@ -40,7 +40,7 @@ CLIENTS = {
 }
 
 
-class Site:
+class ClientSite:
     """The service, and the engine behind it."""
 
     def __init__(self, url: str, engine: RecordingEngine) -> None:
@@ -61,7 +61,7 @@ async def site(tmp_path_factory):
         return engines[-1]
 
     async with whole_service(config, tmp_path_factory.mktemp("run"), build=build) as url:
-        yield Site(url, engines[0])
+        yield ClientSite(url, engines[0])
 
 
 def with_long_context(tmp_path_factory) -> Path:

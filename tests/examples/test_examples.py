@@ -9,8 +9,8 @@ import pytest
 
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.types import StopReason, ToolCall
-from tests.support.engine.scripted import call, running_worker, scripted_engine, task
-from tests.support.fleet.feeder import Feeder
+from tests.support.engine.scripted import call, scripted_engine
+from tests.support.fleet.feeder import Feeder, running_worker, task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

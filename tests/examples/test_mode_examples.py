@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from agentloop.client.client import RolloutClient
 from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
-from tests.support.service.whole_service import simulated, whole_service
+from tests.support.service.whole_service import simulated_config, whole_service
 from tests.support.transfer.adapters import POLICY
 
 V1 = POLICY.parent / "v1"
@@ -36,7 +36,7 @@ def policy() -> torch.nn.Module:
 @pytest.mark.parametrize(("staging", "held_in"), [(None, "nowhere"), ("host", "host")])
 async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsys, staging, held_in):
     example = importlib.import_module("examples.04_hybrid")
-    config = simulated(mode="hybrid", engine={"weight_staging": staging, **SHORT})
+    config = simulated_config(mode="hybrid", engine={"weight_staging": staging, **SHORT})
     async with whole_service(config, tmp_path) as url, RolloutClient(url) as client:
         await example.main(url, str(POLICY), num_steps=2, num_tasks=2)
         status = await client.status()
@@ -56,7 +56,7 @@ async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsy
 async def test_the_judge_example_sleeps_again_after_it_has_scored(tmp_path, capsys):
     example = importlib.import_module("examples.05_judge")
     async with (
-        whole_service(simulated(mode="colocated", engine=SHORT), tmp_path) as url,
+        whole_service(simulated_config(mode="colocated", engine=SHORT), tmp_path) as url,
         RolloutClient(url) as client,
     ):
         await example.main(url, str(POLICY))
@@ -70,7 +70,7 @@ async def test_the_judge_example_sleeps_again_after_it_has_scored(tmp_path, caps
 
 
 async def test_standalone_takes_pushes_and_directories_and_never_sleeps(tmp_path):
-    async with whole_service(simulated(mode="standalone"), tmp_path) as url, RolloutClient(url) as client:
+    async with whole_service(simulated_config(mode="standalone"), tmp_path) as url, RolloutClient(url) as client:
         report = await client.update_weights(policy().named_parameters(), version=1)
         assert [replica.held_in for replica in report.replicas] == ["host", "host"]
         assert (await client.update_weights(V1, version=2)).version == 2
@@ -79,7 +79,7 @@ async def test_standalone_takes_pushes_and_directories_and_never_sleeps(tmp_path
 
 
 async def test_debug_takes_a_directory_by_hand_and_no_push(tmp_path):
-    async with whole_service(simulated(mode="debug"), tmp_path) as url, RolloutClient(url) as client:
+    async with whole_service(simulated_config(mode="debug"), tmp_path) as url, RolloutClient(url) as client:
         assert (await client.update_weights(V1, version=1)).version == 1
         with pytest.raises(AgentLoopError, match="debug"):
             await client.update_weights(policy().named_parameters(), version=2)
@@ -90,7 +90,7 @@ async def test_debug_takes_a_directory_by_hand_and_no_push(tmp_path):
 
 
 async def test_a_judge_never_takes_weights(tmp_path):
-    async with whole_service(simulated(mode="colocated"), tmp_path) as url, RolloutClient(url) as client:
+    async with whole_service(simulated_config(mode="colocated"), tmp_path) as url, RolloutClient(url) as client:
         with pytest.raises(InvalidRequest, match="colocated"):
             await client.update_weights(V1, version=1)
         with pytest.raises(AgentLoopError, match="colocated"):
@@ -99,7 +99,9 @@ async def test_a_judge_never_takes_weights(tmp_path):
 
 
 async def test_a_gang_receives_with_every_worker(tmp_path):
-    config = simulated(mode="standalone", replicas=1, engine={"tensor_parallel_size": 2, "data_parallel_size": 2})
+    config = simulated_config(
+        mode="standalone", replicas=1, engine={"tensor_parallel_size": 2, "data_parallel_size": 2}
+    )
     async with whole_service(config, tmp_path) as url, RolloutClient(url) as client:
         assert [replica.num_workers for replica in (await client.status()).replicas] == [4]
         report = await client.update_weights(policy().named_parameters(), version=1)

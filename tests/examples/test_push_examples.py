@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from agentloop.plugins import resolve
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.engine.engines import ReversingEngine
 from tests.support.transfer.receiving import ReceivingFleet
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def front_door(fleet):
     coordinator = FakeCoordinator()
     coordinator.on_update = fleet.take
     coordinator.weight_dtypes = ["float32"]
-    return serving(create_app(coordinator, FakeEngine().connect, Keys()))
+    return serving(create_app(coordinator, ReversingEngine().connect, Keys()))
 
 
 async def test_a_torch_process_pushes_its_parameters(fleet, capsys, monkeypatch):

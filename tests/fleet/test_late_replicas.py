@@ -10,12 +10,12 @@ from agentloop.errors import WeightUpdateFailed
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import KVPolicy, PauseMode
 from tests.support.engine.engines import SLEEPER, FakeEngine
-from tests.support.fleet.weights import CONFIG, Site, push_source, virtual
+from tests.support.fleet.weights import CONFIG, FleetSite, push_source, virtual
 
 
 @virtual
 async def test_all_fail_and_the_version_before_is_brought_back(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     await site.update(1)
     site.engines["a"].fail("commit", times=1)
     with pytest.raises(WeightUpdateFailed):
@@ -27,7 +27,7 @@ async def test_all_fail_and_the_version_before_is_brought_back(clock):
 
 @virtual
 async def test_a_late_joiner_is_brought_to_the_fleets_version(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     await site.update(1, KVPolicy.RECOMPUTE)
     late = site.register("late", version=0)
     assert site.placeable() == ["a"]
@@ -39,7 +39,7 @@ async def test_a_late_joiner_is_brought_to_the_fleets_version(clock):
 
 @virtual
 async def test_a_replica_at_the_fleets_version_is_only_resumed(clock):
-    site = Site(clock)
+    site = FleetSite(clock)
     engine = site.register("a", version=0)  # its own version is the fleet's, because there is no other
     engine.is_paused = True  # an earlier coordinator died with the replica paused
     assert await site.late.bring_up("a")
@@ -51,7 +51,7 @@ async def test_a_replica_at_the_fleets_version_is_only_resumed(clock):
 
 @virtual
 async def test_without_an_update_there_is_nothing_to_catch_up_to(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     site.register("dummy", version=None)
     assert not await site.late.bring_up("dummy")
     assert not await site.late.bring_up("unknown")
@@ -60,7 +60,7 @@ async def test_without_an_update_there_is_nothing_to_catch_up_to(clock):
 
 @virtual
 async def test_catching_up_is_tried_again_with_a_pause_in_between(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     await site.update(1)
     late = site.register("late")
     late.fail("stage", times=2)
@@ -80,7 +80,7 @@ async def test_catching_up_is_tried_again_with_a_pause_in_between(clock):
 def test_catching_up_ends_after_its_attempts(verb, state):
     @virtual
     async def test(clock):
-        site = Site(clock, "a")
+        site = FleetSite(clock, "a")
         await site.update(1)
         late = site.register("late")
         late.hangs = {verb}
@@ -95,7 +95,7 @@ def test_catching_up_ends_after_its_attempts(verb, state):
 
 @virtual
 async def test_a_replica_that_joins_during_an_update_gets_the_new_version(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     site.engines["a"].seconds = {"stage": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
@@ -110,7 +110,7 @@ async def test_a_replica_that_joins_during_an_update_gets_the_new_version(clock)
 
 @virtual
 async def test_an_update_during_a_catch_up_ends_with_everybody_at_the_newest(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     await site.update(1)
     late = site.register("late")
     late.seconds = {"stage": 5.0}
@@ -126,7 +126,7 @@ async def test_an_update_during_a_catch_up_ends_with_everybody_at_the_newest(clo
 
 @virtual
 async def test_a_replica_restarted_during_an_update_is_not_taken_for_the_new_process(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     site.engines["b"].seconds = {"commit": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
@@ -142,7 +142,7 @@ async def test_a_replica_restarted_during_an_update_is_not_taken_for_the_new_pro
 
 @virtual
 async def test_an_update_during_an_operator_pause_leaves_the_fleet_paused(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     await site.sync.pause(PauseMode.KEEP)
     await site.update(1)
     late = site.register("late", version=0)
@@ -161,7 +161,7 @@ async def test_an_update_during_an_operator_pause_leaves_the_fleet_paused(clock)
 
 @virtual
 async def test_a_replica_that_registers_anew_during_its_commit_is_not_believed(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     await site.update(1)
     bad = site.engines["b"]
     bad.seconds = {"commit": 50.0}
@@ -186,7 +186,7 @@ def offering(site, replica_id, token="relay"):
 
 @virtual
 async def test_pushed_weights_come_from_a_replica_that_holds_them(clock):
-    site = Site(clock, "a", "b", info=SLEEPER)
+    site = FleetSite(clock, "a", "b", info=SLEEPER)
     await site.push(1, KVPolicy.RECOMPUTE)
     offering(site, "b")
     late = site.register("late", version=0)
@@ -200,7 +200,7 @@ async def test_pushed_weights_come_from_a_replica_that_holds_them(clock):
 
 @virtual
 async def test_without_a_peer_it_waits_for_the_next_update_and_says_so(clock):
-    site = Site(clock, "a", info=SLEEPER)
+    site = FleetSite(clock, "a", info=SLEEPER)
     await site.push(1)
     late = site.register("late", version=0)
     assert not await site.late.bring_up("late")
@@ -218,7 +218,7 @@ async def test_without_a_peer_it_waits_for_the_next_update_and_says_so(clock):
 def test_a_peer_of_another_kind_is_not_asked(change):
     @virtual
     async def test(clock):
-        site = Site(clock, "a", info=SLEEPER)
+        site = FleetSite(clock, "a", info=SLEEPER)
         await site.push(1)
         offering(site, "a")
         site.info = replace(SLEEPER, **change)
@@ -232,7 +232,7 @@ def test_a_peer_of_another_kind_is_not_asked(change):
 
 @virtual
 async def test_a_peer_that_does_not_answer_is_passed_over(clock):
-    site = Site(clock, "a", "b", "c", info=SLEEPER)
+    site = FleetSite(clock, "a", "b", "c", info=SLEEPER)
     await site.push(1)
     offering(site, "a").hangs = {"offer"}
     offering(site, "b").fail("offer")
@@ -244,7 +244,7 @@ async def test_a_peer_that_does_not_answer_is_passed_over(clock):
 
 @virtual
 async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
-    site = Site(clock, "a", info=SLEEPER)
+    site = FleetSite(clock, "a", info=SLEEPER)
     await site.push(1)
     offering(site, "a").seconds = {"offer": 5.0}
     late = site.register("late", version=0)
@@ -258,7 +258,7 @@ async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
 
 @virtual
 async def test_after_a_restart_pushed_weights_come_from_those_who_hold_them(clock):
-    site = Site(clock)
+    site = FleetSite(clock)
     site.sync.serve(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
     holder = site.register("holder", version=4)
     late = site.register("late", version=0)
@@ -276,7 +276,7 @@ async def test_after_a_restart_pushed_weights_come_from_those_who_hold_them(cloc
 @virtual
 async def test_a_failed_first_push_does_not_quarantine_for_ever(clock):
     base = WeightUpdate(0, "/models/base")
-    site = Site(clock, "a", initial=(base, KVPolicy.KEEP))
+    site = FleetSite(clock, "a", initial=(base, KVPolicy.KEEP))
     site.engines["a"].fail("commit", times=1)
     with pytest.raises(WeightUpdateFailed):
         await site.push(1)
@@ -288,7 +288,7 @@ async def test_a_failed_first_push_does_not_quarantine_for_ever(clock):
 
 @virtual
 async def test_the_weights_at_the_start_count_for_their_own_version_only(clock):
-    site = Site(clock, "a", version=3, initial=(WeightUpdate(0, "/models/base"), KVPolicy.KEEP))
+    site = FleetSite(clock, "a", version=3, initial=(WeightUpdate(0, "/models/base"), KVPolicy.KEEP))
     site.register("dummy", version=None)
     assert not await site.late.bring_up("dummy")
     await site.push(4)

@@ -30,7 +30,7 @@ def state(fleet, replica_id="a"):
     return fleet.get(replica_id).state
 
 
-def ids(replicas):
+def replica_ids(replicas):
     return [replica.replica_id for replica in replicas]
 
 
@@ -41,7 +41,7 @@ def test_a_new_replica_takes_no_traffic_before_it_is_admitted():
     assert not fleet.placeable()
     fleet.begin_update(replica)
     assert fleet.admit(replica)
-    assert ids(fleet.placeable()) == ["a"]
+    assert replica_ids(fleet.placeable()) == ["a"]
     assert fleet.weight_version == 0
 
 
@@ -62,7 +62,7 @@ def test_before_an_update_the_newest_version_counts_and_later_it_does_not():
     ready(fleet, "a", 0)
     ready(fleet, "b", 3)
     assert fleet.weight_version == 3
-    assert ids(fleet.placeable()) == ["b"]
+    assert replica_ids(fleet.placeable()) == ["b"]
     assert state(fleet, "a") is ReplicaState.JOINING
     fleet.set_weight_version(4)
     assert not fleet.placeable()

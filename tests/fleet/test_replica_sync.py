@@ -9,7 +9,7 @@ from agentloop.errors import CheckpointUnreadable, Conflict, EngineLost, Invalid
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import PauseMode
 from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
-from tests.support.fleet.weights import KEEP, Site, virtual
+from tests.support.fleet.weights import KEEP, FleetSite, virtual
 
 WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 KV_CACHE = frozenset({MemoryTag.KV_CACHE})
@@ -17,7 +17,7 @@ INITIAL = (WeightUpdate(0, "/models/base"), KEEP)
 
 
 def sleepers(clock, *replica_ids, **fields):
-    return Site(clock, *replica_ids, info=SLEEPER, **fields)
+    return FleetSite(clock, *replica_ids, info=SLEEPER, **fields)
 
 
 def states(site):
@@ -29,7 +29,7 @@ def states(site):
 
 @virtual
 async def test_operator_pause_and_resume_are_idempotent(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     for _ in range(2):
         await site.sync.pause(PauseMode.WAIT)
         assert site.sync.desired.is_paused
@@ -42,7 +42,7 @@ async def test_operator_pause_and_resume_are_idempotent(clock):
 
 @virtual
 async def test_an_operator_pause_during_an_update_comes_after_it(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     site.engines["a"].seconds = {"commit": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
@@ -55,7 +55,7 @@ async def test_an_operator_pause_during_an_update_comes_after_it(clock):
 def test_who_does_not_follow_an_order_is_named_and_gets_it_again_as_it_joins_anew(verb):
     @virtual
     async def test(clock):
-        site = Site(clock, "a", "b")
+        site = FleetSite(clock, "a", "b")
         if verb == "resume":
             await site.sync.pause(PauseMode.KEEP)
         site.engines["b"].fail(verb)

@@ -16,12 +16,12 @@ from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
 from tests.support.engine.engines import INFO, SLEEPER
 from tests.support.fleet.pushes import Sender, Wire
-from tests.support.fleet.weights import CONFIG, KEEP, Site, virtual
+from tests.support.fleet.weights import CONFIG, KEEP, FleetSite, virtual
 
 
 @virtual
 async def test_stage_all_then_pause_all_then_commit_all_then_resume(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     slow = site.engines["a"]
     slow.seconds = {"stage": 5.0, "pause": 2.0, "commit": 3.0, "resume": 1.0}
     report = await site.update(1, KVPolicy.RECOMPUTE)
@@ -43,7 +43,7 @@ async def test_stage_all_then_pause_all_then_commit_all_then_resume(clock):
 
 @virtual
 async def test_replicas_take_traffic_while_they_stage_and_none_while_they_commit(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     site.engines["a"].seconds = {"stage": 5.0, "commit": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
@@ -57,7 +57,7 @@ async def test_replicas_take_traffic_while_they_stage_and_none_while_they_commit
 
 @virtual
 async def test_dummy_weights_become_ready_with_the_first_update(clock):
-    site = Site(clock, "a", version=None)
+    site = FleetSite(clock, "a", version=None)
     assert site.placeable() == []
     report = await site.update(0)
     assert report.previous_version is None
@@ -66,20 +66,20 @@ async def test_dummy_weights_become_ready_with_the_first_update(clock):
 
 @virtual
 async def test_versions_grow(clock):
-    site = Site(clock, "a", version=3)
+    site = FleetSite(clock, "a", version=3)
     with pytest.raises(Conflict):
         await site.update(3)
     with pytest.raises(InvalidRequest):
         await site.update(2)
     with pytest.raises(InvalidRequest):
-        await Site(clock, "b", version=None).update(-1)
+        await FleetSite(clock, "b", version=None).update(-1)
     assert site.engines["a"].calls == []
     assert (await site.update(7)).previous_version == 3
 
 
 @virtual
 async def test_a_second_update_during_the_first_conflicts(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     site.engines["a"].seconds = {"stage": 5.0}
     first = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
@@ -92,12 +92,12 @@ async def test_a_second_update_during_the_first_conflicts(clock):
 @virtual
 async def test_nobody_to_update(clock):
     with pytest.raises(NoHealthyReplica):
-        await Site(clock).update(1)
+        await FleetSite(clock).update(1)
 
 
 @virtual
 async def test_a_checkpoint_that_nobody_can_read_changes_nothing(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     for engine in site.engines.values():
         engine.fail("stage")
     with pytest.raises(CheckpointUnreadable, match=r"a: .*; b: "):
@@ -112,7 +112,7 @@ async def test_a_checkpoint_that_nobody_can_read_changes_nothing(clock):
 
 @virtual
 async def test_stages_that_fail_for_other_reasons_change_nothing_either(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     site.engines["a"].hangs = {"stage"}
     site.engines["b"].fail("stage")
     with pytest.raises(WeightUpdateFailed, match="no answer within 100 s"):
@@ -126,7 +126,7 @@ async def test_stages_that_fail_for_other_reasons_change_nothing_either(clock):
 def test_one_replica_fails_and_is_quarantined(verb, is_hung):
     @virtual
     async def test(clock):
-        site = Site(clock, "good", "bad")
+        site = FleetSite(clock, "good", "bad")
         bad = site.engines["bad"]
         if is_hung:
             bad.hangs = {verb}
@@ -157,7 +157,7 @@ def test_one_replica_fails_and_is_quarantined(verb, is_hung):
 def test_all_replicas_fail(verb):
     @virtual
     async def test(clock):
-        site = Site(clock, "a", "b")
+        site = FleetSite(clock, "a", "b")
         for engine in site.engines.values():
             engine.fail(verb)
         with pytest.raises(WeightUpdateFailed, match=rf"a: {verb}: .*; b: {verb}: "):
@@ -175,7 +175,7 @@ def test_all_replicas_fail(verb):
 
 @virtual
 async def test_a_replica_that_leaves_during_an_update_does_not_hold_it_up(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     site.engines["b"].seconds = {"stage": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
@@ -187,7 +187,7 @@ async def test_a_replica_that_leaves_during_an_update_does_not_hold_it_up(clock)
 
 @virtual
 async def test_an_update_cut_short_leaves_no_replica_in_between(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     site.engines["a"].seconds = {"commit": 15.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
@@ -205,7 +205,7 @@ async def test_an_update_cut_short_leaves_no_replica_in_between(clock):
 def test_the_report_says_how_the_weights_travelled(held_in):
     @virtual
     async def test(clock):
-        site = Site(clock, "a", "b")
+        site = FleetSite(clock, "a", "b")
         for engine in site.engines.values():
             engine.held_in = held_in
         site.engines["b"].fail("commit")
@@ -221,7 +221,7 @@ def test_the_report_says_how_the_weights_travelled(held_in):
 
 @virtual
 async def test_a_push_is_told_how_many_will_connect(clock):
-    site = Site(clock, "a", "b", info=SLEEPER)
+    site = FleetSite(clock, "a", "b", info=SLEEPER)
     site.info = INFO
     site.register("c", version=0)
     await site.push(1)
@@ -233,7 +233,7 @@ async def test_a_push_is_told_how_many_will_connect(clock):
 
 @virtual
 async def test_in_one_phase_all_receive_together_and_a_dead_trainer_fails_them_all(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     for engine in site.engines.values():
         engine.held_in = HeldIn.NOWHERE
         engine.seconds = {"commit": 3.0}
@@ -248,7 +248,7 @@ async def test_in_one_phase_all_receive_together_and_a_dead_trainer_fails_them_a
 
 @virtual
 async def test_a_source_that_no_engine_knows_is_the_callers_mistake(clock):
-    site = Site(clock, "a", "b")
+    site = FleetSite(clock, "a", "b")
     for engine in site.engines.values():
         engine.fail("stage")
         engine.failures["stage"] = InvalidRequest("not from there")
@@ -261,7 +261,7 @@ async def test_a_source_that_no_engine_knows_is_the_callers_mistake(clock):
 
 @virtual
 async def test_a_version_that_nobody_holds_any_more_can_be_pushed_again(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     await site.push(1)
     with pytest.raises(Conflict, match="version 1"):
         await site.push(1)
@@ -273,7 +273,7 @@ async def test_a_version_that_nobody_holds_any_more_can_be_pushed_again(clock):
 
 @virtual
 async def test_the_latest_reports_are_kept(clock):
-    site = Site(clock, "a")
+    site = FleetSite(clock, "a")
     for version in range(1, 6):
         await site.update(version)
     assert [report.version for report in site.sync.reports] == [3, 4, 5]

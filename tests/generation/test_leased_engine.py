@@ -105,7 +105,7 @@ class ScriptedReplica:
 
 
 @dataclass
-class Site:
+class LeaseSite:
     clock: VirtualClock
     script: Script
     coordinator: FakeCoordinator
@@ -113,7 +113,7 @@ class Site:
     engine: LeasedEngine
 
 
-Test = Callable[[Site], Coroutine[Any, Any, None]]
+Test = Callable[[LeaseSite], Coroutine[Any, Any, None]]
 
 
 def virtually(test: Test) -> Callable[[], None]:
@@ -126,7 +126,7 @@ def virtually(test: Test) -> Callable[[], None]:
             coordinator, script = FakeCoordinator(), Script()
             config = LeaseConfig(renew_after_s=100.0, coordinator_timeout_s=20.0)
             leases = SessionLeases(coordinator, script.connect, vocab_size=VOCAB_SIZE, clock=clock, config=config)
-            await test(Site(clock, script, coordinator, leases, leases.engine("s")))
+            await test(LeaseSite(clock, script, coordinator, leases, leases.engine("s")))
             coordinator.next_errors.clear()
             await leases.close()
             assert coordinator.leases == {}
@@ -156,7 +156,7 @@ async def streamed(engine: LeasedEngine, asked: GenerateRequest) -> tuple[list[D
 
 
 @virtually
-async def test_calls_share_one_lease_and_spilling_gives_it_back(site: Site) -> None:
+async def test_calls_share_one_lease_and_spilling_gives_it_back(site: LeaseSite) -> None:
     await asyncio.gather(*(site.engine.generate(request()) for _ in range(5)))
     assert site.coordinator.num_leased == 1
     assert {url for url, _ in site.script.requests} == {"url-1"}
@@ -168,7 +168,7 @@ async def test_calls_share_one_lease_and_spilling_gives_it_back(site: Site) -> N
 
 
 @virtually
-async def test_a_lease_is_renewed_before_it_expires(site: Site) -> None:
+async def test_a_lease_is_renewed_before_it_expires(site: LeaseSite) -> None:
     await site.engine.generate(request())
     await site.clock.sleep(99.0)
     site.coordinator.next_errors = [NoHealthyReplica("would be raised if it were asked")]
@@ -181,7 +181,7 @@ async def test_a_lease_is_renewed_before_it_expires(site: Site) -> None:
 
 
 @virtually
-async def test_without_a_coordinator_the_lease_at_hand_serves_on(site: Site) -> None:
+async def test_without_a_coordinator_the_lease_at_hand_serves_on(site: LeaseSite) -> None:
     await site.engine.generate(request())
     await site.clock.sleep(101.0)
     site.coordinator.next_errors = [ServiceUnavailable("restarting"), ServiceUnavailable("restarting")]
@@ -192,7 +192,7 @@ async def test_without_a_coordinator_the_lease_at_hand_serves_on(site: Site) -> 
 
 
 @virtually
-async def test_a_lost_replica_is_told_of_and_the_call_made_again_elsewhere(site: Site) -> None:
+async def test_a_lost_replica_is_told_of_and_the_call_made_again_elsewhere(site: LeaseSite) -> None:
     site.script.cut_after = [3, 0, None]
     generation = await site.engine.generate(request())
     assert generation.request_id == "call-1:0"
@@ -204,14 +204,14 @@ async def test_a_lost_replica_is_told_of_and_the_call_made_again_elsewhere(site:
 
 
 @virtually
-async def test_side_by_side_failures_move_the_session_once(site: Site) -> None:
+async def test_side_by_side_failures_move_the_session_once(site: LeaseSite) -> None:
     site.script.cut_after = [0, 0, 0]
     await asyncio.gather(*(site.engine.generate(request()) for _ in range(3)))
     assert len(site.coordinator.moved) == 1
 
 
 @virtually
-async def test_attempts_end(site: Site) -> None:
+async def test_attempts_end(site: LeaseSite) -> None:
     site.script.cut_after = [0] * 10
     with pytest.raises(EngineLost):
         await site.engine.generate(request())
@@ -223,7 +223,7 @@ async def test_attempts_end(site: Site) -> None:
 
 
 @virtually
-async def test_what_no_replica_can_mend_is_raised_at_once(site: Site) -> None:
+async def test_what_no_replica_can_mend_is_raised_at_once(site: LeaseSite) -> None:
     site.script.cut_after, site.script.errors = [0], [InvalidRequest("bad ids")]
     with pytest.raises(InvalidRequest):
         await site.engine.generate(request())
@@ -231,7 +231,7 @@ async def test_what_no_replica_can_mend_is_raised_at_once(site: Site) -> None:
 
 
 @virtually
-async def test_a_pause_is_waited_out_on_the_same_replica(site: Site) -> None:
+async def test_a_pause_is_waited_out_on_the_same_replica(site: LeaseSite) -> None:
     site.script.cut_after = [0] * 12
     site.script.errors = [EnginePaused("an update") for _ in range(12)]
     asked = request(timeout_s=600.0)
@@ -247,7 +247,7 @@ async def test_a_pause_is_waited_out_on_the_same_replica(site: Site) -> None:
 
 
 @virtually
-async def test_a_pause_does_not_outlast_the_deadline(site: Site) -> None:
+async def test_a_pause_does_not_outlast_the_deadline(site: LeaseSite) -> None:
     site.script.cut_after = [0] * 1000
     site.script.errors = [EnginePaused("for ever") for _ in range(1000)]
     with pytest.raises(DeadlineExceeded):
@@ -259,7 +259,7 @@ async def test_a_pause_does_not_outlast_the_deadline(site: Site) -> None:
 
 
 @virtually
-async def test_a_hanging_stream_meets_its_deadline(site: Site) -> None:
+async def test_a_hanging_stream_meets_its_deadline(site: LeaseSite) -> None:
     site.script.seconds_per_token = 7.0
     with pytest.raises(DeadlineExceeded):
         await streamed(site.engine, request(timeout_s=10.0))
@@ -270,7 +270,7 @@ async def test_a_hanging_stream_meets_its_deadline(site: Site) -> None:
 @pytest.mark.parametrize("cuts", [[1], [7], [3, 2], [0, 5, 1], [4, 0, 4]])
 def test_a_cut_stream_goes_on_without_a_token_more_or_less(cuts: list[int]) -> None:
     @virtually
-    async def run(site: Site) -> None:
+    async def run(site: LeaseSite) -> None:
         _, whole = await streamed(site.engine, request(num_top_logprobs=1))
         site.script.requests.clear()
         site.script.cut_after = [*cuts]
@@ -293,7 +293,7 @@ def test_a_cut_stream_goes_on_without_a_token_more_or_less(cuts: list[int]) -> N
 
 
 @virtually
-async def test_a_stream_that_lost_only_its_last_word_asks_nobody_again(site: Site) -> None:
+async def test_a_stream_that_lost_only_its_last_word_asks_nobody_again(site: LeaseSite) -> None:
     site.script.cut_after = [8]
     _, generation = await streamed(site.engine, request())
     assert (len(generation.token_ids), generation.finish_reason) == (8, FinishReason.LENGTH)
@@ -316,7 +316,7 @@ async def test_a_stream_that_lost_only_its_last_word_asks_nobody_again(site: Sit
 )
 def test_a_reply_that_remembers_is_made_again_but_not_continued(sampling: dict[str, Any]) -> None:
     @virtually
-    async def run(site: Site) -> None:
+    async def run(site: LeaseSite) -> None:
         site.script.cut_after = [0, None]
         pieces, _ = await streamed(site.engine, request(**sampling))
         assert len(pieces) == 8
@@ -332,7 +332,7 @@ def test_a_reply_that_remembers_is_made_again_but_not_continued(sampling: dict[s
 
 
 @virtually
-async def test_a_continuation_never_goes_back_in_weight_versions(site: Site) -> None:
+async def test_a_continuation_never_goes_back_in_weight_versions(site: LeaseSite) -> None:
     site.script.cut_after, site.script.versions = [3], [5, 4, 5]
     _, generation = await streamed(site.engine, request())
     assert generation.weight_versions == (WeightVersionSpan(5, 0, 8),)
@@ -340,7 +340,7 @@ async def test_a_continuation_never_goes_back_in_weight_versions(site: Site) -> 
 
 
 @virtually
-async def test_malformed_pieces_are_never_given_out(site: Site) -> None:
+async def test_malformed_pieces_are_never_given_out(site: LeaseSite) -> None:
     class Bad(ScriptedReplica):
         async def stream(self, asked: GenerateRequest) -> AsyncIterator[Delta | Generation]:
             async for item in super().stream(asked):
@@ -356,7 +356,7 @@ async def test_malformed_pieces_are_never_given_out(site: Site) -> None:
 
 
 @virtually
-async def test_leaving_a_stream_ends_it_in_the_engine(site: Site) -> None:
+async def test_leaving_a_stream_ends_it_in_the_engine(site: LeaseSite) -> None:
     async with aclosing(site.engine.stream(request())) as pieces:
         await anext(pieces)
     assert site.script.num_aborted == 1
@@ -369,7 +369,7 @@ async def test_leaving_a_stream_ends_it_in_the_engine(site: Site) -> None:
 
 
 @virtually
-async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(site: Site) -> None:
+async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(site: LeaseSite) -> None:
     gate = asyncio.Event()
     grant = site.coordinator.lease
 
@@ -389,7 +389,7 @@ async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(
 
 
 @virtually
-async def test_a_closed_session_takes_no_lease(site: Site) -> None:
+async def test_a_closed_session_takes_no_lease(site: LeaseSite) -> None:
     await site.engine.generate(request())
     site.engine.close()
     with pytest.raises(SessionFinished):
@@ -399,7 +399,7 @@ async def test_a_closed_session_takes_no_lease(site: Site) -> None:
 
 
 @virtually
-async def test_a_silent_coordinator_is_no_engine_failure(site: Site) -> None:
+async def test_a_silent_coordinator_is_no_engine_failure(site: LeaseSite) -> None:
     async def silent(session_id: str, num_tokens: int) -> Lease:
         await asyncio.Event().wait()
         raise AssertionError

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,7 +40,7 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 from tests.support.engine.engines import leased
-from tests.support.engine.scripted import RENDERER, SPEC, call, ids
+from tests.support.engine.scripted import RENDERER, SPEC, call, ids, started
 
 READER = TurnReader(RENDERER, get_parser("hermes"))
 STOP_ID = RENDERER.stop_token_ids[0]
@@ -110,15 +110,6 @@ def said(text: str, **fields: object) -> Tape:
     return Tape([((*ids(text), STOP_ID), FinishReason.STOP)], **fields)  # type: ignore[arg-type]
 
 
-@asynccontextmanager
-async def simulated(engine: SimulatedEngine):
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
 async def whole_turn(engine: TokenEngine, wanted: TurnRequest) -> Reply:
     return await sample_turn(leased(engine), READER, wanted)
 
@@ -186,7 +177,7 @@ async def test_a_simulated_engine_gives_both_the_same(seed: int, stop: tuple[str
     wanted = order(
         stop=stop, sampling=replace(order().sampling, max_tokens=200, temperature=1.0, seed=seed), reads_calls=True
     )
-    async with simulated(SimulatedEngine(SPEC)) as engine:
+    async with started(SimulatedEngine(SPEC)) as engine:
         whole = await whole_turn(engine, wanted)
         _, reply = await streamed(engine, wanted)
         assert encode(replace(whole, replica_id="", cached_tokens=0)) == encode(replace(reply, cached_tokens=0))
@@ -196,7 +187,7 @@ async def test_a_simulated_engine_gives_both_the_same(seed: int, stop: tuple[str
 
 async def test_a_scripted_turn_streams_its_thought_its_text_and_its_call():
     text = f"<think>\nadd\n</think>\n\nI add. {call('add', a=2, b=3)}"
-    async with simulated(SimulatedEngine(SPEC, policy=ScriptedPolicy(lambda prompt: ids(text)))) as engine:
+    async with started(SimulatedEngine(SPEC, policy=ScriptedPolicy(lambda prompt: ids(text)))) as engine:
         pieces, reply = await streamed(engine, order())
     assert (reply.message.reasoning, reply.message.content) == ("add", "I add.")
     assert reply.is_closed
@@ -318,7 +309,7 @@ SLOW = replace(SPEC, latency=LatencyModel(decode_s=0.002))
 
 
 async def test_a_stream_that_is_closed_runs_no_more():
-    async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
+    async with started(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
         async with aclosing(stream_turn(leased(engine), READER, order())) as pieces:
             assert (await anext(pieces)).content
             assert engine.load().num_running == 1
@@ -327,7 +318,7 @@ async def test_a_stream_that_is_closed_runs_no_more():
 
 @pytest.mark.parametrize("stop", [(), ("never",)])
 async def test_a_call_that_is_cancelled_runs_no_more(stop: tuple[str, ...]):
-    async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
+    async with started(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word ") * 300))) as engine:
         task = asyncio.create_task(whole_turn(engine, order(stop=stop)))
         while engine.load().num_running == 0:
             await asyncio.sleep(0.001)
@@ -338,7 +329,7 @@ async def test_a_call_that_is_cancelled_runs_no_more(stop: tuple[str, ...]):
 
 
 async def test_a_found_stop_string_ends_the_engine_request():
-    async with simulated(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word STOP ") * 50))) as engine:
+    async with started(SimulatedEngine(SLOW, policy=ScriptedPolicy(lambda _: ids("word STOP ") * 50))) as engine:
         async for item in stream_turn(leased(engine), READER, order(stop=("STOP",))):
             if isinstance(item, Reply) or item.finish is not None:
                 assert engine.load().num_running == 0
@@ -347,7 +338,7 @@ async def test_a_found_stop_string_ends_the_engine_request():
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_engine_that_does_not_answer_meets_the_deadline(is_streamed: bool):
     request = GenerateRequest("r", PROMPT, order().sampling, timeout_s=0.05)
-    async with simulated(SimulatedEngine(SPEC)) as engine, asyncio.timeout(20):
+    async with started(SimulatedEngine(SPEC)) as engine, asyncio.timeout(20):
         engine.faults.num_hung = 1
         with pytest.raises(DeadlineExceeded):
             await (anext(leased(engine).stream(request)) if is_streamed else leased(engine).generate(request))

@@ -19,10 +19,10 @@ MAX_BYTES = 16_384
 GRACE_S = 0.05
 LONG_S = 60.0
 
-Body = Callable[["FakeSession", Mapping[str, JSON]], Awaitable[str]]
+Body = Callable[["FakeToolSession", Mapping[str, JSON]], Awaitable[str]]
 
 
-class FakeSession:
+class FakeToolSession:
     """A session whose call is a given coroutine function, with `numbers` as its state."""
 
     def __init__(self, fake: FakeTool, trajectory_id: str, seed: int) -> None:
@@ -52,11 +52,11 @@ class FakeTool:
         self.spec = ToolSpec(name=name, description="", parameters={"type": "object"}, **caps)
         self.body = body
         self.on_close = on_close or nothing
-        self.sessions: list[FakeSession] = []
+        self.sessions: list[FakeToolSession] = []
         self.num_closes = self.num_running = self.peak_running = 0
 
-    def open_session(self, trajectory_id: str, seed: int) -> FakeSession:
-        self.sessions.append(FakeSession(self, trajectory_id, seed))
+    def open_session(self, trajectory_id: str, seed: int) -> FakeToolSession:
+        self.sessions.append(FakeToolSession(self, trajectory_id, seed))
         return self.sessions[-1]
 
     async def close(self) -> None:
@@ -67,17 +67,17 @@ async def nothing() -> None:
     return None
 
 
-async def echo(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+async def echo(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
     return str(arguments.get("text", "ok"))
 
 
-async def sleep_long(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+async def sleep_long(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
     await asyncio.sleep(LONG_S)
     return "late"
 
 
 def raising(error: BaseException) -> Body:
-    async def body(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def body(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         raise error
 
     return body
@@ -137,7 +137,7 @@ def test_unknown_and_repeated_names_are_refused(names: list[str], text: str) -> 
 async def test_calls_run_at_once_and_results_come_in_call_order() -> None:
     both_run = asyncio.Barrier(3)
 
-    async def meet(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def meet(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         await both_run.wait()  # passes only if all three run together
         await asyncio.sleep(0.01 * (3 - arguments["n"]))
         return f"answer {arguments['n']}"
@@ -222,7 +222,7 @@ async def test_a_tool_that_cancels_itself_is_an_error_and_not_a_missing_result()
 
 
 async def test_a_tool_that_answers_no_text_is_an_error() -> None:
-    async def none(session: FakeSession, arguments: Mapping[str, JSON]) -> Any:
+    async def none(session: FakeToolSession, arguments: Mapping[str, JSON]) -> Any:
         return None
 
     assert (await answer(none)).content == "Error: TypeError"
@@ -230,7 +230,7 @@ async def test_a_tool_that_answers_no_text_is_an_error() -> None:
 
 async def test_a_session_that_cannot_open_is_an_error() -> None:
     class Broken(FakeTool):
-        def open_session(self, trajectory_id: str, seed: int) -> FakeSession:
+        def open_session(self, trajectory_id: str, seed: int) -> FakeToolSession:
             raise ConnectionError("host:port")
 
     [result] = await run([Broken(echo)], [call()])
@@ -241,7 +241,7 @@ async def test_a_session_that_cannot_open_is_an_error() -> None:
 
 
 async def test_a_timeout_is_an_error_and_the_next_call_gets_a_new_session() -> None:
-    async def slow_once(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def slow_once(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         return await (sleep_long if arguments["slow"] else echo)(session, arguments)
 
     fake = FakeTool(slow_once, timeout_s=0.05, max_concurrency=1)
@@ -260,7 +260,7 @@ async def test_a_timeout_is_an_error_and_the_next_call_gets_a_new_session() -> N
 async def test_a_tool_that_ignores_cancellation_is_abandoned_and_frees_its_slot() -> None:
     released = asyncio.Event()
 
-    async def stubborn(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def stubborn(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         while arguments["slow"] and not released.is_set():
             try:
                 await released.wait()
@@ -287,7 +287,7 @@ async def test_a_session_with_other_calls_in_flight_is_closed_after_them() -> No
     release = asyncio.Event()
     closes_seen: list[int] = []
 
-    async def body(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def body(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         if arguments["n"] == 0:
             await asyncio.sleep(LONG_S)
         await release.wait()
@@ -309,7 +309,7 @@ async def test_a_session_with_other_calls_in_flight_is_closed_after_them() -> No
 
 
 async def test_concurrency_is_bounded_over_all_trajectories() -> None:
-    async def short(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def short(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         await asyncio.sleep(0.01)
         return "ok"
 
@@ -327,7 +327,7 @@ async def test_concurrency_is_bounded_over_all_trajectories() -> None:
 
 
 async def test_the_wait_for_a_slot_is_not_part_of_the_timeout() -> None:
-    async def work(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def work(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         await asyncio.sleep(0.1)
         return "ok"
 
@@ -343,7 +343,7 @@ async def test_the_wait_for_a_slot_is_not_part_of_the_timeout() -> None:
 async def test_cancellation_passes_through_and_reaches_the_tool() -> None:
     started, ended = asyncio.Event(), asyncio.Event()
 
-    async def body(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def body(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         started.set()
         try:
             await asyncio.sleep(LONG_S)
@@ -368,7 +368,7 @@ async def test_cancellation_passes_through_and_reaches_the_tool() -> None:
 
 
 async def test_sessions_open_lazily_once_and_close_once() -> None:
-    async def remember(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def remember(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         session.numbers.append(arguments["n"])
         return str(sum(session.numbers))
 
@@ -446,7 +446,7 @@ async def test_closing_the_toolbox_closes_scopes_and_tools_once() -> None:
 
 
 async def test_output_is_capped_by_the_smaller_bound_with_a_visible_mark() -> None:
-    async def flood(session: FakeSession, arguments: Mapping[str, JSON]) -> str:
+    async def flood(session: FakeToolSession, arguments: Mapping[str, JSON]) -> str:
         return "x" * 1000
 
     for spec_bytes, response_bytes in ((100, MAX_BYTES), (MAX_BYTES, 100)):

@@ -26,18 +26,8 @@ from agentloop.types import (
     StopReason,
 )
 from agentloop_tools.calculator import calculator
-from tests.support.engine.scripted import (
-    POLICY,
-    RENDERER,
-    SPEC,
-    call,
-    ids,
-    running_worker,
-    scripted_engine,
-    task,
-    turns,
-)
-from tests.support.fleet.feeder import Feeder
+from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids, scripted_engine, turns
+from tests.support.fleet.feeder import Feeder, running_worker, task
 from tests.support.fleet.live_run import write_checkpoint
 
 CALL = call("calculator", expression="2 + 3")

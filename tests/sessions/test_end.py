@@ -15,23 +15,22 @@ from tests.support.endpoint.sessions import (
     CREATED_AT,
     MemoryJournal,
     Wall,
-    WatchedEngine,
     ask,
     check_trajectory,
     key,
     make_session,
-    simulated,
-    started,
     streamed,
 )
+from tests.support.engine.recording import RecordingEngine
+from tests.support.engine.scripted import scripted_engine, started
 
 CHAT = ask("one", max_tokens=40)
 
 
 @pytest.fixture
 async def engine():
-    async with started(simulated(decode_s=0.001)) as running:
-        yield WatchedEngine(running)
+    async with started(scripted_engine(decode_s=0.001)) as running:
+        yield RecordingEngine(running)
 
 
 async def test_finish_gives_the_record(engine):

@@ -16,15 +16,8 @@ from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode
-from tests.support.endpoint.sessions import (
-    MemoryJournal,
-    ask,
-    check_trajectory,
-    key,
-    make_session,
-    simulated,
-    started,
-)
+from tests.support.endpoint.sessions import MemoryJournal, ask, check_trajectory, key, make_session
+from tests.support.engine.scripted import scripted_engine, started
 
 NUM_SCHEDULES = 240
 NUM_CHUNKS = 8
@@ -170,7 +163,7 @@ async def play(seed, clock, folder):
     odds = random.choice((0.0, 0.1, 0.3))
     journal = SlowJournal(random, clock, random.choice((0.0, 0.0, 0.1)))
     policy = random.choice((KVPolicy.KEEP, KVPolicy.FRESH))
-    async with started(simulated(decode_s=0.01, clock=clock)) as inner:
+    async with started(scripted_engine(decode_s=0.01, clock=clock)) as inner:
         engine = FaultyEngine(inner, random, clock, odds)
         session = make_session(engine, journal, clock=clock, kv_policy=policy)
         async with asyncio.TaskGroup() as group:

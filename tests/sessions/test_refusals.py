@@ -17,25 +17,17 @@ from agentloop.errors import (
 from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Constraint, ConstraintKind, Message, SamplingParams
-from tests.support.endpoint.sessions import (
-    CALCULATOR,
-    MemoryJournal,
-    WatchedEngine,
-    ask,
-    key,
-    make_session,
-    simulated,
-    started,
-    streamed,
-)
+from tests.support.endpoint.sessions import CALCULATOR, MemoryJournal, ask, key, make_session, streamed
+from tests.support.engine.recording import RecordingEngine
+from tests.support.engine.scripted import scripted_engine, started
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture
 async def engine():
-    async with started(simulated()) as running:
-        yield WatchedEngine(running)
+    async with started(scripted_engine()) as running:
+        yield RecordingEngine(running)
 
 
 async def test_what_cannot_be_constrained_is_refused(engine):
@@ -67,9 +59,9 @@ async def test_what_an_engine_cannot_constrain_names_the_field_that_came(engine,
 
 
 async def test_a_required_call_constrains_the_engine():
-    spec_engine = simulated(CALL)
+    spec_engine = scripted_engine(CALL)
     async with started(spec_engine) as running:
-        engine = WatchedEngine(running)
+        engine = RecordingEngine(running)
         session = make_session(engine, can_constrain=True)
         chat = ask("one", tools=(CALCULATOR,), tool_choice=ToolChoice.REQUIRED, max_tokens=None)
         both = replace(chat, sampling=SamplingParams(1, constraint=Constraint(ConstraintKind.JSON_OBJECT)))
@@ -148,7 +140,7 @@ def test_a_deadline_loses_the_call():
     clock = VirtualClock()
 
     async def main():
-        async with started(simulated(decode_s=1.0, clock=clock)) as engine:
+        async with started(scripted_engine(decode_s=1.0, clock=clock)) as engine:
             journal = MemoryJournal()
             session = make_session(engine, journal, clock=clock)
             with pytest.raises(DeadlineExceeded):

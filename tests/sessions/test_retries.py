@@ -6,17 +6,9 @@ import pytest
 
 from agentloop.errors import EngineLost
 from agentloop.trajectory.node import ModelCallState
-from tests.support.endpoint.sessions import (
-    MemoryJournal,
-    WatchedEngine,
-    ask,
-    check_pieces,
-    key,
-    make_session,
-    simulated,
-    started,
-    streamed,
-)
+from tests.support.endpoint.sessions import MemoryJournal, ask, check_pieces, key, make_session, streamed
+from tests.support.engine.recording import RecordingEngine
+from tests.support.engine.scripted import scripted_engine, started
 
 CHAT = ask("one", max_tokens=40)
 
@@ -24,8 +16,8 @@ CHAT = ask("one", max_tokens=40)
 @pytest.fixture
 async def engine():
     """Some 40 ms a turn: slow enough to leave in the middle."""
-    async with started(simulated(decode_s=0.001)) as running:
-        yield WatchedEngine(running)
+    async with started(scripted_engine(decode_s=0.001)) as running:
+        yield RecordingEngine(running)
 
 
 async def until(condition, within_s=5.0):

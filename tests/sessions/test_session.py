@@ -14,20 +14,16 @@ from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
 from tests.support.endpoint.sessions import (
     CALCULATOR,
-    RENDERER,
-    SPEC,
     MemoryJournal,
-    WatchedEngine,
     ask,
     check_pieces,
     check_trajectory,
-    ids,
     key,
     make_session,
-    simulated,
-    started,
     streamed,
 )
+from tests.support.engine.recording import RecordingEngine
+from tests.support.engine.scripted import RENDERER, SPEC, ids, scripted_engine, started
 from tests.support.records.model_folder import write_folder
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
@@ -35,8 +31,8 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture
 async def engine():
-    async with started(simulated()) as running:
-        yield WatchedEngine(running)
+    async with started(scripted_engine()) as running:
+        yield RecordingEngine(running)
 
 
 async def converse(session, *texts, name="turn", before=()):
@@ -80,7 +76,7 @@ async def test_a_stream_is_the_same_answer(engine):
 
 
 async def test_the_answer_leaves_after_the_journal():
-    async with started(simulated("Hello.")) as engine:
+    async with started(scripted_engine("Hello.")) as engine:
         journal = MemoryJournal()
         session = make_session(engine, journal)
         stream = session.stream(ask("one"), key("a"))
@@ -259,7 +255,7 @@ async def test_a_raw_prompt_goes_on_by_its_ids(engine):
 
 
 async def test_tool_calls_are_read_and_numbered_within_the_history():
-    async with started(simulated(CALL, CALL, "Done.")) as engine:
+    async with started(scripted_engine(CALL, CALL, "Done.")) as engine:
         session = make_session(engine)
         chat = ask("one", tools=(CALCULATOR,), max_tokens=None)
         first = (await session.call(chat, key("a"))).choices[0].reply.message
@@ -275,7 +271,7 @@ async def test_tool_calls_are_read_and_numbered_within_the_history():
 
 async def test_a_completion_is_read_as_the_text_it_is():
     text = f"<think>hm</think> {CALL}\n"
-    async with started(simulated(text)) as engine:
+    async with started(scripted_engine(text)) as engine:
         session = make_session(engine)
         for chat in (ask(prompt_ids=(5, 6, 7), max_tokens=None), ask(prompt_ids=(5, 6, 7), tools=(CALCULATOR,))):
             pieces, result = await streamed(session, replace(chat, max_tokens=None), key("a"))
@@ -285,8 +281,8 @@ async def test_a_completion_is_read_as_the_text_it_is():
 
 
 async def test_tool_choice_none_bans_the_mark_and_reads_no_calls():
-    async with started(simulated(CALL)) as running:
-        engine = WatchedEngine(running)
+    async with started(scripted_engine(CALL)) as running:
+        engine = RecordingEngine(running)
         chat = ask("one", tools=(CALCULATOR,), tool_choice=ToolChoice.NONE, max_tokens=None)
         reply = (await make_session(engine).call(chat, key("a"))).choices[0].reply.message
         assert not reply.tool_calls
@@ -311,7 +307,7 @@ def test_a_weight_update_in_the_middle_of_a_turn(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
     async def main():
-        async with started(simulated(decode_s=0.1, clock=clock)) as engine:
+        async with started(scripted_engine(decode_s=0.1, clock=clock)) as engine:
             session = make_session(engine, clock=clock)
             chat = ask("one", max_tokens=20, seed=1)
             calls = [asyncio.create_task(session.call(chat, key("a")))]
@@ -343,7 +339,7 @@ async def test_a_template_that_rewrites_history_splits(tmp_path):
     folder = write_folder(tmp_path, template)
     renderer = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
     assert not renderer.is_prefix_stable
-    async with started(simulated(spec=replace(SPEC, vocab_size=renderer.vocab_size))) as running:
+    async with started(scripted_engine(spec=replace(SPEC, vocab_size=renderer.vocab_size))) as running:
         session = make_session(running, renderer=renderer, vocab_size=renderer.vocab_size)
         await converse(session, "one", "two")
         second = session.graph.nodes[1]

@@ -40,7 +40,8 @@ from agentloop_servers.cli.run import (
 )
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.engine.engines import ReversingEngine
 from tests.support.records.samples import fill_store, make_group, make_task, make_trajectory
 
 runner = CliRunner()
@@ -67,7 +68,9 @@ def service(tmp_path: Path) -> Iterator[tuple[str, FakeCoordinator]]:
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
-        front_door = create_app(coordinator, FakeEngine().connect, Keys.of([], "admin"), weight_roots=[tmp_path])
+        front_door = create_app(
+            coordinator, ReversingEngine().connect, Keys.of([], "admin"), weight_roots=[tmp_path]
+        )
         async with serving(front_door) as url:
             found.append(url)
             ready.set()
@@ -245,7 +248,7 @@ async def run(
 ) -> tuple[Collected, str]:
     output = io.StringIO()
     console = Console(file=output, width=200)
-    front_door = create_app(coordinator, FakeEngine().connect, Keys(), weight_roots=[tmp_path])
+    front_door = create_app(coordinator, ReversingEngine().connect, Keys(), weight_roots=[tmp_path])
     async with serving(front_door) as url, RolloutClient(url) as client:
         tasks = [make_task(f"t{index}") for index in range(50)]
         with PlainProgress(console) as progress:

@@ -14,7 +14,7 @@ from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import OnStale, StalenessLimit, StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.engine.engines import FakeEngine
-from tests.support.fleet.service import CONFIG, ids, read_page, record, report, service
+from tests.support.fleet.service import CONFIG, assignment_ids, read_page, record, report, service
 from tests.support.records.samples import make_group, make_trajectory
 
 
@@ -23,7 +23,7 @@ async def test_submit_take_finish_read(site, coordinator):
     status = await coordinator.rollouts.submit("r", (make_group("g0", 2), make_group("g1", 1)))
     assert (status.num_accepted, status.num_queued, status.is_done) == (3, 3, False)
     orders = await coordinator.rollouts.take(report(), 1.0)
-    assert ids(orders.start) == ["r/g0/0", "r/g0/1", "r/g1/0"]
+    assert assignment_ids(orders.start) == ["r/g0/0", "r/g0/1", "r/g1/0"]
     assert orders.start[0].lease.replica_id == orders.start[1].lease.replica_id  # siblings
     assert orders.start[0].rollout_id == "r"
     assert (await coordinator.status()).rollouts[0].num_running == 3
@@ -48,7 +48,7 @@ async def test_take_waits_for_work_and_returns_empty_handed_in_time(site, coordi
     taking = asyncio.create_task(coordinator.rollouts.take(report(), 4.0))
     await site.clock.sleep(1.0)
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
-    assert ids((await taking).start) == ["r/g/0"]
+    assert assignment_ids((await taking).start) == ["r/g/0"]
     assert site.clock.now() - started == pytest.approx(3.0)
 
 
@@ -115,12 +115,12 @@ async def test_submissions_are_checked(site, coordinator):
 async def test_cancel_ends_everything_with_one_record_each(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g0", 2), make_group("g1", 2)))
     running = (await coordinator.rollouts.take(report(num_free=2), 1.0)).start
-    taking = asyncio.create_task(coordinator.rollouts.take(report("w", 0, *ids(running)), 4.0))
+    taking = asyncio.create_task(coordinator.rollouts.take(report("w", 0, *assignment_ids(running)), 4.0))
     await site.clock.sleep(0.1)
     status = await coordinator.rollouts.cancel("r")
     assert (status.num_finished, status.num_running, status.num_queued) == (2, 2, 0)
     orders = await taking
-    assert list(orders.cancel) == ids(running)
+    assert list(orders.cancel) == assignment_ids(running)
     await coordinator.rollouts.finish("w", record(running[0], StopReason.CANCELLED))
     await coordinator.rollouts.finish("w", record(running[1]))  # it was faster than the order
     page = await read_page(coordinator, "r", 0, 10, 0.0)
@@ -140,7 +140,7 @@ async def test_cancel_ends_everything_with_one_record_each(site, coordinator):
 @service("a")
 async def test_a_told_cancellation_does_not_make_a_busy_loop(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
-    running = ids((await coordinator.rollouts.take(report(), 1.0)).start)
+    running = assignment_ids((await coordinator.rollouts.take(report(), 1.0)).start)
     await coordinator.rollouts.cancel("r")
     assert (await coordinator.rollouts.take(report("w", 7, *running), 2.0)).cancel == tuple(running)
     started = site.clock.now()
@@ -156,13 +156,13 @@ async def test_a_silent_workers_work_goes_to_another(site, coordinator):
     second = (await taking).start
     while not second:
         second = (await coordinator.rollouts.take(report("v"), 5.0)).start
-    assert ids(second) == ids(first)
+    assert assignment_ids(second) == assignment_ids(first)
     assert [assignment.attempt for assignment in second] == [1, 1]
     assert {a.lease.lease_id for a in first}.isdisjoint({a.lease.lease_id for a in second})
     # The lost worker was only slow: its record counts, its failure does not, and nothing is stored twice.
     await coordinator.rollouts.finish("w", record(first[0]))
     await coordinator.rollouts.finish("w", record(first[1], StopReason.ENGINE_FAILED))
-    orders = await coordinator.rollouts.take(report("v", 6, *ids(second)), 1.0)
+    orders = await coordinator.rollouts.take(report("v", 6, *assignment_ids(second)), 1.0)
     assert orders.cancel == ("r/g/0",)
     await coordinator.rollouts.finish("v", record(second[0], StopReason.CANCELLED))
     await coordinator.rollouts.finish("v", record(second[1]))
@@ -200,7 +200,7 @@ async def test_orders_that_never_arrived_are_given_again(site, coordinator):
     assert orders.start == ()
     while not orders.start:
         orders = await coordinator.rollouts.take(report("w"), 5.0)
-    assert ids(orders.start) == ["r/g/0"]
+    assert assignment_ids(orders.start) == ["r/g/0"]
 
 
 def limited_group(limit, group_id="g", num_samples=1):
@@ -214,13 +214,13 @@ async def test_on_policy_work_waits_for_the_commit_and_goes_out_then(site, coord
     site.engines["a"].seconds = {"stage": 3.0}
     updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None))
     await site.clock.sleep(0.5)
-    assert ids((await coordinator.rollouts.take(report(), 1.0)).start) == ["other/g/0"]
+    assert assignment_ids((await coordinator.rollouts.take(report(), 1.0)).start) == ["other/g/0"]
     assert [status.num_held for status in (await coordinator.status()).rollouts] == [1, 0]
     taking = asyncio.create_task(coordinator.rollouts.take(report("w", 8, "other/g/0"), 5.0))
     await updating
     assert site.clock.now() == pytest.approx(3.1, abs=0.5)
     began = site.clock.now()
-    assert ids((await taking).start) == ["r/g/0"]
+    assert assignment_ids((await taking).start) == ["r/g/0"]
     assert site.clock.now() == began
     assert (await coordinator.status()).weight_version == 1
 
@@ -233,7 +233,7 @@ async def test_an_update_that_fails_or_is_refused_holds_nothing_for_long(site, c
     site.engines["a"].fail("stage", 1)
     with pytest.raises(CheckpointUnreadable):
         await coordinator.replicas.update_weights(WeightUpdate(1, "dir1"), None)
-    assert ids((await coordinator.rollouts.take(report(), 1.0)).start) == ["r/g/0"]
+    assert assignment_ids((await coordinator.rollouts.take(report(), 1.0)).start) == ["r/g/0"]
 
 
 @service("a")
@@ -312,7 +312,7 @@ async def test_a_restart_counts_what_was_begun_before(site, coordinator):
     assert (await coordinator.rollouts.take(report("w", 7, begun[1].assignment_id), 1.0)).start == ()
     orders = await coordinator.rollouts.take(report("w", 7, begun[1].assignment_id), 5.0)
     assert len(orders.start) == 2
-    running = [begun[1].assignment_id, *ids(orders.start)]
+    running = [begun[1].assignment_id, *assignment_ids(orders.start)]
     assert (await coordinator.rollouts.take(report("w", 5, *running), 2.0)).start == ()
     assert (await coordinator.status()).rollouts[0].num_held == 2
 
@@ -334,7 +334,7 @@ async def test_a_restart_loses_nothing_and_adopts_what_runs(site, coordinator):
     moved = await coordinator.rollouts.move(running[1].assignment_id, running[1].lease, False)
     assert moved.replica_id == "a"
     orders = await coordinator.rollouts.take(report("w", 7, running[1].assignment_id), 5.0)
-    assert ids(orders.start) == ["r/g1/0"]
+    assert assignment_ids(orders.start) == ["r/g1/0"]
     await coordinator.rollouts.finish("w", record(running[0]))  # again, after the restart
     await coordinator.rollouts.finish("w", record(running[1]))
     await coordinator.rollouts.finish("w", record(orders.start[0]))

@@ -19,7 +19,7 @@ from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer, calls_of
 from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER, PrivateServer
 from tests.support.engine.engines import FakeEngine
-from tests.support.fleet.service import ids, record, report
+from tests.support.fleet.service import assignment_ids, record, report
 from tests.support.records.samples import make_group
 
 PORTS = (ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
@@ -46,7 +46,7 @@ class Store(TrajectoryStore):
         return await super().commit(trajectories)
 
 
-class Site:
+class PortSite:
     """A coordinator with one replica behind its port, and a client that finds it."""
 
     def __init__(self, path) -> None:
@@ -83,7 +83,7 @@ class Site:
 
 @asynccontextmanager
 async def site_at(path):
-    site = Site(path)
+    site = PortSite(path)
     await site.start()
     try:
         async with asyncio.timeout(30):
@@ -107,7 +107,7 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         front, worker = site.client.front, site.client.workers
         await front.submit("r", (make_group("g", 2),))
         orders = await worker.take(report(), wait_s=1.0)
-        assert ids(orders.start) == ["r/g/0", "r/g/1"]
+        assert assignment_ids(orders.start) == ["r/g/0", "r/g/1"]
         moved = await worker.move("r/g/0", orders.start[0].lease, False)
         assert moved.replica_id == orders.start[0].lease.replica_id
         done = [record(assignment) for assignment in orders.start]

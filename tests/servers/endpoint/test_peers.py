@@ -26,7 +26,7 @@ from agentloop_servers.endpoint.shards import HOP_HEADER, NotOwner, ShardRouter,
 from agentloop_servers.http.guard import HttpGuard, HttpLimits
 from tests.support.endpoint.chat_service import RENDERER
 from tests.support.endpoint.front_door import serving
-from tests.support.service.whole_service import Site, simulated, whole_site
+from tests.support.service.whole_service import ServiceSite, simulated_config, whole_site
 
 NUM = 3
 FRAMING = {"connection", "content-length", "date", "server", "transfer-encoding", "x-request-id", "request-id"}
@@ -42,10 +42,10 @@ def build(config: ServiceConfig) -> SimulatedEngine:
 
 
 @pytest.fixture(scope="module")
-async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServiceSite]:
     engines.clear()
     run_dir = tmp_path_factory.mktemp("run")
-    async with whole_site(simulated(replicas=1, ingress_replicas=NUM), run_dir, build) as started:
+    async with whole_site(simulated_config(replicas=1, ingress_replicas=NUM), run_dir, build) as started:
         yield started
 
 
@@ -253,7 +253,7 @@ async def test_a_request_is_never_passed_on_twice(site, http):
 
 
 async def test_an_owner_that_is_away_is_a_retryable_503_until_it_is_back(tmp_path):
-    config = simulated(replicas=1, ingress_replicas=2)
+    config = simulated_config(replicas=1, ingress_replicas=2)
     async with whole_site(config, tmp_path, owner_wait_s=2.0) as site, aiohttp.ClientSession() as http:
         session_id = next(name for name in map(str, range(99)) if zlib.crc32(name.encode()) % 2 == 1)
         call = f"{site.urls[0]}/sessions/{session_id}/v1"

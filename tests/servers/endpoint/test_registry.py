@@ -17,14 +17,14 @@ from agentloop.types import Message
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from agentloop_servers.http.auth import SessionKeys
-from tests.support.endpoint.session_site import EPOCH_S, LIMITS, Site, say, talk, virtually
+from tests.support.endpoint.session_site import EPOCH_S, LIMITS, SessionSite, say, talk, virtually
 from tests.support.records.turns import make_call
 
 # --- who has which ---
 
 
 @virtually()
-async def test_sessions_are_found_by_their_owner_alone(site: Site, sessions: Sessions) -> None:
+async def test_sessions_are_found_by_their_owner_alone(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.create(NewSession("mine"), "alice")
     assert await sessions.find("mine", "alice") is session
     assert await sessions.find("mine", None) is session  # by its own key
@@ -49,7 +49,7 @@ async def test_sessions_are_found_by_their_owner_alone(site: Site, sessions: Ses
 
 
 @virtually()
-async def test_a_create_may_be_repeated_until_the_first_call(site: Site, sessions: Sessions) -> None:
+async def test_a_create_may_be_repeated_until_the_first_call(site: SessionSite, sessions: Sessions) -> None:
     wanted = NewSession("s", ttl_s=50.0, rollout_id="r", group_id="g", task_id="t", sample_index=3)
     session = await sessions.create(wanted, "")
     await site.clock.sleep(1.0)
@@ -67,7 +67,7 @@ async def test_a_create_may_be_repeated_until_the_first_call(site: Site, session
 
 
 @virtually()
-async def test_what_is_asked_for_is_checked(site: Site, sessions: Sessions) -> None:
+async def test_what_is_asked_for_is_checked(site: SessionSite, sessions: Sessions) -> None:
     for wanted in (
         NewSession("a b"),
         NewSession("../x"),
@@ -85,7 +85,7 @@ async def test_what_is_asked_for_is_checked(site: Site, sessions: Sessions) -> N
 
 
 @virtually()
-async def test_first_users_of_an_id_share_one_session(site: Site, sessions: Sessions) -> None:
+async def test_first_users_of_an_id_share_one_session(site: SessionSite, sessions: Sessions) -> None:
     found = await asyncio.gather(*(sessions.find_or_create("s", "") for _ in range(20)))
     assert len({id(session) for session in found}) == 1
     one_offs = await asyncio.gather(*(sessions.find_or_create(None, "") for _ in range(5)))
@@ -95,7 +95,7 @@ async def test_first_users_of_an_id_share_one_session(site: Site, sessions: Sess
 
 
 @virtually()
-async def test_open_sessions_are_bounded(site: Site, sessions: Sessions) -> None:
+async def test_open_sessions_are_bounded(site: SessionSite, sessions: Sessions) -> None:
     for index in range(8):
         await sessions.create(NewSession(f"s{index}"), "")
     with pytest.raises(Overloaded):
@@ -111,7 +111,7 @@ async def test_open_sessions_are_bounded(site: Site, sessions: Sessions) -> None
 
 
 async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_true(tmp_path: Path) -> None:
-    site = Site(RealClock(), tmp_path, is_virtual=False)
+    site = SessionSite(RealClock(), tmp_path, is_virtual=False)
     sessions = await site.start()
     for index in range(6):
         making = asyncio.create_task(sessions.create(NewSession(f"s{index}"), ""))
@@ -151,7 +151,9 @@ def test_keys_open_one_session_of_one_run() -> None:
 
 
 @virtually()
-async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(site: Site, sessions: Sessions) -> None:
+async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
+    site: SessionSite, sessions: Sessions
+) -> None:
     session = await sessions.find_or_create("s", "")
     history = await talk(session, 3)
     await session.set_reward(0.5)
@@ -173,7 +175,7 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(site: Site
 
 
 @virtually()
-async def test_whoever_has_a_spilled_session_has_the_only_one(site: Site, sessions: Sessions) -> None:
+async def test_whoever_has_a_spilled_session_has_the_only_one(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.find_or_create("s", "")
     await site.clock.sleep(65.0)
     assert sessions.stats().num_resident == 0
@@ -186,7 +188,7 @@ async def test_whoever_has_a_spilled_session_has_the_only_one(site: Site, sessio
 
 
 @virtually()
-async def test_a_session_with_a_call_under_way_stays_and_lives(site: Site, sessions: Sessions) -> None:
+async def test_a_session_with_a_call_under_way_stays_and_lives(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.create(NewSession("s", ttl_s=30.0), "")
     site.talker.gate.clear()
     calling = asyncio.create_task(talk(session, 1))
@@ -198,7 +200,7 @@ async def test_a_session_with_a_call_under_way_stays_and_lives(site: Site, sessi
 
 
 @virtually(replace(LIMITS, max_resident_bytes=100_000, max_sessions=1000))
-async def test_over_the_quota_the_longest_unused_go(site: Site, sessions: Sessions) -> None:
+async def test_over_the_quota_the_longest_unused_go(site: SessionSite, sessions: Sessions) -> None:
     for index in range(100):
         await talk(await sessions.find_or_create(f"s{index}", ""), 2)
         assert sessions.stats().resident_bytes < 150_000
@@ -212,7 +214,7 @@ async def test_over_the_quota_the_longest_unused_go(site: Site, sessions: Sessio
 
 
 @virtually(replace(LIMITS, max_resident_bytes=20_000, max_sessions=1000))
-async def test_memory_that_is_all_in_use_is_an_overload(site: Site, sessions: Sessions) -> None:
+async def test_memory_that_is_all_in_use_is_an_overload(site: SessionSite, sessions: Sessions) -> None:
     site.talker.gate.clear()
     calls: list[asyncio.Task[Any]] = []
 
@@ -237,7 +239,7 @@ NUM_SESSIONS = 10_000
 @pytest.mark.slow
 async def test_ten_thousand_sessions_take_bounded_memory_and_all_come_back(tmp_path: Path) -> None:
     limits = SessionLimits(max_resident_bytes=16 << 20, watch_interval_s=0.2)
-    site = Site(RealClock(), tmp_path, limits, is_virtual=False)
+    site = SessionSite(RealClock(), tmp_path, limits, is_virtual=False)
     sessions = await site.start()
     largest = 0
 
@@ -263,7 +265,7 @@ async def test_ten_thousand_sessions_take_bounded_memory_and_all_come_back(tmp_p
 
 
 @virtually()
-async def test_a_session_that_was_thrown_away_begins_nothing(site: Site, sessions: Sessions) -> None:
+async def test_a_session_that_was_thrown_away_begins_nothing(site: SessionSite, sessions: Sessions) -> None:
     with pytest.raises(SessionNotFound):
         sessions.begin("s", make_call("c"))
     assert read_open_calls(site.path / "sessions.open-calls") == ([], 0)

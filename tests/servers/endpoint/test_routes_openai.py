@@ -29,7 +29,7 @@ LIMITS = EndpointLimits(max_open_calls=3, keep_alive_s=0.05)
 
 
 @dataclass
-class Site:
+class RouteSite:
     url: str
     registry: FakeRegistry
     http: aiohttp.ClientSession
@@ -58,7 +58,7 @@ async def served() -> AsyncIterator[tuple[str, FakeRegistry]]:
 
 
 @pytest.fixture
-async def site(served: tuple[str, FakeRegistry]) -> AsyncIterator[Site]:
+async def site(served: tuple[str, FakeRegistry]) -> AsyncIterator[RouteSite]:
     url, registry = served
     registry.reset()
     async with aiohttp.ClientSession() as http:
@@ -66,7 +66,7 @@ async def site(served: tuple[str, FakeRegistry]) -> AsyncIterator[Site]:
             api_key="none", base_url=f"{url}/v1", max_retries=0, _strict_response_validation=True
         )
         async with client:
-            yield Site(url, registry, http, client)
+            yield RouteSite(url, registry, http, client)
 
 
 def hanging(at: int) -> Callable[[int], Awaitable[None]]:
@@ -80,7 +80,7 @@ def hanging(at: int) -> Callable[[int], Awaitable[None]]:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-async def test_the_openai_package_reads_what_we_write(site: Site) -> None:
+async def test_the_openai_package_reads_what_we_write(site: RouteSite) -> None:
     raw = await site.openai.chat.completions.with_raw_response.create(model="tiny", messages=[USER])  # type: ignore[list-item]
     answer = raw.parse()
     assert answer.choices[0].message.content == "Hello"
@@ -93,7 +93,7 @@ async def test_the_openai_package_reads_what_we_write(site: Site) -> None:
     assert (await site.openai.models.retrieve("default")).id == "default"
 
 
-async def test_the_openai_package_reads_our_streams(site: Site) -> None:
+async def test_the_openai_package_reads_our_streams(site: RouteSite) -> None:
     stream = await site.openai.chat.completions.create(
         model="tiny",
         messages=[USER],  # type: ignore[list-item]
@@ -112,7 +112,7 @@ async def test_the_openai_package_reads_our_streams(site: Site) -> None:
         assert (await events.get_final_completion()).choices[0].message.content == "Hello"
 
 
-async def test_tokens(site: Site) -> None:
+async def test_tokens(site: RouteSite) -> None:
     status, answer, _ = await site.post("/tokenize", {"prompt": "Hello", "return_token_strs": True})
     assert status == 200
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 512)
@@ -129,7 +129,7 @@ async def test_tokens(site: Site) -> None:
     assert site.registry.calls == []
 
 
-async def test_answers_are_as_the_openapi_page_says(site: Site) -> None:
+async def test_answers_are_as_the_openapi_page_says(site: RouteSite) -> None:
     async with site.http.get(f"{site.url}/v1/models") as answer:
         [model] = (await answer.json())["data"]
         assert (Model.model_validate(model, strict=True).id, model["max_model_len"]) == ("tiny", 512)
@@ -163,7 +163,7 @@ async def test_answers_are_as_the_openapi_page_says(site: Site) -> None:
         ({**CHAT, "user": "x" * 900_000}, {}, 413, "body_too_large"),
     ],
 )
-async def test_refusals(site: Site, body: Any, headers: dict[str, str], status: int, code: str) -> None:
+async def test_refusals(site: RouteSite, body: Any, headers: dict[str, str], status: int, code: str) -> None:
     found, answer, answered = await site.post("/v1/chat/completions", body, **headers)
     assert found == status
     assert answered["x-request-id"]
@@ -172,13 +172,13 @@ async def test_refusals(site: Site, body: Any, headers: dict[str, str], status: 
     assert site.registry.sessions == {}  # a bad body makes no session
 
 
-async def test_long_bodies_are_taken(site: Site) -> None:
+async def test_long_bodies_are_taken(site: RouteSite) -> None:
     long = {**CHAT, "messages": [{"role": "user", "content": "word " * 100}] * 1000}
     assert (await site.post("/v1/chat/completions", long))[0] == 200
     assert len(site.registry.calls[0][1].messages) == 1000
 
 
-async def test_errors_as_the_openai_package_raises_them(site: Site) -> None:
+async def test_errors_as_the_openai_package_raises_them(site: RouteSite) -> None:
     for error, kind in (
         (EngineLost("gone"), openai.InternalServerError),
         (Overloaded("full"), openai.RateLimitError),
@@ -196,7 +196,7 @@ async def test_errors_as_the_openai_package_raises_them(site: Site) -> None:
             assert caught.value.request_id
 
 
-async def test_whether_a_retry_can_help_is_said(site: Site) -> None:
+async def test_whether_a_retry_can_help_is_said(site: RouteSite) -> None:
     for error, told in ((EngineLost("gone"), "true"), (Overloaded("full"), "true"), (ValueError("bug"), "false")):
         site.registry.before = raising(error, 0)  # type: ignore[arg-type]
         _, _, headers = await site.post("/v1/chat/completions", CHAT)
@@ -204,7 +204,7 @@ async def test_whether_a_retry_can_help_is_said(site: Site) -> None:
         assert headers["x-session-id"]
 
 
-async def test_calls_beyond_the_bound_are_refused_and_their_places_come_back(site: Site) -> None:
+async def test_calls_beyond_the_bound_are_refused_and_their_places_come_back(site: RouteSite) -> None:
     site.registry.before = hanging(0)
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(site.post("/v1/chat/completions", CHAT)) for _ in range(3)]
@@ -224,7 +224,7 @@ async def test_calls_beyond_the_bound_are_refused_and_their_places_come_back(sit
 # --- streams ----------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_as_it_is_on_the_wire(site: Site) -> None:
+async def test_a_stream_as_it_is_on_the_wire(site: RouteSite) -> None:
     lines = await site.lines(CHAT)
     assert lines[-1] == "data: [DONE]"
     chunks = [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -233,7 +233,7 @@ async def test_a_stream_as_it_is_on_the_wire(site: Site) -> None:
     assert chunks[-1]["session"]["turn_ids"] == ["n1"]
 
 
-async def test_silence_is_filled(site: Site) -> None:
+async def test_silence_is_filled(site: RouteSite) -> None:
     async def before(index: int) -> None:
         if index in (0, 2):
             await asyncio.sleep(0.3)
@@ -245,7 +245,7 @@ async def test_silence_is_filled(site: Site) -> None:
     assert lines[-1] == "data: [DONE]"
 
 
-async def test_a_failure_in_the_middle_is_an_error_event(site: Site) -> None:
+async def test_a_failure_in_the_middle_is_an_error_event(site: RouteSite) -> None:
     site.registry.before = raising(EngineLost("gone"), 2)
     lines = await site.lines(CHAT)
     assert lines[-1] == "data: [DONE]"
@@ -257,7 +257,7 @@ async def test_a_failure_in_the_middle_is_an_error_event(site: Site) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_leaves_cancels_within_a_second(site: Site, is_streamed: bool) -> None:
+async def test_a_client_that_leaves_cancels_within_a_second(site: RouteSite, is_streamed: bool) -> None:
     site.registry.before = hanging(2 if is_streamed else 0)
     asking = asyncio.create_task(site.post("/v1/chat/completions", {**CHAT, "stream": is_streamed}))
     while not site.registry.calls:
@@ -271,7 +271,7 @@ async def test_a_client_that_leaves_cancels_within_a_second(site: Site, is_strea
 # --- retries and deadlines --------------------------------------------------------------------------------
 
 
-async def test_a_repeat_is_known_by_its_body_and_count(site: Site) -> None:
+async def test_a_repeat_is_known_by_its_body_and_count(site: RouteSite) -> None:
     body = orjson.dumps(CHAT)
     for count, sent in (("0", body), ("1", body), ("2", body + b" "), ("x", body), ("-1", body)):
         await site.post("/v1/chat/completions", sent, x_session_id="a", x_stainless_retry_count=count)
@@ -282,7 +282,7 @@ async def test_a_repeat_is_known_by_its_body_and_count(site: Site) -> None:
     assert [key.digest == same for key in keys] == [True, True, False, True, True, False]
 
 
-async def test_a_call_ends_when_its_client_stops_waiting(site: Site) -> None:
+async def test_a_call_ends_when_its_client_stops_waiting(site: RouteSite) -> None:
     for hint, timeout_s in (("12.5", 12.5), ("None", 600.0), ("nan", 600.0), ("9999", 600.0), ("-1", 600.0)):
         await site.post("/v1/chat/completions", CHAT, x_stainless_read_timeout=hint)
         assert site.registry.calls[-1][1].timeout_s == timeout_s

@@ -23,13 +23,13 @@ from agentloop.sessions.journal import SessionEnd, SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from agentloop_servers.endpoint.registry import NewSession, Sessions
-from tests.support.endpoint.session_site import LIMITS, Site, say, talk, virtually
+from tests.support.endpoint.session_site import LIMITS, SessionSite, say, talk, virtually
 
 # --- ends ---
 
 
 @virtually()
-async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Site, sessions: Sessions) -> None:
+async def test_a_finished_session_is_recorded_once_and_can_be_read(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.create(NewSession("s", rollout_id="run", group_id="g", sample_index=2), "")
     await talk(session, 2)
     trajectory = await sessions.finish("s", "", SessionEnd(reward=0.5))
@@ -57,7 +57,7 @@ async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Site, s
 
 
 @virtually()
-async def test_what_the_coordinator_did_not_take_follows_later(site: Site, sessions: Sessions) -> None:
+async def test_what_the_coordinator_did_not_take_follows_later(site: SessionSite, sessions: Sessions) -> None:
     await talk(await sessions.create(NewSession("s"), ""), 1)
     site.coordinator.next_errors = [ServiceUnavailable("restarting")] * 4
     with pytest.raises(ServiceUnavailable):
@@ -68,7 +68,7 @@ async def test_what_the_coordinator_did_not_take_follows_later(site: Site, sessi
 
 
 @virtually()
-async def test_a_taken_place_is_told_and_not_tried_for_ever(site: Site, sessions: Sessions) -> None:
+async def test_a_taken_place_is_told_and_not_tried_for_ever(site: SessionSite, sessions: Sessions) -> None:
     for session_id in ("a", "b"):
         await talk(await sessions.create(NewSession(session_id, group_id="g"), ""), 1)
     await sessions.finish("a", "")
@@ -82,7 +82,9 @@ async def test_a_taken_place_is_told_and_not_tried_for_ever(site: Site, sessions
 
 
 @virtually()
-async def test_an_unused_session_expires_and_is_recorded_as_incomplete(site: Site, sessions: Sessions) -> None:
+async def test_an_unused_session_expires_and_is_recorded_as_incomplete(
+    site: SessionSite, sessions: Sessions
+) -> None:
     await talk(await sessions.create(NewSession("used", ttl_s=100.0), ""), 1)
     await sessions.create(NewSession("empty", ttl_s=100.0), "")
     await site.clock.sleep(99.0)
@@ -105,7 +107,7 @@ async def test_an_unused_session_expires_and_is_recorded_as_incomplete(site: Sit
 
 
 @virtually()
-async def test_a_one_off_session_ends_by_itself(site: Site, sessions: Sessions) -> None:
+async def test_a_one_off_session_ends_by_itself(site: SessionSite, sessions: Sessions) -> None:
     kept, left, failed, unused = [await sessions.find_or_create(None, "") for _ in range(4)]
     await talk(kept, 1)
     await talk(left, 1)
@@ -125,7 +127,7 @@ async def test_a_one_off_session_ends_by_itself(site: Site, sessions: Sessions) 
 
 
 @virtually()
-async def test_a_deleted_session_is_gone_for_good(site: Site, sessions: Sessions) -> None:
+async def test_a_deleted_session_is_gone_for_good(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.find_or_create("s", "")
     await talk(session, 1)
     site.talker.gate.clear()
@@ -155,7 +157,7 @@ async def test_a_deleted_session_is_gone_for_good(site: Site, sessions: Sessions
 
 
 @virtually()
-async def test_calls_under_way_end_with_the_service(site: Site, sessions: Sessions) -> None:
+async def test_calls_under_way_end_with_the_service(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.find_or_create("s", "")
     site.talker.gate.clear()
     late = asyncio.create_task(say(session, Message("user", "late")))
@@ -177,7 +179,7 @@ async def test_calls_under_way_end_with_the_service(site: Site, sessions: Sessio
 
 
 @virtually(replace(LIMITS, max_sessions=1000))
-async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: Site, sessions: Sessions) -> None:
+async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.find_or_create("s", "")
     history = await talk(session, 1)
     await site.disk(1)  # SQLite takes the present size for a smaller one
@@ -203,7 +205,7 @@ async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: Site, sessions
 
 
 @virtually()
-async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> None:
+async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessions) -> None:
     open_one = await sessions.create(NewSession("open"), "alice")
     history = await talk(open_one, 2)
     await talk(await sessions.create(NewSession("cut"), ""), 1)
@@ -251,7 +253,7 @@ async def test_a_restart_knows_every_session(site: Site, sessions: Sessions) -> 
 
 
 @virtually()
-async def test_damaged_rows_leave_a_session_incomplete(site: Site, sessions: Sessions) -> None:
+async def test_damaged_rows_leave_a_session_incomplete(site: SessionSite, sessions: Sessions) -> None:
     await talk(await sessions.create(NewSession("turns"), ""), 3)
     await talk(await sessions.create(NewSession("facts"), ""), 1)
     second = "SELECT seq FROM calls WHERE session_id = 'turns' ORDER BY seq LIMIT 1 OFFSET 1"
@@ -272,7 +274,9 @@ async def test_damaged_rows_leave_a_session_incomplete(site: Site, sessions: Ses
 
 
 @virtually()
-async def test_a_call_that_the_engines_failed_is_lost_until_its_retry(site: Site, sessions: Sessions) -> None:
+async def test_a_call_that_the_engines_failed_is_lost_until_its_retry(
+    site: SessionSite, sessions: Sessions
+) -> None:
     session = await sessions.find_or_create("s", "")
     site.talker.errors = [EngineLost("died")] * 4
     with pytest.raises(EngineLost):

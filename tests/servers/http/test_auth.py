@@ -15,7 +15,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 GENERATE = {"token_ids": [1, 2], "sampling": {"max_tokens": 2}}
 
 
-class Site:
+class AuthSite:
     def __init__(self, url: str, registry: FakeRegistry, http: aiohttp.ClientSession) -> None:
         self.url, self.registry, self.http = url, registry, http
 
@@ -48,35 +48,35 @@ async def locked_service() -> AsyncIterator[tuple[str, FakeRegistry]]:
 
 
 @pytest.fixture
-async def site(open_service: tuple[str, FakeRegistry]) -> AsyncIterator[Site]:
+async def site(open_service: tuple[str, FakeRegistry]) -> AsyncIterator[AuthSite]:
     url, registry = open_service
     registry.reset()
     async with aiohttp.ClientSession() as http:
-        yield Site(url, registry, http)
+        yield AuthSite(url, registry, http)
 
 
 @pytest.fixture
-async def locked(locked_service: tuple[str, FakeRegistry]) -> AsyncIterator[Site]:
+async def locked(locked_service: tuple[str, FakeRegistry]) -> AsyncIterator[AuthSite]:
     """A site with the user keys `alice` and `bob` and the admin key `root`."""
     url, registry = locked_service
     registry.reset()
     async with aiohttp.ClientSession() as http:
-        yield Site(url, registry, http)
+        yield AuthSite(url, registry, http)
 
 
-async def test_header_and_body_create_a_session_on_first_use(site: Site) -> None:
+async def test_header_and_body_create_a_session_on_first_use(site: AuthSite) -> None:
     for how in ({"x_session_id": "a"}, {"body": {**CHAT, "session": "a"}}, {"body": {**CHAT, "session_id": "a"}}):
         status, answer, headers = await site.chat(**how)  # type: ignore[arg-type]
         assert (status, headers["x-session-id"], answer["session"]["session_id"]) == (200, "a", "a")
     assert list(site.registry.sessions) == ["a"]
 
 
-async def test_no_name_makes_a_session_for_this_call_alone(site: Site) -> None:
+async def test_no_name_makes_a_session_for_this_call_alone(site: AuthSite) -> None:
     first, second = [(await site.chat())[2]["x-session-id"] for _ in range(2)]
     assert first != second
 
 
-async def test_path_and_key_name_a_session_that_must_exist(site: Site) -> None:
+async def test_path_and_key_name_a_session_that_must_exist(site: AuthSite) -> None:
     status, answer, _ = await site.chat("/sessions/a/v1")
     assert (status, answer["error"]["code"]) == (404, "session_not_found")
     created = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]
@@ -88,7 +88,7 @@ async def test_path_and_key_name_a_session_that_must_exist(site: Site) -> None:
     assert [call[0] for call in site.registry.calls] == ["a", "a"]
 
 
-async def test_names_that_agree_are_one_and_names_that_do_not_are_refused(site: Site) -> None:
+async def test_names_that_agree_are_one_and_names_that_do_not_are_refused(site: AuthSite) -> None:
     key = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]["api_key"]
     everything = {"body": {**CHAT, "session": "a"}, "key": key, "x_session_id": "a"}
     assert (await site.chat("/sessions/a/v1", **everything))[0] == 200  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ async def test_names_that_agree_are_one_and_names_that_do_not_are_refused(site: 
     assert list(site.registry.sessions) == ["a"]
 
 
-async def test_a_session_key_opens_its_own_session_and_nothing_else(locked: Site) -> None:
+async def test_a_session_key_opens_its_own_session_and_nothing_else(locked: AuthSite) -> None:
     created = [
         (await locked.call("POST", "/sessions", {"session_id": name}, key="alice"))[1]["api_key"] for name in "ab"
     ]
@@ -124,13 +124,13 @@ async def test_a_session_key_opens_its_own_session_and_nothing_else(locked: Site
     assert (await locked.call("POST", "/generate", GENERATE, key=key))[2]["x-session-id"] == "a"
 
 
-async def test_a_forged_session_key_is_no_key_even_where_none_is_needed(site: Site) -> None:
+async def test_a_forged_session_key_is_no_key_even_where_none_is_needed(site: AuthSite) -> None:
     key = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]["api_key"]
     assert (await site.chat(key=key[:-1] + ("0" if key[-1] != "0" else "1")))[0] == 401
     assert (await site.chat(key="sk-anything-else"))[0] == 200
 
 
-async def test_other_users_sessions_are_not_there(locked: Site) -> None:
+async def test_other_users_sessions_are_not_there(locked: AuthSite) -> None:
     assert (await locked.chat(key="alice", x_session_id="a"))[0] == 200
     assert (await locked.chat(key="alice", x_session_id="a"))[0] == 200
     for method, path, body in (
@@ -158,7 +158,7 @@ async def test_other_users_sessions_are_not_there(locked: Site) -> None:
         {"authorization": "Bearer ünicode"},
     ],
 )
-async def test_what_is_no_good_key(locked: Site, headers: dict[str, str]) -> None:
+async def test_what_is_no_good_key(locked: AuthSite, headers: dict[str, str]) -> None:
     for path in ("/v1/chat/completions", "/sessions", "/sessions/a/finish", "/tokenize", "/generate"):
         async with locked.http.post(locked.url + path, json=CHAT, headers=headers) as answer:
             assert answer.status == 401
@@ -167,7 +167,7 @@ async def test_what_is_no_good_key(locked: Site, headers: dict[str, str]) -> Non
     assert locked.registry.calls == []
 
 
-async def test_good_keys_in_both_forms(locked: Site) -> None:
+async def test_good_keys_in_both_forms(locked: AuthSite) -> None:
     for headers in (
         {"authorization": "Bearer alice"},
         {"x_api_key": "bob"},
@@ -177,7 +177,7 @@ async def test_good_keys_in_both_forms(locked: Site) -> None:
         assert (await locked.chat(**headers))[0] == 200
 
 
-async def test_generate_is_recorded_only_where_a_session_is_named(site: Site) -> None:
+async def test_generate_is_recorded_only_where_a_session_is_named(site: AuthSite) -> None:
     status, answer, headers = await site.call("POST", "/generate", GENERATE)
     assert (status, answer["token_ids"]) == (200, [2, 1])
     assert "x-session-id" not in headers
@@ -187,7 +187,7 @@ async def test_generate_is_recorded_only_where_a_session_is_named(site: Site) ->
     assert [call[1].prompt_ids for call in site.registry.calls] == [(1, 2), (1, 2)]
 
 
-async def test_an_expired_session_is_gone(site: Site) -> None:
+async def test_an_expired_session_is_gone(site: AuthSite) -> None:
     await site.call("POST", "/sessions", {"session_id": "a"})
     site.registry.expired.add("a")
     for path in ("/sessions/a/v1/chat/completions", "/v1/chat/completions"):
@@ -195,7 +195,7 @@ async def test_an_expired_session_is_gone(site: Site) -> None:
         assert (status, answer["error"]["code"]) == (410, "gone")
 
 
-async def test_the_life_of_a_session_over_http(site: Site) -> None:
+async def test_the_life_of_a_session_over_http(site: AuthSite) -> None:
     await site.call("POST", "/sessions", {"session_id": "a", "ttl_s": 60})
     status, answer, _ = await site.call("POST", "/sessions/a/reward", {"reward": 0.5})
     assert (status, answer["reward"], answer["state"]) == (200, 0.5, "open")

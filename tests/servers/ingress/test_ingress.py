@@ -22,7 +22,8 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.engine.engines import ReversingEngine
 
 LIMITS = HttpLimits(max_body_bytes=200_000, max_direct_calls=2, body_timeout_s=1.0, coordinator_timeout_s=5.0)
 RULES = ModeRules()
@@ -39,7 +40,7 @@ TASK = {"task_id": "t", "messages": [{"role": "user", "content": "hi"}]}
 class Door:
     url: str
     coordinator: FakeCoordinator
-    engine: FakeEngine
+    engine: ReversingEngine
     http: aiohttp.ClientSession
     root: Path
 
@@ -78,7 +79,7 @@ class opened:
         self._rules = rules
 
     async def __aenter__(self) -> Door:
-        coordinator, engine = FakeCoordinator(), FakeEngine()
+        coordinator, engine = FakeCoordinator(), ReversingEngine()
         app = create_app(
             coordinator,
             engine.connect,

@@ -97,7 +97,7 @@ def infos() -> tuple[TensorInfo, ...]:
     return tuple(TensorInfo(name, "float32", tuple(tensor.shape)) for name, tensor in weights(0).items())
 
 
-class Site:
+class StagingSite:
     """A stager, its model, and a trainer that listens."""
 
     def __init__(
@@ -160,13 +160,13 @@ class Site:
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    site = Site()
+def site() -> Iterator[StagingSite]:
+    site = StagingSite()
     yield site
     site.close()
 
 
-def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Site, tmp_path: Path) -> None:
+def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     progress = site.stage(site.offer(seed=2))
     assert progress.state == "held"
@@ -179,7 +179,7 @@ def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Site, t
     assert site.model.num_reloads == 0
 
 
-def test_a_plan_serves_tensors_in_any_order(site: Site, tmp_path: Path) -> None:
+def test_a_plan_serves_tensors_in_any_order(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     source = site.offer(seed=2, is_reversed=True)
     site.stager.stage(1, source)
@@ -190,7 +190,7 @@ def test_a_plan_serves_tensors_in_any_order(site: Site, tmp_path: Path) -> None:
     assert site.model.num_reloads == 0
 
 
-def test_a_directory_is_staged_the_same_way(site: Site, tmp_path: Path) -> None:
+def test_a_directory_is_staged_the_same_way(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     (tmp_path / "next").mkdir()
     save_file(weights(2), tmp_path / "next" / "model.safetensors")
@@ -201,7 +201,7 @@ def test_a_directory_is_staged_the_same_way(site: Site, tmp_path: Path) -> None:
     assert site.model.num_reloads == 0
 
 
-def test_dummy_weights_are_loaded_once_by_the_model_itself_which_proves_the_plan(site: Site) -> None:
+def test_dummy_weights_are_loaded_once_by_the_model_itself_which_proves_the_plan(site: StagingSite) -> None:
     for seed, num_reloads in ((1, 1), (2, 1), (3, 1)):
         assert site.stage(site.offer(seed)).report.held_in == "host"
         site.commit()
@@ -210,7 +210,7 @@ def test_dummy_weights_are_loaded_once_by_the_model_itself_which_proves_the_plan
 
 
 def test_a_model_that_computes_with_copies_goes_through_its_loader(tmp_path: Path) -> None:
-    site = Site(can_trace=False)
+    site = StagingSite(can_trace=False)
     try:
         site.load(tmp_path, seed=1)
         site.stage(site.offer(seed=2))
@@ -224,7 +224,7 @@ def test_a_model_that_computes_with_copies_goes_through_its_loader(tmp_path: Pat
 
 @pytest.mark.parametrize("can_trace", [True, False])
 def test_one_phase_receives_in_the_commit(can_trace: bool, tmp_path: Path) -> None:
-    site = Site(policy="none", can_trace=can_trace)
+    site = StagingSite(policy="none", can_trace=can_trace)
     try:
         site.load(tmp_path, seed=1)
         progress = site.stage(site.offer(seed=2))
@@ -243,7 +243,7 @@ def test_one_phase_receives_in_the_commit(can_trace: bool, tmp_path: Path) -> No
     [(StaleModel, "was replaced"), (WipedModel, "parameter fused does not hold what was sent")],
 )
 def test_a_commit_that_did_not_arrive_is_found(kind: type[PlainModel], reason: str, tmp_path: Path) -> None:
-    site = Site(kind)
+    site = StagingSite(kind)
     try:
         site.load(tmp_path, seed=1)
         site.stage(site.offer(seed=2))
@@ -255,7 +255,7 @@ def test_a_commit_that_did_not_arrive_is_found(kind: type[PlainModel], reason: s
         site.close()
 
 
-def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Site, tmp_path: Path) -> None:
+def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
     site.num_stages += 1
@@ -269,7 +269,7 @@ def test_a_trainer_that_goes_away_fails_the_stage_and_nothing_else(site: Site, t
     site.assert_holds(1)
 
 
-def test_a_dropped_stage_lets_go_of_the_trainer(site: Site, tmp_path: Path) -> None:
+def test_a_dropped_stage_lets_go_of_the_trainer(site: StagingSite, tmp_path: Path) -> None:
     site.load(tmp_path, seed=1)
     offer = site.sender.offer([Outgoing(info, lambda: torch.zeros(0)) for info in infos()])
     site.stager.stage(1, replace(offer, num_receivers=2))  # the other one never comes
@@ -284,7 +284,7 @@ def test_a_dropped_stage_lets_go_of_the_trainer(site: Site, tmp_path: Path) -> N
 @pytest.mark.parametrize("can_trace", [True, False])
 def test_what_was_pushed_can_be_given_on(can_trace: bool, tmp_path: Path) -> None:
     """By its parameters, or, where they cannot be read back, by what the push brought."""
-    site, other = Site(can_trace=can_trace), Site(can_trace=can_trace)
+    site, other = StagingSite(can_trace=can_trace), StagingSite(can_trace=can_trace)
     try:
         site.load(tmp_path, seed=1)
         other.load(tmp_path, seed=1)

@@ -22,14 +22,15 @@ from agentloop.types import KVPolicy
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.weight_transfer.trainer import TensorPusher, host_towards
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.engine.engines import ReversingEngine
 from tests.support.transfer.receiving import FakeSender, ReceivingFleet
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.tensor([1, 2])}
 
 
 @dataclass
-class Site:
+class PushingSite:
     """A service, and a pusher whose senders do not send."""
 
     coordinator: FakeCoordinator
@@ -46,11 +47,11 @@ class Site:
 
 
 @pytest.fixture
-async def site() -> AsyncIterator[Site]:
+async def site() -> AsyncIterator[PushingSite]:
     coordinator = FakeCoordinator()
-    app = create_app(coordinator, FakeEngine().connect, Keys.of(["user"], "admin"))
+    app = create_app(coordinator, ReversingEngine().connect, Keys.of(["user"], "admin"))
     async with serving(app) as url, RolloutClient(url, api_key="user", admin_key="admin") as client:
-        yield Site(coordinator, client)
+        yield PushingSite(coordinator, client)
 
 
 async def forever(update: WeightUpdate) -> None:
@@ -62,7 +63,7 @@ def sent_dtypes(update: WeightUpdate) -> list[str]:
     return [tensor.dtype for tensor in update.push.tensors]
 
 
-async def test_tensors_arrive_as_they_are_in_the_fleets_dtype(site: Site) -> None:
+async def test_tensors_arrive_as_they_are_in_the_fleets_dtype(site: PushingSite) -> None:
     site.coordinator.weight_dtypes = ["bfloat16", "bfloat16"]
     fleet = ReceivingFleet()
     site.coordinator.on_update = fleet.take
@@ -100,13 +101,13 @@ async def test_tensors_arrive_as_they_are_in_the_fleets_dtype(site: Site) -> Non
         (["bfloat16"], "float16", "float16"),
     ],
 )
-async def test_who_says_the_dtype(site: Site, fleet: list[str | None], dtype: str | None, sent: str) -> None:
+async def test_who_says_the_dtype(site: PushingSite, fleet: list[str | None], dtype: str | None, sent: str) -> None:
     site.coordinator.weight_dtypes = fleet
     await site.pusher().push(WEIGHTS, PushOptions(1, dtype=dtype))
     assert sent_dtypes(site.coordinator.updates[0][0]) == [sent, "int64"]
 
 
-async def test_what_is_offered_is_what_is_announced(site: Site) -> None:
+async def test_what_is_offered_is_what_is_announced(site: PushingSite) -> None:
     pusher = site.pusher()
     await pusher.push(((f"module.{name}", tensor) for name, tensor in WEIGHTS.items()), PushOptions(7))
     [(update, policy)] = site.coordinator.updates
@@ -123,7 +124,7 @@ async def test_what_is_offered_is_what_is_announced(site: Site) -> None:
     assert sender.attempts[0][0].equal(WEIGHTS["a"])
 
 
-async def test_a_sender_is_kept_while_updates_succeed_over_the_same_transport(site: Site) -> None:
+async def test_a_sender_is_kept_while_updates_succeed_over_the_same_transport(site: PushingSite) -> None:
     pusher = site.pusher(listen_host="127.0.0.2")
     for transport in ("shm", "shm", "nccl"):
         await pusher.push(WEIGHTS, PushOptions(1, transport=transport))
@@ -141,7 +142,7 @@ async def test_a_sender_is_kept_while_updates_succeed_over_the_same_transport(si
     assert site.senders[2].is_closed
 
 
-async def test_what_the_service_says_ends_the_sender_and_is_what_the_caller_gets(site: Site) -> None:
+async def test_what_the_service_says_ends_the_sender_and_is_what_the_caller_gets(site: PushingSite) -> None:
     site.sender_options = {"is_hanging": True}
     site.coordinator.update_error = Conflict("a weight update is staging")
     async with asyncio.timeout(30):
@@ -151,13 +152,13 @@ async def test_what_the_service_says_ends_the_sender_and_is_what_the_caller_gets
     assert (len(sender.reasons), sender.num_running, sender.is_closed) == (1, 0, True)
 
 
-async def test_a_report_stands_though_the_sender_does_not_end(site: Site) -> None:
+async def test_a_report_stands_though_the_sender_does_not_end(site: PushingSite) -> None:
     site.sender_options = {"is_hanging": True}
     report = await site.pusher(answer_grace_s=0.1).push(WEIGHTS, PushOptions(1))
     assert (report.version, site.senders[0].num_running) == (1, 0)
 
 
-async def test_a_sender_that_fails_waits_for_what_the_service_makes_of_it(site: Site) -> None:
+async def test_a_sender_that_fails_waits_for_what_the_service_makes_of_it(site: PushingSite) -> None:
     site.sender_options = {"error": WeightUpdateFailed("every worker was lost")}
 
     async def fail_late(update: WeightUpdate) -> None:
@@ -170,14 +171,14 @@ async def test_a_sender_that_fails_waits_for_what_the_service_makes_of_it(site: 
     assert "every worker" in str(caught.value.__cause__)
 
 
-async def test_a_sender_that_fails_is_the_error_where_the_service_says_nothing(site: Site) -> None:
+async def test_a_sender_that_fails_is_the_error_where_the_service_says_nothing(site: PushingSite) -> None:
     site.sender_options = {"error": WeightUpdateFailed("no receiver came")}
     site.coordinator.on_update = forever
     with pytest.raises(WeightUpdateFailed, match="no receiver came"):
         await site.pusher(answer_grace_s=0.1).push(WEIGHTS, PushOptions(1))
 
 
-async def test_a_deadline_and_a_cancellation_leave_nothing_running(site: Site) -> None:
+async def test_a_deadline_and_a_cancellation_leave_nothing_running(site: PushingSite) -> None:
     site.sender_options = {"is_hanging": True}
     site.coordinator.on_update = forever
     threads = set(threading.enumerate())
@@ -204,7 +205,7 @@ async def test_a_deadline_and_a_cancellation_leave_nothing_running(site: Site) -
     assert (await pusher.push(WEIGHTS, PushOptions(3))).version == 3
 
 
-async def test_no_tensor_is_held_after_an_update(site: Site) -> None:
+async def test_no_tensor_is_held_after_an_update(site: PushingSite) -> None:
     fleet = ReceivingFleet()
     site.coordinator.on_update = fleet.take
     try:
@@ -229,7 +230,7 @@ async def test_no_tensor_is_held_after_an_update(site: Site) -> None:
     ],
 )
 async def test_what_cannot_be_sent_is_refused_before_anything_happens(
-    site: Site, weights: dict[str, object], options: dict[str, object], param: str
+    site: PushingSite, weights: dict[str, object], options: dict[str, object], param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await site.client.update_weights(weights, version=1, **options)  # type: ignore[arg-type]
@@ -237,7 +238,7 @@ async def test_what_cannot_be_sent_is_refused_before_anything_happens(
     assert site.coordinator.updates == []
 
 
-async def test_the_admin_key_is_needed_and_is_enough(site: Site) -> None:
+async def test_the_admin_key_is_needed_and_is_enough(site: PushingSite) -> None:
     async with RolloutClient(site.client.url, admin_key="admin") as client:
         pusher = TensorPusher(client, make_sender=site.make_sender)
         assert (await pusher.push(WEIGHTS, PushOptions(1))).version == 1

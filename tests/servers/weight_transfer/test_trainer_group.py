@@ -16,7 +16,8 @@ from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.servers.weight_transfer.training_rank import HANGS, MANY_PASSES, REFUSED, WORLD_SIZE, make_model
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.engine.engines import ReversingEngine
 from tests.support.transfer.receiving import ReceivingFleet
 
 pytestmark = pytest.mark.slow
@@ -68,7 +69,7 @@ async def job(
     try:
         async with (
             asyncio.timeout(TIMEOUT_S),
-            serving(create_app(coordinator, FakeEngine().connect, Keys())) as url,
+            serving(create_app(coordinator, ReversingEngine().connect, Keys())) as url,
         ):
             seen = await asyncio.gather(*(run_rank(rank, rendezvous, url) for rank in range(WORLD_SIZE)))
             is_over.set()

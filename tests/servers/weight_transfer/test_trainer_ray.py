@@ -16,7 +16,8 @@ from agentloop.client.client import RolloutClient
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.local import start_ray, stop_ray
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.engine.engines import ReversingEngine
 from tests.support.transfer.receiving import ReceivingFleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -48,7 +49,7 @@ async def test_an_actor_pushes_what_it_trains(trainer: Any) -> None:
     coordinator, fleet = FakeCoordinator(), ReceivingFleet()
     coordinator.on_update = fleet.take
     try:
-        async with asyncio.timeout(120), serving(create_app(coordinator, FakeEngine().connect, Keys())) as url:
+        async with asyncio.timeout(120), serving(create_app(coordinator, ReversingEngine().connect, Keys())) as url:
             reports = await trainer.train.remote(url)
     finally:
         fleet.close()

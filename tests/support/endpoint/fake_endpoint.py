@@ -25,7 +25,8 @@ from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http.auth import Keys, SessionKeys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, FakeEngine, serving
+from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.engine.engines import ReversingEngine
 from tests.support.records.samples import make_trajectory
 
 MODEL = "examples/tiny_policy/v0"
@@ -184,7 +185,7 @@ def endpoint_app(
         limits=limits or EndpointLimits(),
     )
     guard = HttpLimits(max_body_bytes=800_000, body_timeout_s=5.0)
-    app = create_app(FakeCoordinator(), FakeEngine().connect, keys or Keys.of(), guard, endpoint=endpoint)
+    app = create_app(FakeCoordinator(), ReversingEngine().connect, keys or Keys.of(), guard, endpoint=endpoint)
     return app, endpoint
 
 

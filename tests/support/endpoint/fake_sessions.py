@@ -39,7 +39,7 @@ def uses_a_calculator(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass
-class FakeSession:
+class ServedSession:
     facts: NewSessionBody
     messages: tuple[Message, ...] = ()
     num_calls: int = 0
@@ -58,7 +58,7 @@ class FakeSessions:
     is_down: bool = False
     call_s: float = 0.0  # how long a chat call takes
     url: str = ""
-    sessions: dict[str, FakeSession] = field(default_factory=dict)
+    sessions: dict[str, ServedSession] = field(default_factory=dict)
     records: list[Trajectory] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     num_open_calls: int = 0
@@ -77,7 +77,7 @@ class FakeSessions:
         if body.task_id in self.refused:
             raise NotFound("no such place")
         session_id = body.session_id or f"made-{len(self.sessions)}"
-        self.sessions.setdefault(session_id, FakeSession(body))
+        self.sessions.setdefault(session_id, ServedSession(body))
         answer = {"session_id": session_id, "api_key": f"sk-{session_id}", "direct_url": self.direct_url}
         return _json({**answer, "base_url": f"{self.url}/sessions/{session_id}/v1"})
 
@@ -140,12 +140,12 @@ class FakeSessions:
         report = UpdateReport(self.updates[-1]["version"], 0, KVPolicy.RECOMPUTE, (replica,), 30.0)
         return _json(codec.to_builtins(report))
 
-    def _find(self, request: web.Request) -> FakeSession:
+    def _find(self, request: web.Request) -> ServedSession:
         if request.match_info["id"] not in self.sessions:
             raise SessionNotFound("no such session")
         return self.sessions[request.match_info["id"]]
 
-    def _trajectory(self, session: FakeSession, body: FinishBody) -> Trajectory:
+    def _trajectory(self, session: ServedSession, body: FinishBody) -> Trajectory:
         facts = session.facts
         path = replace(make_path(), messages=session.messages)
         return replace(

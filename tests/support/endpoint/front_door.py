@@ -23,16 +23,12 @@ from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NotFound, Overloaded
 from agentloop.types import (
-    FinishReason,
-    GenerateRequest,
-    Generation,
     KVPolicy,
     Lease,
     Load,
     PauseMode,
     RolloutGroup,
     Trajectory,
-    WeightVersionSpan,
 )
 from tests.support.records.samples import make_trajectory
 
@@ -209,54 +205,6 @@ class FakeCoordinator:
     def _raise_next(self) -> None:
         if self.next_errors:
             raise self.next_errors.pop(0)
-
-
-class FakeEngine:
-    """Answers with the prompt backwards; `errors` are raised first, `is_hanging` never answers."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, GenerateRequest]] = []
-        self.errors: list[AgentLoopError] = []
-        self.is_hanging = False
-        self.num_cancelled = 0
-        self.started = asyncio.Event()
-        self.cancelled = asyncio.Event()
-
-    def connect(self, url: str) -> FakeConnection:
-        return FakeConnection(self, url)
-
-
-class FakeConnection:
-    """The part of the Engine port that the front door uses."""
-
-    def __init__(self, engine: FakeEngine, url: str) -> None:
-        self._engine = engine
-        self._url = url
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        engine = self._engine
-        engine.requests.append((self._url, request))
-        engine.started.set()
-        if engine.errors:
-            raise engine.errors.pop(0)
-        if engine.is_hanging:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                engine.num_cancelled += 1
-                engine.cancelled.set()
-                raise
-        ids = request.token_ids[::-1][: request.sampling.max_tokens]
-        spans = (WeightVersionSpan(0, 0, len(ids)),)
-        return Generation(
-            request.request_id,
-            ids,
-            (-0.5,) * len(ids),
-            spans,
-            FinishReason.LENGTH,
-            min(3, len(request.token_ids)),
-            self._url,
-        )
 
 
 @asynccontextmanager

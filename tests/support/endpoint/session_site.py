@@ -65,7 +65,7 @@ class Talker:
         yield generation
 
 
-class Site:
+class SessionSite:
     """A registry that can be restarted over its file."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Site:
         return [(one.group_id, one.stop_reason.value, one.is_complete) for one in records]
 
 
-Test = Callable[[Site, Sessions], Coroutine[Any, Any, None]]
+Test = Callable[[SessionSite, Sessions], Coroutine[Any, Any, None]]
 
 
 def virtually(limits: SessionLimits = LIMITS) -> Callable[[Test], Callable[[Path], None]]:
@@ -136,7 +136,7 @@ def virtually(limits: SessionLimits = LIMITS) -> Callable[[Test], Callable[[Path
             clock = VirtualClock()
 
             async def main() -> None:
-                site = Site(clock, tmp_path, limits)
+                site = SessionSite(clock, tmp_path, limits)
                 try:
                     await test(site, await site.start())
                 finally:

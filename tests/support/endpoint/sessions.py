@@ -1,6 +1,6 @@
 """Sessions over the shipped policy's tokenizer and template, a simulated engine and a journal in memory.
 
-async with started(simulated("Hello.")) as engine:
+async with started(scripted_engine("Hello.")) as engine:
     session = make_session(engine)
     result = await session.call(ask("Hi"), key("one"))
 """
@@ -8,10 +8,8 @@ async with started(simulated("Hello.")) as engine:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,21 +19,16 @@ from agentloop.engine import TokenEngine
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import Renderer
 from agentloop.sessions.journal import SessionRecord
 from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.sessions.session import Session
-from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node
 from agentloop.types import KVPolicy, Message, SamplingParams, Trajectory
 from tests.support.engine.engines import leased
+from tests.support.engine.scripted import RENDERER, SPEC
 
-POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
-RENDERER = Renderer.from_directory(POLICY)
 PARSER = get_parser("hermes")
 CREATED_AT = 1_000_000.0
-SPEC = SimulatedSpec(vocab_size=RENDERER.vocab_size, max_context_tokens=2048, num_blocks=64_000, max_running=2048)
 CALCULATOR = {
     "type": "function",
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
@@ -118,30 +111,6 @@ class Wall:
         return self.now_s
 
 
-@dataclass
-class WatchedEngine:
-    """An engine that keeps what it was asked and what it answered."""
-
-    engine: SimulatedEngine
-    requests: list = field(default_factory=list)
-    generations: list = field(default_factory=list)
-
-    async def generate(self, request):
-        self.requests.append(request)
-        generation = await self.engine.generate(request)
-        self.generations.append(generation)
-        return generation
-
-    async def stream(self, request):
-        self.requests.append(request)
-        source = self.engine.stream(request)
-        try:
-            async for item in source:
-                yield item
-        finally:
-            await source.aclose()
-
-
 def make_parts(**fields: object) -> SessionParts:
     """Parts; `fields` override."""
     renderer = fields.pop("renderer", RENDERER)
@@ -172,40 +141,6 @@ def make_session(
     journal, made = MemoryJournal() if journal is None else journal, make_parts(**parts)
     under_lease = leased(engine, vocab_size=made.vocab_size)
     return Session(record, parts=made, engine=under_lease, journal=journal, nodes=nodes, calls=calls)
-
-
-def ids(text: str) -> list[int]:
-    """What a policy of this tokenizer samples for `text`, without the stop token."""
-    return RENDERER.ids(text)
-
-
-def simulated(
-    *replies: str, decode_s: float = 0.0, spec: SimulatedSpec = SPEC, **options: object
-) -> SimulatedEngine:
-    """An engine whose n-th turn of a conversation says the n-th reply; without replies, one of hashed ids."""
-    spec = replace(spec, latency=LatencyModel(decode_s=decode_s))
-    policy = ScriptedPolicy(script(*replies)) if replies else None
-    return SimulatedEngine(spec, policy=policy, **options)
-
-
-def script(*replies: str) -> Callable[[Sequence[int]], Sequence[int]]:
-    encoded = [ids(reply) for reply in replies]
-    opening = RENDERER.render([Message("user", "?")], [])[-3:]  # the generation prompt
-
-    def answer(prompt: Sequence[int]) -> Sequence[int]:
-        said = sum(list(prompt[at : at + 3]) == opening for at in range(len(prompt) - 2))
-        return encoded[min(said, len(encoded)) - 1]
-
-    return answer
-
-
-@asynccontextmanager
-async def started(engine: SimulatedEngine) -> AsyncIterator[SimulatedEngine]:
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 def ask(

@@ -1,6 +1,8 @@
-"""Engines without a model, with faults to order: as the fleet sees one, and under a lease."""
+"""Engines without a model, with faults to order: for the fleet, for the front door, and under a lease."""
 
 from __future__ import annotations
+
+import asyncio
 
 from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.clock import Clock
@@ -15,9 +17,9 @@ from agentloop.engine import (
     TokenEngine,
     WeightUpdate,
 )
-from agentloop.errors import CheckpointUnreadable, Conflict, WeightUpdateFailed
+from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, WeightUpdateFailed
 from agentloop.generation.leased_engine import LeasedEngine
-from agentloop.types import GenerateRequest, KVPolicy, Lease, PauseMode
+from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Lease, PauseMode, WeightVersionSpan
 
 FOR_EVER_S = 1e6
 INFO = EngineInfo("fake", 4096, 1000, 16, 10_000, 8)
@@ -118,6 +120,54 @@ class FakeEngine:
         kinds = {"stage": CheckpointUnreadable, "commit": WeightUpdateFailed}
         self.failures = {verb: kinds.get(verb, ConnectionResetError)(f"injected into {verb}")}
         self.num_failures, self.num_good = times, after
+
+
+class ReversingEngine:
+    """Answers with the prompt backwards; `errors` are raised first, `is_hanging` never answers."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, GenerateRequest]] = []
+        self.errors: list[AgentLoopError] = []
+        self.is_hanging = False
+        self.num_cancelled = 0
+        self.started = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    def connect(self, url: str) -> ReversingConnection:
+        return ReversingConnection(self, url)
+
+
+class ReversingConnection:
+    """The part of the Engine port that the front door uses."""
+
+    def __init__(self, engine: ReversingEngine, url: str) -> None:
+        self._engine = engine
+        self._url = url
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        engine = self._engine
+        engine.requests.append((self._url, request))
+        engine.started.set()
+        if engine.errors:
+            raise engine.errors.pop(0)
+        if engine.is_hanging:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                engine.num_cancelled += 1
+                engine.cancelled.set()
+                raise
+        ids = request.token_ids[::-1][: request.sampling.max_tokens]
+        spans = (WeightVersionSpan(0, 0, len(ids)),)
+        return Generation(
+            request.request_id,
+            ids,
+            (-0.5,) * len(ids),
+            spans,
+            FinishReason.LENGTH,
+            min(3, len(request.token_ids)),
+            self._url,
+        )
 
 
 class OneLease:

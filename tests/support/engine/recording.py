@@ -1,4 +1,4 @@
-"""An engine that keeps what went in and what came out: what a capture is compared with."""
+"""An engine that keeps what went in and what came out: what a session or a capture is compared with."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ class RecordingEngine:
     """Stands before another engine; everything but `generate` and `stream` is the other's."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.served: list[Served] = []
+        self.requests: list[GenerateRequest] = []
+        self.generations: list[Generation] = []  # what `generate` answered
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        generation = await self._engine.generate(request)
+        self.requests.append(request)
+        generation = await self.engine.generate(request)
+        self.generations.append(generation)
         self.served.append((request.token_ids, generation.token_ids))
         return generation
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+        self.requests.append(request)
         sampled: list[int] = []
+        source = self.engine.stream(request)
         try:
-            async for piece in self._engine.stream(request):
+            async for piece in source:
                 if isinstance(piece, Delta):
                     sampled += piece.token_ids
                 yield piece
         finally:
+            await source.aclose()  # type: ignore[attr-defined]
             self.served.append((request.token_ids, tuple(sampled)))  # also what was streamed until a stop string

@@ -1,25 +1,20 @@
-"""A worker over simulated engines that speak from a script, with the shipped policy's tokenizer and template."""
+"""Simulated engines that speak from a script, with the shipped policy's tokenizer and template."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from agentloop.engine import Engine
-from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
-from agentloop.rollout.toolbox import Toolbox, load_tools
-from agentloop.rollout.worker import Worker, WorkerConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import ScriptedPolicy
-from agentloop.types import Message, RolloutTask
-from agentloop_tools import SHIPPED_TOOLS
-from tests.support.fleet.feeder import Feeder
+from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
+from agentloop.types import Message
 
 POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
 TOKENIZER = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
@@ -49,41 +44,19 @@ def turns(*replies: str) -> Callable[[Sequence[int]], Sequence[int]]:
     return script
 
 
-def scripted_engine(*replies: str, spec: SimulatedSpec = SPEC) -> SimulatedEngine:
-    return SimulatedEngine(spec, policy=ScriptedPolicy(turns(*replies)))
-
-
-def task(task_id: str = "t", **fields: object) -> RolloutTask:
-    """A task for the calculator; `fields` override."""
-    given = {"messages": (Message("user", "What is 2 + 3?"),), "tools": ("calculator",), "reward": "exact_match"}
-    return RolloutTask(task_id=task_id, **{**given, "reference": "5", **fields})  # type: ignore[arg-type]
+def scripted_engine(
+    *replies: str, decode_s: float = 0.0, spec: SimulatedSpec = SPEC, **options: Any
+) -> SimulatedEngine:
+    """An engine whose n-th turn of a conversation says the n-th reply; without replies, one of hashed ids."""
+    spec = replace(spec, latency=LatencyModel(decode_s=decode_s)) if decode_s else spec
+    policy = ScriptedPolicy(turns(*replies)) if replies else None
+    return SimulatedEngine(spec, policy=policy, **options)
 
 
 @asynccontextmanager
-async def running_worker(
-    feeder: Feeder, engines: Mapping[str, Engine], renderer: Renderer = RENDERER, **config: object
-):
-    """A worker at work on what the feeder has, over started engines by URL."""
-    for engine in engines.values():
-        await engine.start()
-    toolbox = Toolbox(load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS))
-    worker = Worker(
-        "w",
-        feeder,
-        engines.__getitem__,
-        renderer,
-        get_parser("hermes"),
-        toolbox,
-        WorkerConfig(**{"poll_s": 0.05, "poll_gap_s": 0.001, **config}),  # type: ignore[arg-type]
-        max_context_tokens=SPEC.max_context_tokens,
-        vocab_size=RENDERER.vocab_size,
-    )
-    running = asyncio.create_task(worker.run())
+async def started(engine: SimulatedEngine) -> AsyncIterator[SimulatedEngine]:
+    await engine.start()
     try:
-        yield worker
+        yield engine
     finally:
-        worker.close()
-        await running
-        await toolbox.close()
-        for engine in engines.values():
-            await engine.close()
+        await engine.close()

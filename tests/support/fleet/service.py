@@ -135,5 +135,5 @@ def record(assignment, stop_reason=StopReason.COMPLETED):
     return replace(trajectory, attempt=assignment.attempt)
 
 
-def ids(assignments):
+def assignment_ids(assignments):
     return [assignment.assignment_id for assignment in assignments]

@@ -25,7 +25,7 @@ CONFIG = WeightConfig(
 KEEP = KVPolicy.KEEP
 
 
-class Site:
+class FleetSite:
     """A fleet of fake engines and its owner."""
 
     def __init__(self, clock, *replica_ids, version=0, info=INFO, initial=None):

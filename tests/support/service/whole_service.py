@@ -35,7 +35,7 @@ SIMULATED = Path(__file__).parents[3] / "servers" / "simulated.yaml"
 SECRET = "in-process"
 
 
-def simulated(**changed: object) -> ServiceConfig:
+def simulated_config(**changed: object) -> ServiceConfig:
     """`servers/simulated.yaml` with some fields replaced; those of its engine as `engine={...}`."""
     document = ServiceConfig.load(SIMULATED).model_dump()
     engine = changed.pop("engine", {})
@@ -43,7 +43,7 @@ def simulated(**changed: object) -> ServiceConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ServiceSite:
     """What a test may look at and touch. `urls` stand for Serve's proxy: one for each ingress process."""
 
     config: ServiceConfig
@@ -70,7 +70,7 @@ async def whole_service(
 @asynccontextmanager
 async def whole_site(
     config: ServiceConfig, run_dir: Path, build: Callable[[ServiceConfig], Engine] = build_engine, **options: Any
-) -> AsyncIterator[Site]:
+) -> AsyncIterator[ServiceSite]:
     """As `whole_service`, with all of it in the open; `options` are those of its ingress processes."""
     async with AsyncExitStack() as closing:
         clients = EngineClients(SECRET)
@@ -123,4 +123,4 @@ async def whole_site(
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.replicas:
                 await asyncio.sleep(0.01)
-        yield Site(config, run_dir, coordinator, client.front, tuple(urls), ingresses)
+        yield ServiceSite(config, run_dir, coordinator, client.front, tuple(urls), ingresses)

@@ -29,7 +29,7 @@ PROMPT = [1, 5, 9, 20, 33, 40, 41, 42]
 
 
 @dataclass(frozen=True)
-class Site:
+class AdapterSite:
     process: VllmProcess
     lora: LoraAdapters
     one: Path
@@ -37,7 +37,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AdapterSite]:
     folder = tmp_path_factory.mktemp("adapters")
     config = VllmConfig(
         model=str(POLICY),
@@ -55,7 +55,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
         await lora.start(process.llm)
         one = write_adapter(folder / "one", seed=1)
         two = write_adapter(folder / "two", seed=2, rank=8, alpha=16, targets=("q_proj", "up_proj"))
-        yield Site(process, lora, one, two)
+        yield AdapterSite(process, lora, one, two)
     finally:
         await process.close()
         lora.close()
@@ -74,7 +74,9 @@ def difference(adapter: Path | None, ids: list[int], logprobs: torch.Tensor) -> 
     return (own - logprobs).abs()
 
 
-async def sample(site: Site, name: str, num_tokens: int, progress: list[int]) -> tuple[list[int], torch.Tensor]:
+async def sample(
+    site: AdapterSite, name: str, num_tokens: int, progress: list[int]
+) -> tuple[list[int], torch.Tensor]:
     from vllm import SamplingParams  # noqa: PLC0415 - an engine is imported only where one is started
     from vllm.inputs import TokensPrompt  # noqa: PLC0415
 
@@ -89,19 +91,19 @@ async def sample(site: Site, name: str, num_tokens: int, progress: list[int]) ->
     return ids, torch.tensor(logprobs)
 
 
-async def assert_serves(site: Site, adapter: Path | None, others: list[Path | None], name: str) -> None:
+async def assert_serves(site: AdapterSite, adapter: Path | None, others: list[Path | None], name: str) -> None:
     ids, logprobs = await sample(site, name, 48, [])
     assert float(difference(adapter, ids, logprobs).mean()) < SAME
     for other in others:
         assert float(difference(other, ids, logprobs).mean()) > DIFFERENT
 
 
-async def test_the_first_adapter_changes_nothing(site: Site) -> None:
+async def test_the_first_adapter_changes_nothing(site: AdapterSite) -> None:
     await assert_serves(site, None, [site.one, site.two], "zero")
 
 
 async def commit_in_flight(
-    site: Site, adapter: Path, name: str, *, is_cache_cleared: bool
+    site: AdapterSite, adapter: Path, name: str, *, is_cache_cleared: bool
 ) -> tuple[int, list[int], torch.Tensor]:
     """A request under way while the adapter is replaced: how many tokens it had, and what it is in the end."""
     progress: list[int] = []
@@ -121,7 +123,7 @@ async def commit_in_flight(
     return num_before, ids, logprobs
 
 
-async def test_a_frozen_request_goes_on_under_the_new_adapter(site: Site) -> None:
+async def test_a_frozen_request_goes_on_under_the_new_adapter(site: AdapterSite) -> None:
     num_before, ids, logprobs = await commit_in_flight(site, site.one, "recompute", is_cache_cleared=True)
     assert len(ids) == 300
     old, new = difference(None, ids, logprobs), difference(site.one, ids, logprobs)
@@ -131,11 +133,11 @@ async def test_a_frozen_request_goes_on_under_the_new_adapter(site: Site) -> Non
     assert float(old[num_before:].mean()) > DIFFERENT
 
 
-async def test_a_new_request_is_under_the_new_adapter_too(site: Site) -> None:
+async def test_a_new_request_is_under_the_new_adapter_too(site: AdapterSite) -> None:
     await assert_serves(site, site.one, [None, site.two], "new")
 
 
-async def test_a_second_adapter_leaves_nothing_of_the_first(site: Site) -> None:
+async def test_a_second_adapter_leaves_nothing_of_the_first(site: AdapterSite) -> None:
     """Another rank and fewer layers, and KV kept: near the new adapter, far from the old one."""
     num_before, ids, logprobs = await commit_in_flight(site, site.two, "keep", is_cache_cleared=False)
     assert float(difference(site.one, ids, logprobs)[:num_before].mean()) < SAME
@@ -145,7 +147,7 @@ async def test_a_second_adapter_leaves_nothing_of_the_first(site: Site) -> None:
     await assert_serves(site, site.two, [None, site.one], "second")
 
 
-async def test_a_worker_that_lost_its_adapter_finds_the_served_one_again(site: Site) -> None:
+async def test_a_worker_that_lost_its_adapter_finds_the_served_one_again(site: AdapterSite) -> None:
     """A reload of base weights drops adapters silently; the path that requests carry leads to the last commit's."""
     await site.process.llm.pause_generation(mode="keep", clear_cache=True)
     await site.process.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(POLICY)})
@@ -162,7 +164,7 @@ async def test_a_worker_that_lost_its_adapter_finds_the_served_one_again(site: S
         ("model.layers.3.mlp.down_proj", 0),  # a layer of which it has none
     ],
 )
-async def test_one_wrong_number_in_a_worker_is_found(site: Site, layer: str, index: int) -> None:
+async def test_one_wrong_number_in_a_worker_is_found(site: AdapterSite, layer: str, index: int) -> None:
     await site.process.on_workers("weights_verify_adapter", str(site.two))
     await site.process.on_workers("spoil_adapter", layer, index)
     with pytest.raises(Exception, match=f"layer {layer} does not hold the adapter's tensors"):
@@ -170,7 +172,7 @@ async def test_one_wrong_number_in_a_worker_is_found(site: Site, layer: str, ind
     await site.lora.commit(str(site.two), site.process)
 
 
-async def test_an_adapter_that_was_never_loaded_is_found(site: Site, tmp_path: Path) -> None:
+async def test_an_adapter_that_was_never_loaded_is_found(site: AdapterSite, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="does not hold the adapter's tensors"):
         await site.process.on_workers("weights_verify_adapter", str(site.one))
     tensors = load_file(site.two / "adapter_model.safetensors")
@@ -181,7 +183,7 @@ async def test_an_adapter_that_was_never_loaded_is_found(site: Site, tmp_path: P
         await site.process.on_workers("weights_verify_adapter", str(tmp_path))
 
 
-async def test_a_failed_commit_raises_and_a_later_one_repairs(site: Site, tmp_path: Path) -> None:
+async def test_a_failed_commit_raises_and_a_later_one_repairs(site: AdapterSite, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="adapter"):
         await site.lora.commit(str(tmp_path), site.process)
     await site.lora.commit(str(site.one), site.process)
