@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-clients check bench bench-endpoint lock clean
+.PHONY: rollout test test-fast test-clients check bench bench-endpoint lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -14,6 +14,10 @@ rollout: $(VENV)/.cpu
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients" $(ARGS)
 	$(BIN)/python -m pytest -m "(engine or ray) and not clients" $(ARGS)
+
+# Needs no engine and no Ray, and takes under two minutes on two cores.
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not slow" $(ARGS)
 
 # Agents of other people's making, each in an environment of its own, against the service: `make test-clients`.
 CLIENTS := $(basename $(notdir $(wildcard requirements/clients/*.txt)))

@@ -139,6 +139,7 @@ def test_a_forked_trajectory_gives_a_row_a_path_and_a_pathless_one_an_empty_row(
     assert (empty["prompt_ids"], empty["turns"], empty["reward"], empty["complete"]) == ([], [], None, False)
 
 
+@pytest.mark.slow
 def test_row_groups_bound_memory(tmp_path: Path) -> None:
     records = [make_trajectory(sample_index=index) for index in range(1200)]
     fill_store(tmp_path / "s", {"r": [make_group(num_samples=1200)]}, records)

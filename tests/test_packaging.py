@@ -62,6 +62,7 @@ def test_the_base_install_is_the_client_and_its_values():
     assert not any("==" in one for one in PROJECT["dependencies"])
 
 
+@pytest.mark.slow
 def test_the_client_imports_nothing_but_the_base_install():
     """In a process that refuses every other package, as an environment that does not have it would."""
     code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'servers')]}; " + textwrap.dedent(
@@ -82,6 +83,7 @@ def test_the_client_imports_nothing_but_the_base_install():
     assert not {"ray", "tokenizers", "fastapi", "torch"} & set(ast.literal_eval(done.stdout))
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_lacks_without_the_service():
     code = "import sys; sys.modules['ray'] = None; from agentloop_servers.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "servers", ROOT / "tools")))}

@@ -118,6 +118,7 @@ def test_weights_come_from_one_source() -> None:
             check_body({"version": 1, **sources}, WeightsBody).to_update()
 
 
+@pytest.mark.slow
 def test_a_large_model_is_announced_in_little_time() -> None:
     tensors = [{"name": f"model.layers.{i}.weight", "dtype": "bfloat16", "shape": [8, 8]} for i in range(100_000)]
     data = orjson.dumps({"version": 1, "push": {**PUSH, "tensors": tensors}})

@@ -33,6 +33,7 @@ def policy() -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staging", "held_in"), [(None, "nowhere"), ("host", "host")])
 async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsys, staging, held_in):
     example = importlib.import_module("examples.04_hybrid")

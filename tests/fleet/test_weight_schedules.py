@@ -24,6 +24,8 @@ from tests.support.fleet.faulty_link import Fault
 from tests.support.fleet.schedule_worker import Sampled, ScheduleWorker, make_work
 from tests.support.fleet.schedules import MAX_HEALING_S, POLICY, World
 
+pytestmark = pytest.mark.slow
+
 NUM_BATCHES = 10
 NUM_SEEDS = 100  # of one batch
 

@@ -131,6 +131,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 @pytest.mark.parametrize("parser", sorted(READERS))
 def test_half_a_megabyte_takes_linear_time(text: str, parser: str):

@@ -110,6 +110,7 @@ def test_bytes_that_make_no_character_do_not_vanish(size: int):
     assert len(whole.ends) == len(ids)
 
 
+@pytest.mark.slow
 def test_unfinished_characters_cost_linear_time(reader: TurnReader, renderer: Renderer):
     lead = renderer.ids("😀")[0]
     for ids in ([lead] * 20_000, [lead] + [511] * 20_000):

@@ -372,6 +372,7 @@ async def test_what_a_stream_cannot_be_is_refused(how: str, error: type[Exceptio
         await streamed(Broken([((*ids("Hi"), STOP_ID), FinishReason.STOP)], how=how), order())
 
 
+@pytest.mark.slow
 async def test_half_a_megabyte_streams_in_linear_time():
     """Bounds are a few times what two shared cores need."""
     unit = ids("<tool_call>{ é <to </tool")

@@ -432,6 +432,7 @@ async def test_a_dropped_sample_may_come_back_at_once(tmp_path):
     assert "t/0" not in feeder.reports[0], "reported as running, it would be adopted"
 
 
+@pytest.mark.slow
 async def test_a_thousand_trajectories_in_one_worker():
     feeder = Feeder([task(f"t{n}") for n in range(500)], num_samples=2)
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, capacity=1000)

@@ -130,6 +130,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(operations)
 @settings(max_examples=400, deadline=None)
 def test_the_cache_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,6 +183,7 @@ def check_alignment(path: TokenPath, line: list[Node]) -> None:
     assert (covered == sampled).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TURN, min_size=1, max_size=25))
 def test_every_sampled_token_is_trained_exactly_once(turns):

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("moe", "spread_moe", "tied", "untied", "llama")
 
 

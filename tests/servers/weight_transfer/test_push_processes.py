@@ -26,6 +26,8 @@ from tests.servers.weight_transfer.pushing import (
     weights,
 )
 
+pytestmark = pytest.mark.slow
+
 NOTICE_S = 5.0  # within one second on an idle machine; a deadline would be a minute
 
 

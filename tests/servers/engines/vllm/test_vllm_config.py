@@ -15,6 +15,8 @@ from agentloop_servers.app import vllm_config
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, kv_endpoint, kv_endpoints
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 MODEL = ROOT / "examples" / "tiny_policy" / "v0"
 ENDPOINT = "ipc:///run/inproc-kv"
