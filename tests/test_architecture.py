@@ -1,6 +1,7 @@
 """The floor plan: which package may import which, no cycle anywhere, and what a package shows to the others."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,219 @@ def test_the_sizes():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 60, f"{module}.{node.name} is {length} lines long"
+
+
+# --- rules that keep it ------------------------------------------------------------------------------------
+
+TREES = {module: ast.parse(file.read_text()) for module, file in MODULES.items()}
+
+# Modules of their own although they are short, or although one module alone imports them, by their reasons. The
+# list may only shrink: what no longer needs an entry fails.
+SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
+    "the wiring constructs it, and nothing else does": (
+        "agentloop.rollout.worker",
+        "agentloop.simulation.engine",
+        "agentloop_servers.app",
+        "agentloop_servers.coordinator.client",
+        "agentloop_servers.endpoint.direct_server",
+        "agentloop_servers.engines.vllm.engine",
+        "agentloop_servers.ingress.app",
+        "agentloop_servers.replica.client",
+        "agentloop_servers.replica.server",
+        "agentloop_tools",
+    ),
+    "a plain synchronous object, held by the one that waits and acts": (
+        "agentloop.scheduling.balancer",
+        "agentloop.scheduling.rollout_queue",
+        "agentloop.sessions.calls",
+        "agentloop.simulation.scheduler",
+        "agentloop.trajectory.history_match",
+    ),
+    "one model family, dialect or set of routes a file": (
+        "agentloop.chat.anthropic",
+        "agentloop.chat.openai_completions",
+        "agentloop.chat.responses",
+        "agentloop.parsers.hermes",
+        "agentloop.parsers.qwen3_xml",
+        "agentloop_servers.endpoint.routes_dialects",
+        "agentloop_servers.endpoint.routes_openai",
+        "agentloop_servers.ingress.rollouts",
+    ),
+    "a task, file or protocol of its own behind one caller": (
+        "agentloop.fleet.late_replicas",
+        "agentloop.generation.stream_splitter",
+        "agentloop.rendering.template",
+        "agentloop_servers.coordinator.rollouts",
+        "agentloop_servers.endpoint.open_calls_log",
+        "agentloop_servers.endpoint.session_store",
+        "agentloop_servers.engines.vllm.requests",
+        "agentloop_servers.engines.vllm.weights",
+        "agentloop_servers.weight_transfer.staging",
+        "agentloop_servers.weight_transfer.trainer_group",
+    ),
+    "the command line's part": (
+        "agentloop.agents.runner",
+        "agentloop_servers.cli",
+        "agentloop_servers.cli.__main__",
+        "agentloop_servers.cli.doctor",
+        "agentloop_servers.cli.run",
+    ),
+    "few lines that say all of one idea": (
+        "agentloop.parsers.by_name",
+        "agentloop.plugins",
+        "agentloop.rollout.loops",
+    ),
+}
+
+# Where a pattern may stand. What is asked for elsewhere is asked of these.
+OWNERS: dict[str, set[str]] = {
+    r"sqlite3\.connect\(": {"agentloop.storage.sqlite"},
+    r"\bWeightVersionSpan\(": {
+        "agentloop.types",
+        "agentloop.simulation.policy",  # malformed on purpose
+        "agentloop_servers.engines.vllm.convert",  # from vLLM's labels
+    },
+    r"\bAsyncRetrying\(": {
+        "agentloop.client.transport",  # calls of the service
+        "agentloop.fleet.late_replicas",  # a replica that is behind
+        "agentloop.rollout.worker",  # the hand-in of a record
+        "agentloop_servers.coordinator.client",  # calls of the coordinator
+    },
+    r"\b_?connect\([^)]*\)\.(generate|stream)\(": {"agentloop.generation.leased_engine"},
+}
+
+QUESTION = ("What", "Whether", "Who", "How", "Where", "Which", "Whose", "Whoever", "When")
+MAX_QUESTIONS = 0
+MAX_PRIVATES_IN_TESTS = 21
+
+
+def is_code(module: str) -> bool:
+    """Not an `__init__` that only exports."""
+    return MODULES[module].name != "__init__.py" or any(
+        not isinstance(node, ast.ImportFrom | ast.Import | ast.Expr | ast.Assign) for node in TREES[module].body
+    )
+
+
+def importers() -> dict[str, set[str]]:
+    """For each module those that import something of it, straight or through a package's `__init__`."""
+    exported = {
+        (package, alias.asname or alias.name): node.module or ""
+        for package, tree in TREES.items()
+        if MODULES[package].name == "__init__.py"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found: dict[str, set[str]] = {module: set() for module in MODULES}
+    for module in filter(is_code, MODULES):
+        for node in ast.walk(TREES[module]):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    target = f"{node.module}.{alias.name}"
+                    if target not in MODULES:
+                        target = exported.get((node.module or "", alias.name), node.module or "")
+                    if target in found and target != module:
+                        found[target].add(module)
+    return found
+
+
+def test_a_small_module_has_a_reason():
+    users = importers()
+    found = {
+        module
+        for module, file in MODULES.items()
+        if is_code(module) and (file.read_text().count("\n") < 60 or len(users[module]) == 1)
+    }
+    assert found == {module for listed in SMALL_OR_SINGLE.values() for module in listed}
+
+
+@pytest.mark.parametrize("pattern", OWNERS)
+def test_a_fact_has_one_owner(pattern):
+    found = {module for module, file in MODULES.items() if re.search(pattern, file.read_text())}
+    assert found == OWNERS[pattern]
+
+
+def classes() -> list[tuple[str, ast.ClassDef]]:
+    return [
+        (module, node)
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_a_protocol_is_narrow_and_used():
+    used = {node.attr for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for module, node in classes():
+        if any("Protocol" in ast.unparse(base) for base in node.bases):
+            members = {
+                part.name if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) else ast.unparse(part.target)
+                for part in node.body
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.AnnAssign)
+            }
+            assert len(members) <= 10, f"{module}.{node.name}"
+            assert {name for name in members if not name.startswith("__")} <= used, f"{module}.{node.name}"
+
+
+def test_no_class_has_the_name_of_another():
+    names = [node.name for _, node in classes()]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_a_constant_has_one_value():
+    values: dict[str, set[str]] = {}
+    for tree in TREES.values():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp):
+                for target in node.targets:
+                    if isinstance(target, ast.Name) and target.id.isupper():
+                        values.setdefault(target.id, set()).add(ast.unparse(node.value))
+    assert {name: found for name, found in values.items() if len(found) > 1} == {}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = []
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = (ast.get_docstring(node) or "-").split(maxsplit=1)
+                if words[0] in QUESTION:
+                    found.append(f"{module}.{getattr(node, 'name', '')}: {' '.join(words)[:80]}")
+    assert len(found) <= MAX_QUESTIONS, found
+
+
+def test_tests_ask_through_what_is_public():
+    found = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+                owner = ast.unparse(node.value)
+                if owner not in ("self", "cls", "super()", "os") and node.attr not in ("_replace", "_asdict"):
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}: {owner}.{node.attr}")
+    assert len(found) <= MAX_PRIVATES_IN_TESTS, found
+
+
+# --- docs/architecture.md ----------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+WAYS = {"A rollout": 40, "A chat call": 50, "A weight update": 45}  # and the most files each may take
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_three_ways_name_files_that_exist(way):
+    section = PAGE.split(f"## {way}\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d+\. ", section, flags=re.MULTILINE)
+    files = set(re.findall(r"`([\w/]+\.py)`", section))
+    assert len(steps) == 9
+    assert 9 <= len(files) <= WAYS[way]
+    for name in files:
+        found = [
+            root / name
+            for root in (ROOT, ROOT / "agentloop", SOURCES["agentloop_servers"])
+            if (root / name).is_file()
+        ]
+        assert len(found) == 1, name
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1000

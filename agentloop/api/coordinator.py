@@ -36,7 +36,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a worker is to do: start these, cancel those."""
+    """Orders to a worker: start these, cancel those."""
 
     start: tuple[Assignment, ...] = ()
     cancel: tuple[str, ...] = ()  # assignment ids
@@ -83,7 +83,7 @@ class EncodedPage:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUpdate:
-    """What one update meant for one replica. `error` is set if it was quarantined."""
+    """The outcome of one update for one replica. `error` is set if it was quarantined."""
 
     replica_id: str
     stage_ms: float

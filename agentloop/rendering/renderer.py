@@ -36,7 +36,7 @@ from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 T = TypeVar("T")
 
-_LONG_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
+_LONG_RENDER_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _MARK = "one sampled turn"
 _REPLY = "one observation"
@@ -46,7 +46,7 @@ _MAX_BOUNDARIES = 128
 
 async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
     """Render or tokenise a text of `num_chars`, in a thread if it is long."""
-    return await asyncio.to_thread(work) if num_chars > _LONG_CHARS else work()
+    return await asyncio.to_thread(work) if num_chars > _LONG_RENDER_CHARS else work()
 
 
 class OnUnstable(StrEnum):

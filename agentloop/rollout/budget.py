@@ -24,7 +24,7 @@ class LimitReached(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """What one trajectory has used of its limits."""
+    """The part of its limits that one trajectory has used."""
 
     limits: Limits
     max_context_tokens: int  # the smaller of the engine's and the task's
@@ -33,7 +33,7 @@ class Budget:
     num_tool_calls: int = 0
 
     def tokens_for_turn(self, num_prompt_tokens: int, wanted: int | None = None) -> int:
-        """How many tokens the next turn may sample. Raises LimitReached if it may sample none."""
+        """Return the number of tokens the next turn may sample. Raises LimitReached if it may sample none."""
         if self.num_turns >= self.limits.max_turns:
             raise LimitReached(StopReason.MAX_TURNS)
         if num_prompt_tokens >= self.max_context_tokens:
@@ -61,7 +61,7 @@ class Budget:
             raise LimitReached(tightest if num_sampled >= room[tightest] else StopReason.MAX_TOKENS_PER_TURN)
 
     def calls_to_run(self, num_calls: int) -> int:
-        """How many of a turn's calls may run. Raises LimitReached where the limit says stop."""
+        """Return how many of a turn's calls may run. Raises LimitReached where the limit says stop."""
         if self.num_turns >= self.limits.max_turns:
             raise LimitReached(StopReason.MAX_TURNS)
         if num_calls > self.limits.max_tool_calls_per_turn and (self.limits.on_excess_tool_calls is OnExcess.STOP):

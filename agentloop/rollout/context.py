@@ -82,7 +82,7 @@ class LoopContext:
 
     @property
     def budget(self) -> Budget:
-        """What has been used of the limits."""
+        """The limits, and what has been used of them."""
         return self._budget
 
     async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> Reply:

@@ -23,7 +23,7 @@ from agentloop.types import JSON
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """What the policy is told of a tool, and what the toolbox holds it to."""
+    """A tool as the policy is told of it, and the limits the toolbox holds it to."""
 
     name: str
     description: str

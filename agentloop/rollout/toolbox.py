@@ -38,7 +38,7 @@ class _OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a call came to, before the cap."""
+    """The answer to a call, before the cap."""
 
     content: str
     is_error: bool = False

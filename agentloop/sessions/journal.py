@@ -22,7 +22,7 @@ _log = structlog.stdlib.get_logger(__name__)
 
 
 class SessionState(StrEnum):
-    """Where a session is in its life. Only a store knows the last two, which are tombstones."""
+    """The stage of life a session is in. Only a store knows the last two, which are tombstones."""
 
     OPEN = "open"
     FINISHED = "finished"  # its trajectory is what it will ever be
@@ -63,7 +63,7 @@ class SessionEnd:
 
 
 class Journal(Protocol):
-    """Where sessions are written down. A method that raises has stored nothing; writes are kept in order.
+    """The durable record of sessions. A method that raises has stored nothing; writes are kept in order.
 
     A session bounds its waits: a write that it gave up on may still arrive. Later writes about a call replace
     earlier ones, so an `end` with FAILED after one with COMMITTED takes the call's nodes away.

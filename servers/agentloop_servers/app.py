@@ -230,7 +230,7 @@ class IngressDeployment:
 
 
 class IngressProcess:
-    """What one ingress process runs, whoever serves its `app`. Close it also after a `start` that raised."""
+    """One ingress process, whoever serves its `app`. Close it also after a `start` that raised."""
 
     app: FastAPI
     sessions: Sessions
@@ -416,7 +416,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:
-    """What the front door lets an operator or a trainer do."""
+    """Return what the ingress lets an operator or a trainer do."""
     return ModeRules(
         mode=config.mode.value,
         allows_weights=config.allows_weights,
@@ -454,7 +454,7 @@ def build_engine(config: ServiceConfig) -> Engine:
 
 
 def pushed_weights(config: ServiceConfig) -> WeightSource:
-    """What a simulated engine receives pushes with. It needs torch, which nothing else of a simulated run does."""
+    """Return the receiver of a simulated engine's pushes. Of a simulated run it alone needs torch."""
     make = cast(Callable[..., WeightSource], resolve(RECEIVED_WEIGHTS, param="mode"))
     return make(
         config.engine.num_workers,
@@ -464,7 +464,7 @@ def pushed_weights(config: ServiceConfig) -> WeightSource:
 
 
 def vllm_config(config: ServiceConfig) -> VllmConfig:
-    """What a vLLM replica of this service is."""
+    """Return the configuration of a vLLM replica of this service."""
     settings = config.engine
     return VllmConfig(
         model=str(config.model_path()),
@@ -491,7 +491,7 @@ def vllm_config(config: ServiceConfig) -> VllmConfig:
 
 
 def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
-    """What Ray reserves for a replica, and the environment its engine reads at import."""
+    """Return what Ray reserves for a replica, and the environment its engine reads at import."""
     settings = config.engine
     options: dict[str, Any] = {"num_cpus": settings.num_cpus}
     if settings.kind == "vllm" and settings.device == "cuda":
@@ -503,7 +503,7 @@ def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
 
 
 def initial_weights(config: ServiceConfig) -> WeightUpdate | None:
-    """Where a replica finds the weights that the service began with; None if it began with dummy ones.
+    """Return the weights that the service began with; None if it began with dummy ones.
 
     None also where adapters are served: base weights are then loaded at the start and never again.
     """
@@ -520,7 +520,7 @@ class ModelFacts:
 
 
 def model_facts(config: ServiceConfig) -> ModelFacts:
-    """What the model's config.json says of it. Raises InvalidRequest if it does not."""
+    """Return what the model's config.json says of it. Raises InvalidRequest if it does not."""
     path = config.model_path() / "config.json"
     try:
         document = json.loads(path.read_text())

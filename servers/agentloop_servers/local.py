@@ -31,7 +31,7 @@ from agentloop_servers.http import Keys
 
 T = TypeVar("T")
 
-START_TIMEOUT_S = 600.0
+SERVICE_START_TIMEOUT_S = 600.0
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken)\b.*: ")
 
 _log = structlog.get_logger("local")
@@ -101,7 +101,7 @@ def _deploy(app: serve.Application, url: str) -> None:
 async def _wait_until_ready(url: str, run_dir: Path) -> None:
     """Poll until all deployments run and a replica takes traffic. Raises ServiceUnavailable."""
     timeout = aiohttp.ClientTimeout(total=5)
-    deadline_at = asyncio.get_running_loop().time() + START_TIMEOUT_S
+    deadline_at = asyncio.get_running_loop().time() + SERVICE_START_TIMEOUT_S
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             state = (await _to_its_end(serve.status)).applications.get(APP_NAME)
@@ -110,12 +110,14 @@ async def _wait_until_ready(url: str, run_dir: Path) -> None:
             if state is not None and state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise ServiceUnavailable(f"the service did not start: {_reason(state)}. See {run_dir / RAY_LINK}")
             if asyncio.get_running_loop().time() > deadline_at:
-                raise ServiceUnavailable(f"not ready within {START_TIMEOUT_S:g} s. See {run_dir / RAY_LINK}")
+                raise ServiceUnavailable(
+                    f"not ready within {SERVICE_START_TIMEOUT_S:g} s. See {run_dir / RAY_LINK}"
+                )
             await asyncio.sleep(0.2)
 
 
 def _reason(state: ApplicationStatusOverview) -> str:
-    """What a deployment failed with: the last line of its traceback, or else what Serve says of the application."""
+    """Return why a deployment failed: the last line of its traceback, or what Serve says of the application."""
     for name, deployment in state.deployments.items():
         lines = [line.strip() for line in deployment.message.splitlines()]
         errors = [line for line in lines if _RAISED.match(line)]

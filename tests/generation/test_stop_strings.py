@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.errors import InvalidRequest
-from agentloop.generation.stop_strings import StopFinder, StopMatch
+from agentloop.generation.turn_sampler import StopFinder, StopMatch
 
 texts = st.text("abé ", max_size=40)
 stop_lists = st.lists(st.text("abé ", min_size=1, max_size=5), max_size=4)

@@ -78,7 +78,7 @@ class Replicas:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a replica takes traffic."""
+        """Tell if a replica takes traffic."""
         return bool(self.fleet.placeable())
 
     @property

@@ -288,7 +288,7 @@ class Rollouts:
         return replace(trajectory, staleness=staleness)
 
     async def _trained(self, rollout_id: str) -> tuple[int, int | None]:
-        """How many stored records of a rollout can be trained on, and the oldest version in them."""
+        """Count the stored records of a rollout that can be trained on; find the oldest version in them."""
         num_trained, oldest, cursor = 0, [], 0
         while page := await self._store.read(rollout_id, cursor, MAX_COMMIT_BATCH):
             cursor = page[-1][0]
@@ -331,12 +331,12 @@ def session_holder(session_id: str) -> str:
 
 
 def _is_dropped(trajectory: Trajectory) -> bool:
-    """Whether a worker threw its tokens away for their age. A record of FINISH is complete, and keeps them."""
+    """Tell if a worker threw its tokens away for their age. A record of FINISH is complete, and keeps them."""
     return trajectory.stop_reason is StopReason.STALE and not trajectory.is_complete
 
 
 def _is_trained(trajectory: Trajectory) -> bool:
-    """Whether the trainer consumes it: what failed, or was masked whole, is none of its batch."""
+    """Tell if the trainer consumes it: what failed, or was masked whole, is none of its batch."""
     return trajectory.is_complete and trajectory.oldest_trained_version is not None
 
 
