@@ -249,7 +249,8 @@ class BalancerMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self):
-        counted = Counter(h.lease.replica_id for h in self.balancer._by_lease.values() if h.is_counted)
+        by_lease = self.balancer._by_lease
+        counted = Counter(h.lease.replica_id for h in by_lease.values() if h.is_counted)
         for name in "ab":
             assert self.balancer.num_leases(name) == counted[name]
             assert (self.balancer.work_tokens(name) == 0.0) == (counted[name] == 0)
@@ -257,7 +258,7 @@ class BalancerMachine(RuleBasedStateMachine):
         for home in self.balancer._group_homes.values():
             homes.update(home)
         assert homes == counted
-        assert {lease.lease_id for lease in self.held.values()} == set(self.balancer._by_lease)
+        assert {lease.lease_id for lease in self.held.values()} == set(by_lease)
 
 
 BalancerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

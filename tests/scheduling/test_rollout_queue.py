@@ -423,12 +423,13 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(worker=workers, num_free=st.integers(0, 6), is_answer_lost=st.booleans())
     def take(self, worker, num_free, is_answer_lost):
         self.queue.report(worker, self.at_worker[worker], self.now)
-        handed = names(self.queue.take(worker, num_free, self.now))
+        taken = self.queue.take(worker, num_free, self.now)
+        handed = names(taken)
         assert len(handed) <= num_free
         assert not self.finished & set(handed)
         if not is_answer_lost:
             self.at_worker[worker] |= set(handed)
-            self.attempts |= {(worker, name): self.queue._live[name].attempt for name in handed}
+            self.attempts |= {(worker, sample.assignment_id): sample.attempt for sample in taken}
 
     @rule(worker=workers, data=st.data())
     def finish(self, worker, data):

@@ -21,6 +21,7 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, LatencyModel
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER
+from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import PauseOrder
 from agentloop_servers.replica.server import DataPlaneServer
@@ -229,11 +230,12 @@ async def test_an_engine_that_is_gone_is_lost():
             await plane.remote.generate(request())
 
 
-async def test_an_engine_that_hangs_is_late():
+async def test_an_engine_that_hangs_is_late(monkeypatch):
+    monkeypatch.setattr(client, "GRACE_S", 0.0)
     async with Plane(SPEC) as plane, asyncio.timeout(30):
         await plane.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
         with pytest.raises(DeadlineExceeded):
-            await plane.remote._call("POST", "/generate", b"", 0.0001)
+            await plane.remote.generate(request(timeout_s=0.0001))
 
 
 @pytest.mark.parametrize("headers", [{}, {SECRET_HEADER: "wrong"}, {SECRET_HEADER: "Secret"}])

@@ -131,7 +131,10 @@ def state(model: torch.nn.Module) -> list[Any]:
         found += [(name, {key: id(value) for key, value in vars(module).items()})]
         found += [
             (name, {key: id(value) for key, value in part.items()})
-            for part in (module._parameters, module._buffers)
+            for part in (
+                dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+                dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+            )
         ]
     for name, parameter in model.named_parameters():
         attributes = {key: id(value) for key, value in vars(parameter).items()}

@@ -38,10 +38,10 @@ class Model(torch.nn.Module):
         self.layer.requires_grad_(False)
         self.register_buffer("table", torch.zeros(3))
         self.scale = torch.ones(3)
-        self._load = load
+        self.loader = load
 
     def load_weights(self, weights: Weights) -> None:
-        self._load(self.layer, dict(weights))
+        self.loader(self.layer, dict(weights))
 
 
 TENSORS = {"w": torch.randn(6, 4), "b": torch.randn(6)}
@@ -267,7 +267,7 @@ def test_a_plan_writes_parameters_only(name: str) -> None:
         plain(layer, tensors)
         getattr(model, name).fill_(5)
 
-    model._load = load
+    model.loader = load
     before = getattr(model, name).clone()
     with pytest.raises(PlanRefused, match=f"{name}, which is no parameter"):
         trace(model, infos(TENSORS))

@@ -29,6 +29,7 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
+from agentloop_servers.endpoint.session_store import SessionStore
 from tests.support.endpoint.front_door import FakeCoordinator
 from tests.support.engine.scripted import RENDERER, ids
 from tests.support.fleet.service import Inline
@@ -109,9 +110,13 @@ class SessionSite:
         await self.stop()
         return await self.start()
 
+    @property
+    def store(self) -> SessionStore:
+        return self.sessions._store
+
     async def in_store(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
         """Do something in the store's file."""
-        return await in_store(self.sessions._store, work)
+        return await in_store(self.store, work)
 
     async def disk(self, num_pages: int) -> None:
         """Give the store so many pages at most."""
