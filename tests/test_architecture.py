@@ -319,7 +319,7 @@ OWNERS: dict[str, set[str]] = {
 
 QUESTION = ("What", "Whether", "Who", "How", "Where", "Which", "Whose", "Whoever", "When")
 MAX_QUESTIONS = 0
-MAX_PRIVATES_IN_TESTS = 21
+MAX_PRIVATES_IN_TESTS = 10
 
 
 def is_code(module: str) -> bool:
@@ -423,7 +423,11 @@ def test_tests_ask_through_what_is_public():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
                 owner = ast.unparse(node.value)
-                if owner not in ("self", "cls", "super()", "os") and node.attr not in ("_replace", "_asdict"):
+                if owner not in ("self", "cls", "super()", "os") and node.attr not in (
+                    "_replace",
+                    "_asdict",
+                    "_request_id",
+                ):  # names that others made public
                     found.append(f"{file.relative_to(ROOT)}:{node.lineno}: {owner}.{node.attr}")
     assert len(found) <= MAX_PRIVATES_IN_TESTS, found
 

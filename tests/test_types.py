@@ -25,8 +25,12 @@ def path(
     num_sampled: int = 2,
     num_shared_turns: int = 0,
     name: str = "",
+    num_echoed_turns: int = 0,
 ) -> TokenPath:
-    """A path of one prompt token and turns of `num_sampled` tokens each, the first ones shared."""
+    """A path of one prompt token and turns of `num_sampled` tokens each, the first ones shared.
+
+    Its prompt repeats `num_echoed_turns` of another path in its messages.
+    """
     num_tokens = num_turns * num_sampled
     bounds = [(at, at + num_sampled) for at in range(0, num_tokens, num_sampled)]
     return TokenPath(
@@ -39,7 +43,7 @@ def path(
         split_reason=reason,
         parent=parent,
         num_shared=1 + num_shared_turns * num_sampled if num_shared_turns else 0,
-        messages=(Message("user", name),),
+        messages=(*[Message("assistant", "")] * (num_echoed_turns + num_turns), Message("user", name)),
     )
 
 
@@ -54,10 +58,16 @@ NEW, AMBIGUOUS = SplitReason.NEW_CONVERSATION, SplitReason.AMBIGUOUS
     "reason", [reason for reason in SplitReason if reason not in (NEW, AMBIGUOUS)], ids=lambda reason: reason.value
 )
 def test_a_path_that_was_split_from_another_belongs_to_its_conversation(reason: SplitReason) -> None:
-    record = trajectory(path(1), path(1, reason, 0, name="latest"), path(2, NEW))
+    record = trajectory(path(1), path(1, reason, 0, name="latest", num_echoed_turns=1), path(2, NEW))
     assert record.main_conversation == (0, 1)
     assert record.path is record.paths[1]
-    assert record.messages == (Message("user", "latest"),)
+    assert record.messages[-1] == Message("user", "latest")
+
+
+@pytest.mark.parametrize("reason", [SplitReason.SYSTEM_CHANGED, SplitReason.TOOLS_CHANGED])
+def test_under_another_system_message_or_tools_only_an_echoed_turn_goes_on(reason: SplitReason) -> None:
+    record = trajectory(path(1), path(1, reason, 0, name="title"))
+    assert record.main_conversation == (0,)
 
 
 @pytest.mark.parametrize("reason", [NEW, AMBIGUOUS])
@@ -67,7 +77,7 @@ def test_another_conversation_is_another_one(reason: SplitReason) -> None:
 
 
 def test_a_parent_may_come_later() -> None:
-    record = trajectory(path(1, SplitReason.SYSTEM_CHANGED, 2), path(2, NEW), path(2))
+    record = trajectory(path(1, SplitReason.HISTORY_EDIT, 2), path(2, NEW), path(2))
     assert record.main_conversation == (0, 2)
 
 
