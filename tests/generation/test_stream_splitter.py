@@ -63,6 +63,7 @@ parts = st.sampled_from(
 readings = st.builds(Reading, st.just(()), st.just(2), st.booleans(), st.booleans(), st.booleans())
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     st.lists(parts, max_size=14).map("".join),

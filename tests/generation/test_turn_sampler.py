@@ -145,6 +145,7 @@ CALLS = [call("add", a=1), call("sub", text="STOP é"), "<|im_end|>", "<tool_cal
 parts = st.sampled_from([*PIECES, *CALLS])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.one_of(parts.map(ids), st.lists(st.integers(3, SPEC.vocab_size - 1), max_size=3)), max_size=12),

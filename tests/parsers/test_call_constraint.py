@@ -83,6 +83,7 @@ def walk(constraint: Constraint, seed: int) -> str:
     raise AssertionError("the walk did not end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
 @pytest.mark.parametrize(("forced", "is_parallel"), [(None, True), (None, False), ("book", False), ("order", True)])
 def test_whatever_is_written_is_read_as_calls(name: str, forced: str | None, is_parallel: bool) -> None:

@@ -185,6 +185,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(FRAGMENTS | st.text(max_size=4), max_size=30).map("".join))
 def test_no_text_raises_and_no_call_vanishes(text: str):
     turn = parse(text)

@@ -150,6 +150,7 @@ small_requests = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(small_requests, st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_batching_reuse_and_preemption_change_no_token(

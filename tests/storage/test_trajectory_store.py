@@ -218,6 +218,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_everything_acknowledged_survives_kill_9(path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None

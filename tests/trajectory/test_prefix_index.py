@@ -135,6 +135,7 @@ def alternatives(num: int) -> TopLogprobs:
     return tuple(tuple((1000 + i, -0.5 * i) for i in range(5)) for _ in range(num))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chat", "calls", "raw"])
 def test_num_bytes_is_a_bound_on_what_python_says(kind):
     def build() -> TurnGraph:

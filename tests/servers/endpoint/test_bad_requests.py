@@ -95,6 +95,7 @@ async def test_17_two_hundred_calls_at_once_in_one_session(service: ChatService)
 # --- rows 35 to 39: clients that are slow, and what is too much -------------------------------------------
 
 
+@pytest.mark.slow
 async def test_35_who_does_not_read_is_cut_off_and_others_do_not_wait(tmp_path: Path) -> None:
     async with chat_service(tmp_path, bounds=BOUNDS) as service:
         asked = {**BODY, "max_tokens": 3500, "n": 12, "stream": True, "logprobs": True, "top_logprobs": 20}

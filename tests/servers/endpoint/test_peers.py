@@ -252,6 +252,7 @@ async def test_a_request_is_never_passed_on_twice(site, http):
         assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
 
 
+@pytest.mark.slow
 async def test_an_owner_that_is_away_is_a_retryable_503_until_it_is_back(tmp_path):
     config = simulated_config(replicas=1, ingress_replicas=2)
     async with whole_site(config, tmp_path, owner_wait_s=2.0) as site, aiohttp.ClientSession() as http:
