@@ -12,6 +12,7 @@ import hmac
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 
+import aiohttp
 import orjson
 import structlog
 from aiohttp import web
@@ -96,6 +97,8 @@ class PrivateServer:
             return _error_answer(InvalidRequest(f"a body of more than {self._max_body_bytes} bytes: {error.text}"))
         except web.HTTPException:
             raise
+        except aiohttp.ClientConnectionResetError:  # by its name a client's, and raised by servers' writers too
+            return _error_answer(AgentLoopError(f"the caller left {request.path}"))  # nobody reads it
         except Exception as error:
             self._log.exception("private_call_failed", path=request.path)
             return _error_answer(AgentLoopError(f"{type(error).__name__} in {self._name}"))

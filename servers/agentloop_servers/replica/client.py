@@ -8,7 +8,8 @@ carries a fencing token: one that arrives late, or twice, is refused over there 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import TypeVar
 
 import orjson
@@ -96,16 +97,19 @@ class RemoteEngine:
         return decode(body, Generation)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
-        async for piece in self._frames("POST", "/stream", encode(request), request.timeout_s + GRACE_S):
-            if not isinstance(piece, Delta | Generation):
-                raise InvariantBroken(f"a {type(piece).__name__} in a token stream")
-            yield piece
+        timeout_s = request.timeout_s + GRACE_S
+        async with aclosing(self._frames("POST", "/stream", encode(request), timeout_s)) as pieces:
+            async for piece in pieces:
+                if not isinstance(piece, Delta | Generation):
+                    raise InvariantBroken(f"a {type(piece).__name__} in a token stream")
+                yield piece
 
     async def kv_events(self) -> AsyncIterator[KVEvent]:
-        async for piece in self._frames("GET", "/kv_events", None, None):
-            if isinstance(piece, Delta | Generation):
-                raise InvariantBroken(f"a {type(piece).__name__} among KV events")
-            yield piece
+        async with aclosing(self._frames("GET", "/kv_events", None, None)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Delta | Generation):
+                    raise InvariantBroken(f"a {type(piece).__name__} among KV events")
+                yield piece
 
     async def abort(self, request_id: str) -> None:
         await self._control("POST", "/abort", request_id)
@@ -166,7 +170,7 @@ class RemoteEngine:
 
     async def _frames(
         self, method: str, path: str, body: bytes | None, timeout_s: float | None
-    ) -> AsyncIterator[Delta | Generation | KVEvent]:
+    ) -> AsyncGenerator[Delta | Generation | KVEvent, None]:
         async with self._http.open(method, self.url + path, body, timeout_s) as answer:
             while True:
                 try:

@@ -10,6 +10,7 @@ hears its introduction again. It decides nothing: pauses, updates and leases are
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from dataclasses import replace
 
 import orjson
@@ -68,12 +69,13 @@ class DataPlaneServer(PrivateServer):
         wanted = decode(await request.read(), GenerateRequest)
         stream = web.StreamResponse()
         stream.content_type = "application/octet-stream"
-        pieces = self._engine.stream(wanted)
         try:
-            async for piece in pieces:
-                if not stream.prepared:  # only now, so that an error before the first token is a plain answer
-                    await stream.prepare(request)
-                await stream.write(frame(self._stamped(piece) if isinstance(piece, Generation) else piece))
+            # Closed here and now: a caller that left must not be sampled for until the generator is collected.
+            async with aclosing(self._engine.stream(wanted)) as pieces:  # type: ignore[type-var] # engines write generators
+                async for piece in pieces:
+                    if not stream.prepared:  # only now, so that an error before the first token is a plain answer
+                        await stream.prepare(request)
+                    await stream.write(frame(self._stamped(piece) if isinstance(piece, Generation) else piece))
         except AgentLoopError as error:
             if not stream.prepared:
                 raise
@@ -86,8 +88,9 @@ class DataPlaneServer(PrivateServer):
         stream = web.StreamResponse()
         stream.content_type = "application/octet-stream"
         await stream.prepare(request)
-        async for event in self._engine.kv_events():
-            await stream.write(frame(event))
+        async with aclosing(self._engine.kv_events()) as events:  # type: ignore[type-var] # engines write generators
+            async for event in events:
+                await stream.write(frame(event))
         await stream.write_eof()
         return stream
 

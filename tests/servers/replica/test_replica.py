@@ -1,10 +1,13 @@
 """An engine behind its private port is the same engine: results, errors, cancellation, and who may ask."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from agentloop.clock import RealClock
 from agentloop.codec import encode
@@ -19,7 +22,15 @@ from agentloop.errors import (
 )
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, LatencyModel
-from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, PauseMode, SamplingParams
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    PauseMode,
+    SamplingParams,
+    WeightVersionSpan,
+)
 from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER
 from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
@@ -39,10 +50,10 @@ def request(request_id: str = "r", max_tokens: int = 20, **fields: object) -> Ge
 class Plane:
     """A served engine and a client's view of it."""
 
-    def __init__(self, spec: SimulatedSpec) -> None:
+    def __init__(self, spec: SimulatedSpec, engine: SimulatedEngine | None = None) -> None:
         self.wire = Wire(RealClock())
         receiver = self.wire.receiver()
-        self.engine = receiver.engine = SimulatedEngine(spec, faults=Faults(), weight_source=receiver)
+        self.engine = receiver.engine = engine or SimulatedEngine(spec, faults=Faults(), weight_source=receiver)
         self.server = DataPlaneServer(self.engine, "replica-1", "secret")
         self.clients = EngineClients("secret")
 
@@ -76,6 +87,35 @@ async def test_a_stream_adds_up():
     assert isinstance(last, Generation)
     assert all(isinstance(piece, Delta) for piece in deltas)
     assert tuple(token for piece in deltas for token in piece.token_ids) == last.token_ids
+
+
+class StubbornEngine(SimulatedEngine):
+    """Has one more piece for a caller that has left, before it hears that its request is cancelled."""
+
+    is_ended = False
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+        piece = Delta((1,), (-0.5,), (WeightVersionSpan(0, 0, 1),))
+        try:
+            yield piece
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            yield piece
+        finally:
+            self.is_ended = True
+
+
+async def test_a_stream_ends_at_once_where_writing_to_its_caller_fails():
+    engine = StubbornEngine(SPEC)
+    async with Plane(SPEC, engine) as plane:
+        with capture_logs() as logs:
+            stream = plane.remote.stream(request())
+            await anext(stream)
+            await stream.aclose()
+            async with asyncio.timeout(10):
+                while not engine.is_ended:
+                    await asyncio.sleep(0.01)
+    assert logs == []
 
 
 async def test_control_verbs_reach_the_engine_and_bring_its_state(tmp_path):

@@ -161,7 +161,7 @@ def test_a_stranger_is_dropped_and_disturbs_nobody(side, said):
             assert sock.recv(1) == b""
     end.send(Done())
     assert connection.take(Done, deadline_at=deadline()) == Done()
-    until(lambda: side.connections[1].is_dead)
+    until(lambda: [connection.is_dead for connection in side.connections] == [False, True])
     assert not connection.is_dead
 
 
