@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentloop.engine import CommitReport, PushSource, TensorInfo
+from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.weight_transfer import CheckedFolder, StageProgress, StageState
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import lay_out
@@ -111,6 +112,7 @@ class StagingSite:
         self.sender = WeightSender(bucket_bytes=1024)
         self.num_stages = 0
         self.trainer: threading.Thread | None = None
+        self.trainer_error: WeightUpdateFailed | None = None
 
     def load(self, directory: Path, seed: int) -> None:
         """As the engine's own start does."""
@@ -125,9 +127,15 @@ class StagingSite:
         ]
         items = items[::-1] if is_reversed else items
         offer = replace(self.sender.offer(items), num_receivers=1)
-        self.trainer = threading.Thread(target=self.sender.run, args=(20.0,))
+        self.trainer = threading.Thread(target=self.train)
         self.trainer.start()
         return offer
+
+    def train(self) -> None:
+        try:
+            self.sender.run(20.0)
+        except WeightUpdateFailed as error:  # as it should where a test closes the sender under way
+            self.trainer_error = error
 
     def stage(self, source: PushSource | CheckedFolder) -> StageProgress:
         self.num_stages += 1
@@ -146,6 +154,7 @@ class StagingSite:
         if self.trainer is not None:
             self.trainer.join(20.0)
             assert not self.trainer.is_alive()
+            assert self.trainer_error is None
         return report
 
     def assert_holds(self, seed: int) -> None:
@@ -157,6 +166,8 @@ class StagingSite:
     def close(self) -> None:
         self.stager.release()
         self.sender.close()
+        if self.trainer is not None:
+            self.trainer.join(20.0)
 
 
 @pytest.fixture

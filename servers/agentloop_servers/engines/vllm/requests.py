@@ -134,6 +134,7 @@ def _compiler(xgrammar: Any) -> Any:
 def _walks(xgrammar: Any, grammar: Any) -> str:
     """Write random texts of a grammar, half of them in ASCII, and look at the time each byte takes."""
     mask = xgrammar.allocate_token_bitmask(1, _STOP + 1)
+    num_slow = 0
     for seed in range(_NUM_WALKS):
         matcher, choose = xgrammar.GrammarMatcher(grammar), random.Random(seed)
         for step in range(_NUM_STEPS):
@@ -147,7 +148,8 @@ def _walks(xgrammar: Any, grammar: Any) -> str:
                 break
             printable = [value for value in allowed if 32 <= value < 127]
             matcher.accept_token(choose.choice(printable if seed % 2 and printable else allowed))
-            if time.thread_time() - started_at > MAX_TOKEN_S:
+            num_slow += time.thread_time() - started_at > MAX_TOKEN_S
+            if num_slow > 1:  # once may be the host: an ambiguous grammar grows slower with every byte
                 return "it is too ambiguous: following it takes too long"
     return ""
 
