@@ -84,6 +84,12 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client"},
     "agentloop_servers.engines": set(),
     "agentloop_servers.engines.vllm": {"agentloop_servers.weight_transfer"},
+    "agentloop_servers.chat_format": {
+        "agentloop.generation",
+        "agentloop.parsers",
+        "agentloop.rendering",
+        "agentloop_servers.config",
+    },
     "agentloop_servers.coordinator": {
         "agentloop.api",
         "agentloop.fleet",
@@ -119,6 +125,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.client",
         "agentloop.export",
         "agentloop.storage",
+        "agentloop_servers.chat_format",
         "agentloop_servers.config",
         "agentloop_servers.local",
     },
@@ -249,6 +256,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.rollout.worker",
         "agentloop.simulation.engine",
         "agentloop_servers.app",
+        "agentloop_servers.chat_format.load",
         "agentloop_servers.coordinator.client",
         "agentloop_servers.endpoint.direct_server",
         "agentloop_servers.engines.vllm.engine",

@@ -8,11 +8,9 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,14 +30,13 @@ from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, ServiceUnavailable
 from agentloop.generation import TurnReader
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.parsers import get_parser
 from agentloop.plugins import resolve
-from agentloop.rendering import OnUnstable, Renderer
 from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
 from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, TrajectoryStore
-from agentloop_servers.config import ServiceConfig, new_run_dir, run_secret
+from agentloop_servers.chat_format import load_chat_format
+from agentloop_servers.config import ServiceConfig, model_facts, new_run_dir, run_secret
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
@@ -63,7 +60,6 @@ SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache hold
 SIMULATED_LATENCY = LatencyModel(
     prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
 )  # of the order of a small model on one GPU
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
 
 class CoordinatorDeployment:
@@ -148,8 +144,8 @@ class AgentLoopWorkerDeployment:
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
-        facts = model_facts(config)
-        settings = config.workers
+        facts, settings = model_facts(config), config.workers
+        chat = load_chat_format(config.model_path(), config.chat)
         clients = EngineClients(secret)
         self._closing.push_async_callback(clients.close)
         client = coordinator_client(coordinator, secret)
@@ -160,8 +156,8 @@ class AgentLoopWorkerDeployment:
             serve.get_replica_context().replica_id.unique_id,
             client.workers,
             clients.connect,
-            build_renderer(config),
-            get_parser(settings.parser),
+            chat.renderer,
+            chat.parser,
             toolbox,
             WorkerConfig(
                 capacity=settings.capacity, turn_timeout_s=settings.turn_timeout_s, kv_policy=config.kv_policy
@@ -309,12 +305,11 @@ def build_endpoint(
 ) -> tuple[Sessions, Endpoint]:
     """The chat endpoint of one ingress process, and its sessions, not started."""
     facts, settings = model_facts(config), config.endpoint
-    renderer, parser = build_renderer(config), get_parser(config.workers.parser)
-
+    chat = load_chat_format(config.model_path(), config.chat)
     parts = SessionParts(
-        renderer=renderer,
-        reader=TurnReader(renderer, parser),
-        parser=parser,
+        renderer=chat.renderer,
+        reader=TurnReader(chat.renderer, chat.parser),
+        parser=chat.parser,
         kv_policy=config.kv_policy,
         max_context_tokens=facts.max_context_tokens,
         vocab_size=facts.vocab_size,
@@ -336,8 +331,8 @@ def build_endpoint(
     )
     endpoint = Endpoint(
         sessions=sessions,
-        renderer=renderer,
-        parser=parser,
+        renderer=chat.renderer,
+        parser=chat.parser,
         model_name=settings.model_name or config.model_path().name,
         max_model_len=facts.max_context_tokens,
         limits=EndpointLimits(max_open_calls=settings.max_open_calls),
@@ -345,12 +340,6 @@ def build_endpoint(
         router=router,
     )
     return sessions, endpoint
-
-
-def build_renderer(config: ServiceConfig) -> Renderer:
-    """The model's way from messages to ids."""
-    on_unstable = OnUnstable(config.workers.on_unstable_template)
-    return Renderer.from_directory(config.model_path(), on_unstable=on_unstable)
 
 
 def sessions_name(rank: int) -> str:
@@ -510,22 +499,3 @@ def initial_weights(config: ServiceConfig) -> WeightUpdate | None:
     if config.engine.load_format == "dummy" or config.engine.lora_rank is not None:
         return None
     return WeightUpdate(config.model_version, str(config.model_path()))
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    max_context_tokens: int
-    vocab_size: int
-    has_experts: bool = False
-
-
-def model_facts(config: ServiceConfig) -> ModelFacts:
-    """Return what the model's config.json says of it. Raises InvalidRequest if it does not."""
-    path = config.model_path() / "config.json"
-    try:
-        document = json.loads(path.read_text())
-        context = config.engine.max_context_tokens or int(document["max_position_embeddings"])
-        has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
-        return ModelFacts(context, int(document["vocab_size"]), has_experts)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error

@@ -6,9 +6,11 @@ are this model.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +24,8 @@ from agentloop.types import KVPolicy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where relative paths of a config are looked for when the working directory has no such path."""
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
 
 class _Strict(BaseModel):
@@ -87,15 +91,20 @@ class EngineConfig(_Strict):
         return self.tensor_parallel_size * self.data_parallel_size
 
 
+class ChatSettings(_Strict):
+    """The model's way from messages to tokens and back, for workers and endpoint alike."""
+
+    parser: str = "hermes"
+    on_unstable_template: Literal["raise", "fork"] = "raise"
+
+
 class WorkerSettings(_Strict):
     """The agent-loop workers."""
 
     replicas: Annotated[int, Field(ge=1)] = 1
     capacity: Annotated[int, Field(ge=1)] = 256
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    parser: str = "hermes"
     tools: dict[str, str] = {}  # name: import path, beside the shipped ones
-    on_unstable_template: Literal["raise", "fork"] = "raise"
 
 
 class KeysConfig(_Strict):
@@ -123,6 +132,7 @@ class ServiceConfig(_Strict):
     model_version: Annotated[int, Field(ge=0)] = 0
     replicas: Annotated[int, Field(ge=1)] = 1
     engine: EngineConfig = EngineConfig()
+    chat: ChatSettings = ChatSettings()
     workers: WorkerSettings = WorkerSettings()
     ingress_replicas: Annotated[int, Field(ge=1)] = 1  # each has its share of the sessions, by their ids
     endpoint: EndpointSettings = EndpointSettings()
@@ -206,6 +216,27 @@ class ServiceConfig(_Strict):
     def allowed_weight_roots(self) -> tuple[Path, ...]:
         """The folders under which pushed weights must lie."""
         return (self.model_path().parent, *(located(root) for root in self.weight_roots))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a model, by its config.json."""
+
+    max_context_tokens: int
+    vocab_size: int
+    has_experts: bool = False
+
+
+def model_facts(config: ServiceConfig) -> ModelFacts:
+    """Return what the model's config.json says of it. Raises InvalidRequest if it does not."""
+    path = config.model_path() / "config.json"
+    try:
+        document = json.loads(path.read_text())
+        context = config.engine.max_context_tokens or int(document["max_position_embeddings"])
+        has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
+        return ModelFacts(context, int(document["vocab_size"]), has_experts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
 
 
 def located(path: str) -> Path:

@@ -9,8 +9,8 @@ from ray import serve
 
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest
-from agentloop_servers.app import application, engine_actor_options, initial_weights, mode_rules, model_facts
-from agentloop_servers.config import Mode, ServiceConfig
+from agentloop_servers.app import application, engine_actor_options, initial_weights, mode_rules
+from agentloop_servers.config import Mode, ServiceConfig, model_facts
 from agentloop_servers.http.auth import Keys
 
 SERVERS = Path(__file__).parents[2] / "servers"
@@ -155,7 +155,7 @@ def test_where_the_first_weights_come_from():
         (("capacity: 256", "capacity: none"), "workers.capacity"),
         (("kv_policy: recompute", "kv_policy: sometimes"), "kv_policy"),
         (("replicas: 2", "replicas: 0"), "replicas"),
-        (("parser: hermes", "parsers: hermes"), "workers.parsers"),
+        (("workers:", "chat: {parsers: hermes}\n      workers:"), "chat.parsers"),
         (("model: examples", "modell: examples"), "model"),
         (("applications:", "apps:"), "not a Serve config"),
         (("applications:", "applications: ["), "not a Serve config"),

@@ -12,19 +12,17 @@ from typing import Any
 from agentloop.api import FrontPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
-from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.app import (
     IngressProcess,
     build_engine,
-    build_renderer,
     initial_weights,
-    model_facts,
     tool_names,
 )
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.chat_format import load_chat_format
+from agentloop_servers.config import ServiceConfig, model_facts
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
@@ -98,13 +96,13 @@ async def whole_site(
             await replica.start()
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))
         closing.push_async_callback(toolbox.close)
-        facts = model_facts(config)
+        facts, chat = model_facts(config), load_chat_format(config.model_path(), config.chat)
         worker = Worker(
             "worker",
             client.workers,
             clients.connect,
-            build_renderer(config),
-            get_parser(config.workers.parser),
+            chat.renderer,
+            chat.parser,
             toolbox,
             WorkerConfig(capacity=config.workers.capacity, kv_policy=config.kv_policy, poll_s=0.2),
             max_context_tokens=facts.max_context_tokens,
