@@ -37,6 +37,8 @@ _TURN = pa.struct(
         ("finish_reason", pa.string()),
         ("replica_id", pa.string()),
         ("cached_tokens", pa.int32()),
+        ("turn_id", pa.string()),
+        ("reward", pa.float64()),
     ]
 )
 _TIMINGS = pa.struct([(f"{part}_s", pa.float64()) for part in ("queue", "generate", "tool", "reward", "total")])
@@ -70,12 +72,23 @@ _COLUMNS: dict[str, pa.DataType] = {
     "max_staleness": pa.int64(),
     "staleness": pa.int64(),
     "main_conversation": pa.bool_(),
+    "components": pa.map_(pa.string(), pa.float64()),
+    "metrics": pa.map_(pa.string(), pa.float64()),
+    "path_reward": pa.float64(),
+    "token_rewards": pa.list_(pa.float32()),
+    "trainable": pa.bool_(),
+    "truncated": pa.bool_(),
+    "num_resampled_turns": pa.int32(),
+    "parent": pa.int32(),
+    "num_shared": pa.int32(),
+    "split_detail": pa.string(),
 }
 
 SCHEMA = pa.schema(_COLUMNS)
 """The columns. Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones
-that staleness took out of the mask keep theirs. `messages` are the path's own; `reward` is that of the trajectory's
-main conversation, and `num_masked_tokens` is of all its paths."""
+that staleness took out of the mask keep theirs. `messages` are the path's own. `reward`, `components` and
+`metrics` are those of the trajectory's main conversation, `path_reward` is the number to train this path with
+(`Trajectory.reward_of`), and `num_masked_tokens` is of all paths."""
 
 _NO_PATH = TokenPath(
     prompt_ids=np.empty(0, np.int32),
@@ -84,6 +97,7 @@ _NO_PATH = TokenPath(
     logprobs=np.empty(0, np.float32),
     weight_versions=(),
     turns=(),
+    is_trainable=False,
 )
 
 Row = dict[str, Any]
@@ -157,6 +171,16 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "max_staleness": trajectory.max_staleness,
             "staleness": trajectory.staleness,
             "main_conversation": branch in main,
+            "components": dict(trajectory.components),
+            "metrics": dict(trajectory.metrics),
+            "path_reward": trajectory.reward if path.reward is None and branch in main else path.reward,
+            "token_rewards": path.token_rewards,
+            "trainable": path.is_trainable,
+            "truncated": trajectory.is_truncated,
+            "num_resampled_turns": trajectory.num_resampled_turns,
+            "parent": path.parent,
+            "num_shared": path.num_shared,
+            "split_detail": path.split_detail,
         }
         for branch, path in enumerate(paths)
     ]
@@ -167,8 +191,13 @@ def _openai_json(messages: Sequence[Message]) -> str:
 
 
 def openai_message(message: Message) -> dict[str, Any]:
-    """The message in the OpenAI chat format; absent fields are left out."""
+    """The message in the OpenAI chat format, a thought as `reasoning_content`; absent fields are left out.
+
+    A call that cannot be read has what the policy wrote as its arguments, and an `error` beside its function.
+    """
     out: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        out["reasoning_content"] = message.reasoning
     if message.tool_calls:
         out["tool_calls"] = [_openai_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -179,9 +208,10 @@ def openai_message(message: Message) -> dict[str, Any]:
 
 
 def _openai_call(call: ToolCall) -> dict[str, Any]:
-    arguments = orjson.dumps(codec.to_builtins(call.arguments)).decode()
+    is_read = call.status is ToolCallStatus.OK
+    arguments = orjson.dumps(codec.to_builtins(call.arguments)).decode() if is_read else call.text
     out = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-    if call.status is not ToolCallStatus.OK:
+    if not is_read:
         out["error"] = call.error or call.status.value  # beyond the format: there is no call to show
     return out
 

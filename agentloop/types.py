@@ -245,6 +245,7 @@ class StopReason(StrEnum):
     MAX_TOKENS_PER_TURN = "max_tokens_per_turn"  # one turn was cut by its token limit
     MAX_SAMPLED_TOKENS = "max_sampled_tokens"  # the trajectory's budget of sampled tokens is spent
     MAX_CONTEXT = "max_context"  # the next prompt does not fit the context
+    MALFORMED_CALL = "malformed_call"  # an agent session's last turn called a tool in a way that cannot be read
     TOOL_RESPONSE_TOO_LONG = "tool_response_too_long"  # a tool answered more than allowed
     DEADLINE = "deadline"  # the wall-clock budget is spent
     CANCELLED = "cancelled"  # the client cancelled it
@@ -259,6 +260,21 @@ FAILURES = frozenset(
     {StopReason.INVALID_TASK, StopReason.ENGINE_FAILED, StopReason.LOOP_FAILED, StopReason.PROMPT_TOO_LONG}
 )
 """Stop reasons of trajectories that never look trainable."""
+
+TRUNCATIONS = frozenset(
+    {
+        StopReason.MAX_TURNS,
+        StopReason.MAX_TOOL_CALLS_PER_TURN,
+        StopReason.MAX_TOOL_CALLS,
+        StopReason.MAX_TOKENS_PER_TURN,
+        StopReason.MAX_SAMPLED_TOKENS,
+        StopReason.MAX_CONTEXT,
+        StopReason.TOOL_RESPONSE_TOO_LONG,
+        StopReason.DEADLINE,
+        StopReason.STALE,
+    }
+)
+"""Stop reasons of trajectories that a limit cut: the policy had not ended them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +367,8 @@ class Turn:
     finish_reason: FinishReason
     replica_id: str
     cached_tokens: int
+    turn_id: str = ""  # unique in the trajectory; a turn that paths share has one
+    reward: float | None = None  # of this turn alone
 
 
 class SplitReason(StrEnum):
@@ -388,6 +406,9 @@ class TokenPath:
     num_shared: int = 0  # tokens of prompt and response that are the parent's own
     split_detail: str | None = None  # the first difference, decoded: what was there and what came instead
     messages: tuple[Message, ...] = ()  # its conversation; at the end may be some that no turn has read any more
+    reward: float | None = None  # of this path alone, where one was given: see `Trajectory.reward_of`
+    token_rewards: FloatArray | None = None  # one for each response token, where they were given
+    is_trainable: bool = True  # false: for the record only, whatever is in the mask
 
     @property
     def begins_conversation(self) -> bool:
@@ -401,9 +422,14 @@ class TokenPath:
         return self.split_reason in (None, SplitReason.NEW_CONVERSATION, SplitReason.AMBIGUOUS)
 
     @property
+    def own_turns(self) -> tuple[Turn, ...]:
+        """The turns that are not the parent's."""
+        return tuple(turn for turn in self.turns if turn.end > self._first_own)
+
+    @property
     def num_own_turns(self) -> int:
         """Turns that are not the parent's."""
-        return sum(turn.end > self._first_own for turn in self.turns)
+        return len(self.own_turns)
 
     @property
     def num_own_sampled_tokens(self) -> int:
@@ -448,7 +474,7 @@ class Trajectory:
     paths: tuple[TokenPath, ...]
     stop_reason: StopReason
     is_complete: bool
-    reward: float | None = None
+    reward: float | None = None  # of the main conversation
     reward_error: str | None = None
     error: str | None = None
     num_tool_calls: int = 0
@@ -461,6 +487,12 @@ class Trajectory:
     max_staleness: int | None = None  # what its run allows
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
     task_messages: tuple[Message, ...] = ()  # of one that failed before anything was rendered
+    components: Mapping[str, float] = field(default_factory=dict)  # the named parts of the reward
+    metrics: Mapping[str, float] = field(default_factory=dict)  # named numbers to look at, not to train on
+    is_truncated: bool = (
+        False  # a limit cut the policy: a stop reason of TRUNCATIONS, or a last turn without its end
+    )
+    num_resampled_turns: int = 0  # samplings that were thrown away and begun anew, which favours short turns
 
     @property
     def main_conversation(self) -> tuple[int, ...]:
@@ -488,6 +520,12 @@ class Trajectory:
         Raises IndexError if nothing was rendered.
         """
         return self.paths[self.main_conversation[-1]]
+
+    def reward_of(self, place: int) -> float | None:
+        """Return the reward to train the path at this place with: its own, or the trajectory's if it is of the main
+        conversation. None for a side conversation that nobody scored. Raises IndexError."""
+        own = self.paths[place].reward
+        return self.reward if own is None and place in self.main_conversation else own
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -69,6 +69,8 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "finish_reason": "stop",
         "replica_id": "replica-0",
         "cached_tokens": 8,
+        "turn_id": "1",
+        "reward": None,
     }
     assert row["timings"] == {"queue_s": 0.1, "generate_s": 0.2, "tool_s": 0.3, "reward_s": 0.4, "total_s": 1.0}
     assert (row["complete"], row["reward"], row["stop_reason"]) == (True, 1.0, "completed")
@@ -83,11 +85,42 @@ def test_staleness_has_columns(tmp_path: Path) -> None:
     assert [row[name] for name in names] == [3, 0, 1, 0]
 
 
+def test_rewards_and_what_may_be_trained_on_have_columns(tmp_path: Path) -> None:
+    main = replace(make_path(), token_rewards=np.linspace(0, 1, 8, dtype=np.float32))
+    side = replace(
+        make_path(),
+        turns=(),
+        split_reason=SplitReason.NEW_CONVERSATION,
+        split_detail="messages[0]",
+        parent=0,
+        num_shared=2,
+        is_trainable=False,
+    )
+    record = replace(
+        make_trajectory(paths=(main, side), reward=0.5),
+        components={"format": 1.0, "answer": 0.0},
+        metrics={"num_lines": 3.0},
+        is_truncated=True,
+        num_resampled_turns=2,
+    )
+    fill_store(tmp_path / "s", {"r": [make_group()]}, [record])
+    export(tmp_path / "s", tmp_path / "o", "parquet")
+    first, second = pq.read_table(tmp_path / "o").to_pylist(maps_as_pydicts="strict")
+    for row in (first, second):
+        assert (row["components"], row["metrics"]) == ({"format": 1.0, "answer": 0.0}, {"num_lines": 3.0})
+        assert (row["reward"], row["truncated"], row["num_resampled_turns"]) == (0.5, True, 2)
+    assert (first["path_reward"], first["trainable"]) == (0.5, True)
+    assert first["token_rewards"] == main.token_rewards.tolist()
+    assert (second["path_reward"], second["trainable"], second["token_rewards"]) == (None, False, None)
+    assert (second["parent"], second["num_shared"], second["split_detail"]) == (0, 2, "messages[0]")
+
+
 def test_jsonl_says_the_same_as_parquet(store_path: Path, tmp_path: Path) -> None:
     export(store_path, tmp_path / "out.parquet", "parquet")
     export(store_path, tmp_path / "out.jsonl", "jsonl")
     lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
-    assert [orjson.loads(line) for line in lines] == pq.read_table(tmp_path / "out.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert [orjson.loads(line) for line in lines] == table.to_pylist(maps_as_pydicts="strict")
 
 
 def test_messages_are_in_the_openai_format(store_path: Path, tmp_path: Path) -> None:
@@ -103,13 +136,15 @@ def test_messages_are_in_the_openai_format(store_path: Path, tmp_path: Path) -> 
     assert messages[3]["content"] == "5 \u2713\n\x00"
 
 
-def test_a_malformed_call_keeps_its_error(tmp_path: Path) -> None:
-    call = ToolCall("call-1", "", status=ToolCallStatus.MALFORMED, error="no name")
-    path = replace(make_path(), messages=(Message("assistant", "", (call,)),))
+def test_a_malformed_call_keeps_its_error_and_its_text_and_a_thought_is_kept(tmp_path: Path) -> None:
+    call = ToolCall("call-1", "", status=ToolCallStatus.MALFORMED, error="no name", text="<tool_call>{")
+    path = replace(make_path(), messages=(Message("assistant", "", (call,), reasoning="Let me see."),))
     fill_store(tmp_path / "s", {"r": [make_group()]}, [make_trajectory(paths=(path,))])
     export(tmp_path / "s", tmp_path / "o", "jsonl")
     [message] = orjson.loads(orjson.loads((tmp_path / "o").read_bytes())["messages"])
     assert message["tool_calls"][0]["error"] == "no name"
+    assert message["tool_calls"][0]["function"]["arguments"] == "<tool_call>{"
+    assert message["reasoning_content"] == "Let me see."
 
 
 def test_a_row_has_its_path_s_messages_and_says_whether_it_is_of_the_main_conversation(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ class GrowingPath:
         return tuple(self._context_ids)
 
     @property
+    def last_turn_id(self) -> str | None:
+        """The id of the turn that was sampled last: its number in the rollout, as text; None before the first."""
+        if self._turn is not None and self._turn.reply is not None:
+            return self._next_id
+        num_turns = self._graph.num_turns
+        return str(num_turns - 1) if num_turns else None
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest weight version that anything was sampled under."""
         return self._oldest_version
@@ -164,12 +172,17 @@ class GrowingPath:
         """Put a sampled turn into the graph. Returns its id."""
         if turn.reply is None:
             raise InvariantBroken("a node of a turn that was not sampled")
-        node_id = str(self._graph.num_turns)
+        node_id = self._next_id
         observed_ids = np.array(turn.observed_ids, np.int32)
         self._graph.add(
             Node(node_id, node_id, 0, turn.parent_id, turn.observed, observed_ids, turn.reply, split=turn.split)
         )
         return node_id
+
+    @property
+    def _next_id(self) -> str:
+        """The id of the turn at the end: turns are numbered as they were sampled."""
+        return str(self._graph.num_turns)
 
     def _tail(self) -> Tail | None:
         turn = self._turn
@@ -177,4 +190,5 @@ class GrowingPath:
             return None
         own = () if turn.reply is None else (turn.reply.message,)
         messages = (*turn.observed, *own, *self._pending)
-        return Tail(turn.parent_id, messages, np.array(turn.observed_ids, np.int32), turn.reply, turn.split)
+        observed_ids = np.array(turn.observed_ids, np.int32)
+        return Tail(turn.parent_id, messages, observed_ids, turn.reply, turn.split, self._next_id)

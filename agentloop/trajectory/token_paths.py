@@ -40,6 +40,7 @@ class Tail:
     observed_ids: IntArray
     reply: Reply | None
     split: Split | None = None
+    turn_id: str = ""  # of the reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,14 @@ class _Line:
     tail: Tail | None = None
 
     @property
-    def turns(self) -> list[tuple[IntArray, Reply | None]]:
-        """The ids observed before each turn, and the turn."""
-        turns: list[tuple[IntArray, Reply | None]] = [(node.observed_ids, node.reply) for node in self.nodes]
-        return turns if self.tail is None else [*turns, (self.tail.observed_ids, self.tail.reply)]
+    def turns(self) -> list[tuple[str, IntArray, Reply | None]]:
+        """Each turn's id, the ids observed before it, and the turn."""
+        turns: list[tuple[str, IntArray, Reply | None]] = [
+            (node.node_id, node.observed_ids, node.reply) for node in self.nodes
+        ]
+        return (
+            turns if self.tail is None else [*turns, (self.tail.turn_id, self.tail.observed_ids, self.tail.reply)]
+        )
 
 
 def token_paths(graph: TurnGraph, tail: Tail | None = None) -> tuple[TokenPath, ...]:
@@ -140,14 +145,14 @@ def _sibling_difference(at: int, theirs: Node, mine: Node) -> str:
 
 
 def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
-    prompt_ids, _ = line.turns[0]
+    _, prompt_ids, _ = line.turns[0]
     num_prompt = len(prompt_ids)
     ids: list[IntArray] = [np.empty(0, np.int32)]  # of the response, which may be empty
     masks, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
     spans: list[WeightVersionSpan] = []
     turns: list[Turn] = []
     at = num_shared_ids = 0  # offsets into the response
-    for index, (observed_ids, reply) in enumerate(line.turns):
+    for index, (turn_id, observed_ids, reply) in enumerate(line.turns):
         if index:
             ids.append(observed_ids)
             masks.append(np.zeros(len(observed_ids), np.bool_))
@@ -161,7 +166,9 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         logprobs.append(reply.logprobs)
         for span in shifted_spans(reply.weight_versions, at):
             append_span(spans, span)
-        turns.append(Turn(num_prompt + at, at, end, reply.finish_reason, reply.replica_id, reply.cached_tokens))
+        turns.append(
+            Turn(num_prompt + at, at, end, reply.finish_reason, reply.replica_id, reply.cached_tokens, turn_id)
+        )
         at = end
         if index < line.num_shared:
             num_shared_ids = num_prompt + end

@@ -43,8 +43,8 @@ def test_two_turns_align_everything():
         WeightVersionSpan(1, 5, 6),
     )
     assert path.turns == (
-        Turn(3, 0, 2, FinishReason.STOP, "a", 0),
-        Turn(8, 5, 6, FinishReason.STOP, "a", 4),
+        Turn(3, 0, 2, FinishReason.STOP, "a", 0, "0"),
+        Turn(8, 5, 6, FinishReason.STOP, "a", 4, "1"),
     )
     assert path.prompt_ids.dtype == np.int32
     assert path.logprobs.dtype == np.float32
@@ -83,7 +83,7 @@ def test_an_aborted_turn_goes_on_as_one_turn():
     cut = generation([2, 3], finish=FinishReason.ABORT)
     growing.add_turn(make_reply(cut, generation([4], spans=[(1, 0, 1)])))
     (path,) = growing.paths()
-    assert path.turns == (Turn(1, 0, 3, FinishReason.STOP, "a", 0),)
+    assert path.turns == (Turn(1, 0, 3, FinishReason.STOP, "a", 0, "0"),)
     assert path.weight_versions == (WeightVersionSpan(0, 0, 2), WeightVersionSpan(1, 2, 3))
 
 
@@ -92,7 +92,7 @@ def test_an_aborted_turn_without_tokens_goes_on():
     growing.start([1])
     growing.add_turn(make_reply(generation([], spans=[], finish=FinishReason.ABORT), generation([4])))
     (path,) = growing.paths()
-    assert path.turns == (Turn(1, 0, 1, FinishReason.STOP, "a", 0),)
+    assert path.turns == (Turn(1, 0, 1, FinishReason.STOP, "a", 0, "0"),)
 
 
 def test_a_prompt_that_extends_the_path_is_observed():

@@ -32,8 +32,8 @@ def test_one_line_of_turns_is_one_path():
     assert path.logprobs.tolist() == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3
     assert path.weight_versions == (WeightVersionSpan(0, 0, 3), WeightVersionSpan(0, 5, 8))
     assert path.turns == (
-        Turn(4, 0, 3, second.reply.finish_reason, "a", 0),
-        Turn(9, 5, 8, second.reply.finish_reason, "a", 0),
+        Turn(4, 0, 3, second.reply.finish_reason, "a", 0, "n0"),
+        Turn(9, 5, 8, second.reply.finish_reason, "a", 0, "n1"),
     )
     assert (path.split_reason, path.parent, path.num_shared, path.split_detail) == (None, None, 0, None)
     context = (*path.prompt_ids.tolist(), *path.response_ids.tolist())

@@ -45,8 +45,8 @@ def make_path(spans: tuple[tuple[int, int, int], ...] = ((0, 0, 3), (0, 5, 8))) 
         logprobs=np.where(mask, np.float32(-0.25), np.float32(0)).astype(np.float32),
         weight_versions=tuple(WeightVersionSpan(*span) for span in spans),
         turns=(
-            Turn(10, 0, 3, FinishReason.STOP, "replica-0", 0),
-            Turn(15, 5, 8, FinishReason.STOP, "replica-0", 8),
+            Turn(10, 0, 3, FinishReason.STOP, "replica-0", 0, "0"),
+            Turn(15, 5, 8, FinishReason.STOP, "replica-0", 8, "1"),
         ),
     )
 

@@ -1,0 +1,223 @@
+"""Scores: what reward functions, loops, tool sessions and agents say of a trajectory, and how a record takes it.
+
+One number is a score; a `Score` has named components and metrics beside it, and numbers for single turns, paths and
+tokens. `scored` is the only place where a score enters a record. It is checked as a whole before that, so that a
+record has all of a score or nothing. A trajectory that is not complete is never trained on, whatever its score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from agentloop.errors import RewardError
+from agentloop.types import TRUNCATIONS, FinishReason, FloatArray, TokenPath, Trajectory
+
+MAX_NAMES = 256
+"""Components, and likewise metrics, of one trajectory."""
+
+MAX_SCORE_NAME_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PathScore:
+    """A score of one path. `turns` has a number or None for each of the path's turns, or nothing.
+
+    `tokens` is one-dimensional, with one reward for each token of the response; those of observed tokens count for
+    nothing. `is_trainable` can only take a path away from the trainer.
+    """
+
+    reward: float | None = None
+    turns: tuple[float | None, ...] = ()
+    tokens: FloatArray | None = None
+    is_trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A score of one trajectory. All numbers are finite; names have 1 to 128 characters.
+
+    `paths` are named by their place in `Trajectory.paths`, or by the id of their last turn, which is also right
+    while a session goes on. Turns are named by `Turn.turn_id`.
+    """
+
+    reward: float | None = None  # of the whole; None: this one says nothing of it
+    components: Mapping[str, float] = field(default_factory=dict)  # the parts that a reward is made of
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers to look at, not to train on
+    main: PathScore | None = None  # of `Trajectory.path`, the latest path of the main conversation
+    paths: Mapping[int | str, PathScore] = field(default_factory=dict)
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
+    untrainable_turns: tuple[str, ...] = ()  # the paths that have them as their own turns are not trained on
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it says nothing."""
+        return self == _EMPTY
+
+    def updated(self, newer: Score) -> Score:
+        """Return this score with what a newer one says: numbers of one name or place are replaced."""
+        return Score(
+            reward=self.reward if newer.reward is None else newer.reward,
+            components={**self.components, **newer.components},
+            metrics={**self.metrics, **newer.metrics},
+            main=self.main if newer.main is None else newer.main,
+            paths={**self.paths, **newer.paths},
+            turn_rewards={**self.turn_rewards, **newer.turn_rewards},
+            untrainable_turns=tuple(dict.fromkeys((*self.untrainable_turns, *newer.untrainable_turns))),
+        )
+
+    def joined(self, other: Score) -> Score:
+        """Return what two say that know nothing of each other. Raises RewardError if both name the same thing."""
+        pairs = ((self.components, other.components, "component"), (self.metrics, other.metrics, "metric"))
+        for mine, theirs, kind in pairs:
+            if twice := sorted(mine.keys() & theirs.keys()):
+                raise RewardError(f"two scores name the {kind} {twice[0]!r}")
+        if self.reward is not None and other.reward is not None:
+            raise RewardError("two scores have a reward; let a reward function choose")
+        return self.updated(other)
+
+
+_EMPTY = Score()
+
+
+def score_of(value: object) -> Score:
+    """Return what a function gave, a number or a `Score`, as a score. Raises RewardError for anything else.
+
+    Only the type is checked: `resolved` looks at the rest.
+    """
+    if isinstance(value, Score):
+        return value
+    if not isinstance(value, Real):
+        raise RewardError(f"a reward is a number or a Score, not {type(value).__name__}")
+    return Score(reward=_number(value, "a reward"))
+
+
+def resolved(score: Score, trajectory: Trajectory) -> Score:
+    """Return the score, checked against the trajectory, its paths named by their last turns and turns by their ids.
+
+    So it can travel, and stays right while a session goes on. Raises RewardError, one line, for what does not fit.
+    """
+    paths = trajectory.paths
+    known = {turn.turn_id for path in paths for turn in path.turns}
+    for turn_id in (*score.turn_rewards, *score.untrainable_turns):
+        if turn_id not in known:
+            raise RewardError(f"there is no turn {str(turn_id)[:MAX_SCORE_NAME_CHARS]!r}")
+    turn_rewards = {
+        turn_id: _number(reward, f"the reward of turn {turn_id!r}")
+        for turn_id, reward in score.turn_rewards.items()
+    }
+    path_scores: dict[int | str, PathScore] = {}
+    places: dict[int | str, int] = {place: place for place in range(len(paths))}
+    places |= {path.turns[-1].turn_id: place for place, path in enumerate(paths) if path.turns}
+    if unknown := [name for name in score.paths if name not in places]:
+        raise RewardError(f"there is no path {str(unknown[0])[:MAX_SCORE_NAME_CHARS]!r} among {len(paths)}")
+    named = [(places[name], one) for name, one in score.paths.items()]
+    if score.main is not None:
+        if not paths:
+            raise RewardError("there is no main path to score: nothing was rendered")
+        named.append((trajectory.main_conversation[-1], score.main))
+    for place, one in named:
+        path, label = paths[place], f"path {place}"
+        if not path.turns:
+            raise RewardError(f"{label} has no turn to score")
+        turn_rewards.update(_turns_of(one, path, label))
+        path_scores[path.turns[-1].turn_id] = PathScore(
+            reward=None if one.reward is None else _number(one.reward, f"the reward of {label}"),
+            tokens=None if one.tokens is None else _tokens_of(one.tokens, path, label),
+            is_trainable=one.is_trainable,
+        )
+    return Score(
+        reward=None if score.reward is None else _number(score.reward, "a reward"),
+        components=_named(score.components, "component"),
+        metrics=_named(score.metrics, "metric"),
+        paths=path_scores,
+        turn_rewards=turn_rewards,
+        untrainable_turns=tuple(score.untrainable_turns),
+    )
+
+
+def scored(trajectory: Trajectory, score: Score) -> Trajectory:
+    """Return the trajectory with a score in it, over what it has. Raises RewardError as `resolved`."""
+    score = resolved(score, trajectory)
+    untrainable = set(score.untrainable_turns)
+    return replace(
+        trajectory,
+        reward=trajectory.reward if score.reward is None else score.reward,
+        components={**trajectory.components, **score.components},
+        metrics={**trajectory.metrics, **score.metrics},
+        paths=tuple(_scored_path(path, score, untrainable) for path in trajectory.paths),
+    )
+
+
+def ended(trajectory: Trajectory) -> Trajectory:
+    """Return a record with what its end says of it: `is_truncated`, and no path trainable unless it is complete."""
+    turns = trajectory.path.turns if trajectory.paths else ()
+    is_cut = bool(turns) and turns[-1].finish_reason is not FinishReason.STOP
+    paths = trajectory.paths
+    if not trajectory.is_complete:
+        paths = tuple(replace(path, is_trainable=False) for path in paths)
+    return replace(trajectory, paths=paths, is_truncated=is_cut or trajectory.stop_reason in TRUNCATIONS)
+
+
+def _scored_path(path: TokenPath, score: Score, untrainable: set[str]) -> TokenPath:
+    own = score.paths.get(path.turns[-1].turn_id) if path.turns else None
+    rewards = score.turn_rewards
+    turns = tuple(
+        replace(turn, reward=rewards[turn.turn_id]) if turn.turn_id in rewards else turn for turn in path.turns
+    )
+    is_marked = any(turn.turn_id in untrainable for turn in path.own_turns)
+    return replace(
+        path,
+        turns=turns,
+        reward=path.reward if own is None or own.reward is None else own.reward,
+        token_rewards=path.token_rewards if own is None or own.tokens is None else own.tokens,
+        is_trainable=path.is_trainable and not is_marked and (own is None or own.is_trainable),
+    )
+
+
+def _turns_of(score: PathScore, path: TokenPath, label: str) -> dict[str, float]:
+    if score.turns and len(score.turns) != len(path.turns):
+        raise RewardError(f"{label} has {len(path.turns)} turns, its score {len(score.turns)}")
+    return {
+        turn.turn_id: _number(reward, f"the reward of turn {index} of {label}")
+        for index, (turn, reward) in enumerate(zip(path.turns, score.turns, strict=False))
+        if reward is not None
+    }
+
+
+def _tokens_of(tokens: FloatArray, path: TokenPath, label: str) -> FloatArray:
+    try:
+        array = np.asarray(tokens, np.float32)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"the token rewards of {label} are no array of numbers") from error
+    if array.shape != (len(path.response_ids),):
+        shape = " x ".join(map(str, array.shape)) or "no"
+        raise RewardError(f"{label} has {len(path.response_ids)} response tokens, its score {shape} token rewards")
+    if not np.isfinite(array).all():
+        raise RewardError(f"the token rewards of {label} are not all finite")
+    return array
+
+
+def _named(numbers: Mapping[str, float], kind: str) -> dict[str, float]:
+    if not isinstance(numbers, Mapping):
+        raise RewardError(f"{kind}s are numbers by name, not {type(numbers).__name__}")
+    if len(numbers) > MAX_NAMES:
+        raise RewardError(f"{len(numbers)} {kind}s are more than {MAX_NAMES}")
+    for name in numbers:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_SCORE_NAME_CHARS:
+            raise RewardError(f"the name of a {kind} is a text of 1 to {MAX_SCORE_NAME_CHARS} characters")
+    return {name: _number(value, f"the {kind} {name!r}") for name, value in numbers.items()}
+
+
+def _number(value: Any, label: str) -> float:
+    if not isinstance(value, Real):
+        raise RewardError(f"{label} is a number, not {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"{label} is finite, not {number}")
+    return number
