@@ -40,6 +40,8 @@ MAX_CHAT_SEED = 1 << 62  # of choice 0: that of every other choice is larger
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.1
+MAX_REPETITION_PENALTY = 10.0
 MAX_CONSTRAINT_CHARS = 1 << 16
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
@@ -77,6 +79,8 @@ def _check_numbers(sampling: SamplingParams) -> None:
         raise InvalidRequest(f"top_p is {sampling.top_p}, not in (0, 1]", param="top_p")
     if sampling.top_k < 0:
         raise InvalidRequest(f"top_k is {sampling.top_k}, not >= 0", param="top_k")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidRequest(f"min_p is {sampling.min_p}, not in [0, 1]", param="min_p")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise InvalidRequest(f"min_tokens is {sampling.min_tokens}, not in [0, max_tokens]", param="min_tokens")
 
@@ -87,6 +91,12 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(
                 f"{name} is {getattr(sampling, name)}, not in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]", param=name
             )
+    if not MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise InvalidRequest(
+            f"repetition_penalty is {sampling.repetition_penalty}, "
+            f"not in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
+            param="repetition_penalty",
+        )
     if not 0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"num_top_logprobs is not in [0, {MAX_TOP_LOGPROBS}]", param="num_top_logprobs")
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:

@@ -70,8 +70,14 @@ class Constraint:
 class SamplingParams:
     """The sampling distribution and its limits.
 
-    Logprobs are reported under exactly this distribution: temperature, top-p, top-k, penalties, biases and the
-    constraint applied.
+    From the model's logits every engine makes it in this order, which is vLLM's: the constraint's mask; biases; the
+    ban on `stop_token_ids` of the first `min_tokens` tokens; the repetition penalty (a logit above 0 is divided by
+    it, another one multiplied) over ids of prompt and reply; frequency and presence penalties over the reply's;
+    temperature; min-p (ids of less than `min_p` times the likeliest one's probability go); top-k; top-p.
+
+    At temperature 0 the likeliest id is taken, and there is no truncation: `top_p`, `top_k` and `min_p` change
+    nothing. The logprob reported then is that of the softmax at temperature 1 over the logits with all but
+    temperature and truncation applied, not 0.
     """
 
     max_tokens: int
@@ -86,6 +92,19 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
     num_top_logprobs: int = 0  # alternatives reported beside each sampled token
     constraint: Constraint | None = None
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
+    ignore_eos: bool = False
+    """The model's own stop tokens are not added to `stop_token_ids`: it is for a session, which fills them in.
+    Engines stop at `stop_token_ids` alone in any case."""
+
+    @property
+    def looks_back(self) -> bool:
+        """True if what comes next depends on which ids are the reply's: no new request can go on in its middle.
+
+        A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt too.
+        """
+        return self.constraint is not None or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,12 @@ from agentloop.checks import (
     MAX_CONSTRAINT_CHARS,
     MAX_LOGIT_BIASES,
     MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_SEED,
     MAX_TEMPERATURE,
     MAX_TOP_K,
     MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
 )
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
@@ -84,6 +86,8 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=0, le=MAX_TOP_K)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 _Addend = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Bias = Annotated[tuple[TokenId, _Addend], Field(strict=False)]  # JSON has lists only; what is in it stays strict
 Directory = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -184,6 +188,9 @@ class SamplingBody(Body):
     logit_bias: list[Bias] = Field(default_factory=list, max_length=MAX_LOGIT_BIASES)
     num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
     constraint: ConstraintBody | None = None
+    min_p: MinP = _SAMPLING.min_p
+    repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty
+    ignore_eos: bool = _SAMPLING.ignore_eos
 
 
 class GenerateBody(Body):

@@ -205,11 +205,9 @@ class _Call:
     def can_go_on(self) -> bool:
         """True if another attempt gives the same reply, or one of the same distribution.
 
-        A constraint and penalties look at what the reply already has; a new request takes that for its prompt.
+        A new request takes what the reply already has for its prompt.
         """
-        sampling = self.request.sampling
-        has_memory = sampling.constraint is not None or sampling.frequency_penalty or sampling.presence_penalty
-        return not (has_memory and len(self._sampled) > self._first)
+        return not (self.request.sampling.looks_back and len(self._sampled) > self._first)
 
     async def in_time(self, work: Awaitable[T]) -> T:
         """Await a part of the call. Raises TimeoutError at a deadline that is enforced here."""
@@ -263,9 +261,10 @@ class _Call:
     def ended(self) -> Generation | None:
         """Return the whole reply if the pieces so far are one: its generation alone was lost."""
         sampling, ids = self.request.sampling, self._sampled.token_ids
-        if len(ids) > self._first and ids[-1] in sampling.stop_token_ids:
+        num_own = len(ids) - self._first
+        if num_own > sampling.min_tokens and ids[-1] in sampling.stop_token_ids:
             return self._joined(FinishReason.STOP)
-        if len(ids) - self._first >= sampling.max_tokens:
+        if num_own >= sampling.max_tokens:
             return self._joined(FinishReason.LENGTH)
         return None
 

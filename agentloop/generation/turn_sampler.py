@@ -97,8 +97,8 @@ async def stream_turn(
 ) -> AsyncGenerator[TurnPiece | Reply, None]:
     """Sample the turn in pieces as they come; the last item is the reply. Close it to end the request.
 
-    Raises as `sample_turn`, and EnginePaused if an abort cut a constrained turn: no engine can take up a grammar
-    in the middle, and what was given out cannot be taken back.
+    Raises as `sample_turn`, and EnginePaused if an abort cut a turn that `looks_back`: no engine can take up a
+    grammar in the middle, and what was given out cannot be taken back.
     """
     turn = _Turn(reader, wanted, is_streamed=True)
     async with aclosing(_streamed(engine, turn, wanted.deadline_at)) as pieces:
@@ -162,8 +162,8 @@ class _Turn:
         wanted, sampled = self._wanted, self.sampled
         if self._last is not None and not self._is_cut():
             return None
-        if sampled.token_ids and wanted.sampling.constraint is not None:
-            raise EnginePaused("a pause cut a reply whose text is constrained: it must be sampled again")
+        if sampled.token_ids and wanted.sampling.looks_back:
+            raise EnginePaused("a pause cut a reply under a constraint or penalties: it must be sampled again")
         if self._num_requests == MAX_CONTINUATIONS:
             raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times")
         kv_version = wanted.kv_version

@@ -200,7 +200,8 @@ def _sampling(chat: ChatCall, parts: SessionParts) -> tuple[SamplingParams, bool
     given = chat.sampling
     if given.constraint is not None and not parts.can_constrain:
         raise UnsupportedParameter("this service's engine cannot constrain its output", param="constraint")
-    stops = tuple(dict.fromkeys((*parts.renderer.stop_token_ids, *given.stop_token_ids)))
+    own_stops = () if given.ignore_eos else parts.renderer.stop_token_ids
+    stops = tuple(dict.fromkeys((*own_stops, *given.stop_token_ids)))
     sampling = replace(given, stop_token_ids=stops)
     if chat.tool_choice is ToolChoice.REQUIRED:
         return replace(sampling, constraint=_call_constraint(chat, parts)), True

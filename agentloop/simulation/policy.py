@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import xxhash
@@ -24,8 +25,8 @@ from agentloop.types import GenerateRequest, Generation, SamplingParams, WeightV
 _MASK = 2**64 - 1
 _MULTIPLIER = 0xD1342543DE82EF95  # odd, from Steele and Vigna's table of good 64-bit multipliers
 _VERSION_STEP = 0x9E3779B97F4A7C15
-_LOGITS = (0.0, -1.0, -2.0, -3.0)  # of the ids HashPolicy can sample at any position
-_OTHER_LOGIT = -20.0  # of all other ids: they are sampled only where a bias lifts them
+_LOGITS = (3.0, 2.0, 1.0, 0.0)  # of the ids HashPolicy can sample at any position
+_OTHER_LOGIT = -17.0  # of all other ids: they are sampled only where a bias lifts them, or a ban leaves no other
 _pair = struct.Struct("<QQ").pack
 
 
@@ -53,9 +54,8 @@ class HashPolicy:
     """Pseudo-random ids that prove their origin: a token follows from the ids before it, the versions they were
     read under, the version it is sampled under, and (unless temperature is 0) the seed.
 
-    Each position has four candidate ids with logits 0, -1, -2, -3, so logprobs are those of a real distribution:
-    temperature, top-k, top-p, penalties and biases apply; greedy logprobs are 0. A request without a seed draws
-    from `seed` and its request id.
+    Each position has four candidate ids with logits 3, 2, 1, 0, so logprobs are those of a real distribution, made
+    as `SamplingParams` says. A request without a seed draws from `seed` and its request id.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -68,11 +68,11 @@ class HashPolicy:
             seed = own
         else:
             seed = xxhash.xxh3_64_intdigest(request.request_id.encode(), seed=self._seed & _MASK)
-        return _HashStream(request.sampling, self._vocab_size, seed & _MASK)
+        return _HashStream(request.sampling, self._vocab_size, seed & _MASK, request.token_ids)
 
     def continuation(self, token_ids: Sequence[int], weight_version: int, num_tokens: int) -> tuple[int, ...]:
         """Return the greedy ids that follow `token_ids` where all KV and sampling is of one version."""
-        stream = _HashStream(SamplingParams(num_tokens, temperature=0.0), self._vocab_size, 0)
+        stream = _HashStream(SamplingParams(num_tokens, temperature=0.0), self._vocab_size, 0, token_ids)
         state = stream.advance(0, token_ids, weight_version)
         sampled = []
         for _ in range(num_tokens):
@@ -85,12 +85,13 @@ class HashPolicy:
 class _HashStream:
     __slots__ = ("_adjustment", "_logits", "_sampling", "_seed", "_vocab_size")
 
-    def __init__(self, sampling: SamplingParams, vocab_size: int, seed: int) -> None:
+    def __init__(self, sampling: SamplingParams, vocab_size: int, seed: int, prompt_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
         self._seed = seed
         self._sampling = sampling
         self._logits = _LOGITS[:vocab_size]
-        self._adjustment = _Adjustment(sampling) if _Adjustment.is_needed(sampling) else None
+        is_adjusted = _Adjustment.is_needed(sampling)
+        self._adjustment = _Adjustment(sampling, vocab_size, prompt_ids) if is_adjusted else None
 
     def advance(self, state: int, token_ids: Sequence[int], weight_version: int) -> int:
         step = weight_version * _VERSION_STEP + 1
@@ -102,12 +103,12 @@ class _HashStream:
         place = xxhash.xxh3_64_intdigest(_pair(state, weight_version & _MASK))
         ids, (cumulative, logprobs) = self._candidates(place)
         choice = 0
-        if len(logprobs) > 1:
+        if len(cumulative) > 1:
             draw = xxhash.xxh3_64_intdigest(_pair(place, self._seed)) / 2**64
-            choice = min(bisect_right(cumulative, draw), len(logprobs) - 1)
+            choice = min(bisect_right(cumulative, draw), len(cumulative) - 1)
         token_id = (place + choice) % self._vocab_size if ids is None else ids[choice]
         if self._adjustment is not None:
-            self._adjustment.counts[token_id] += 1
+            self._adjustment.add(token_id)
         return token_id, logprobs[choice]
 
     def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
@@ -123,54 +124,79 @@ class _HashStream:
         if self._adjustment is not None:
             base = {(place + index) % self._vocab_size: logit for index, logit in enumerate(logits)}
             ids, logits = self._adjustment.apply(base)
-        return ids, _distribution(logits, sampling.temperature, sampling.top_p, sampling.top_k)
+        return ids, _distribution(logits, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 class _Adjustment:
-    """The penalties and biases of one request, applied to its logits."""
+    """The biases, bans and penalties of one request, applied to its logits."""
 
-    __slots__ = ("_bias", "_frequency", "_presence", "counts")
+    __slots__ = ("_bias", "_counts", "_num_sampled", "_prompt_ids", "_sampling", "_stop_ids", "_vocab_size")
 
-    def __init__(self, sampling: SamplingParams) -> None:
+    def __init__(self, sampling: SamplingParams, vocab_size: int, prompt_ids: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._vocab_size = vocab_size
         self._bias = dict(sampling.logit_bias)
-        self._frequency, self._presence = sampling.frequency_penalty, sampling.presence_penalty
-        self.counts: Counter[int] = Counter()  # of the ids sampled so far
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._prompt_ids = frozenset(prompt_ids if sampling.repetition_penalty != 1 else ())
+        self._counts: Counter[int] = Counter()  # of the ids sampled so far
+        self._num_sampled = 0
 
     @staticmethod
     def is_needed(sampling: SamplingParams) -> bool:
-        return bool(sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty)
+        has_penalty = sampling.looks_back or sampling.repetition_penalty != 1
+        return bool(sampling.logit_bias or has_penalty or (sampling.min_tokens and sampling.stop_token_ids))
+
+    def add(self, token_id: int) -> None:
+        """Count a sampled id."""
+        self._counts[token_id] += 1
+        self._num_sampled += 1
 
     def apply(self, base: dict[int, float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Return ids and logits, best first: those of `base` and the biased ones; the best logit becomes 0."""
-        logits = {token_id: _OTHER_LOGIT for token_id, bias in self._bias.items() if bias > 0} | base
-        for token_id in logits:
-            count = self.counts[token_id]
-            penalty = self._frequency * count + self._presence * (count > 0)
-            logits[token_id] += self._bias.get(token_id, 0.0) - penalty
+        """Return ids and logits, best first: those of `base` and the biased ones that are not banned."""
+        banned = self._stop_ids if self._num_sampled < self._sampling.min_tokens else frozenset()
+        known = {token_id: _OTHER_LOGIT for token_id, bias in self._bias.items() if bias > 0} | base
+        logits = {
+            token_id: self._adjusted(token_id, logit) for token_id, logit in known.items() if token_id not in banned
+        }
+        if not logits:
+            spare = next((token_id for token_id in range(self._vocab_size) if token_id not in banned), min(base))
+            logits = {spare: self._adjusted(spare, _OTHER_LOGIT)}
         ids = sorted(logits, key=lambda token_id: -logits[token_id])
-        return tuple(ids), tuple(logits[token_id] - logits[ids[0]] for token_id in ids)
+        return tuple(ids), tuple(logits[token_id] for token_id in ids)
+
+    def _adjusted(self, token_id: int, logit: float) -> float:
+        sampling, count = self._sampling, self._counts[token_id]
+        logit += self._bias.get(token_id, 0.0)
+        if count or token_id in self._prompt_ids:
+            repetition = sampling.repetition_penalty
+            logit = logit / repetition if logit > 0 else logit * repetition
+        return logit - sampling.frequency_penalty * count - sampling.presence_penalty * (count > 0)
 
 
 _Distribution: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @lru_cache(maxsize=1024)
-def _distribution(logits: tuple[float, ...], temperature: float, top_p: float, top_k: int) -> _Distribution:
-    """Return cumulative probabilities and logprobs of the candidates that sampling leaves, best first."""
-    logits = logits[: top_k or len(logits)]
+def _distribution(
+    logits: tuple[float, ...], temperature: float, top_p: float, top_k: int, min_p: float
+) -> _Distribution:
+    """Return cumulative probabilities of the ids that can be drawn, best first, and the logprobs to report."""
     if temperature == 0:
-        return (1.0,), (0.0,)
-    # The best logit is 0, so no weight overflows however small the temperature is.
-    weights = [math.exp(logit / temperature) for logit in logits]
-    total = sum(weights)
-    kept, mass = 0, 0.0
-    while kept < len(weights) and (kept == 0 or mass < top_p):
-        mass += weights[kept] / total
-        kept += 1
-    total = sum(weights[:kept])
-    cumulative = tuple(sum(weights[: index + 1]) / total for index in range(kept))
-    logprobs = tuple(logit / temperature - math.log(total) for logit in logits[:kept])
-    return cumulative, logprobs
+        return (1.0,), _log_softmax(logits)
+    # The best one is 0, so no weight overflows however small the temperature is.
+    scaled = [(logit - logits[0]) / temperature for logit in logits]
+    scaled = [logit for logit in scaled if min_p == 0 or logit >= math.log(min_p)]
+    logprobs = _log_softmax(scaled[: top_k or len(scaled)])
+    if top_p < 1:
+        before = (0.0, *accumulate(map(math.exp, logprobs)))  # the mass of all ids that are likelier
+        logprobs = _log_softmax([logprob for logprob, mass in zip(logprobs, before, strict=False) if mass < top_p])
+    return tuple(accumulate(map(math.exp, logprobs))), logprobs
+
+
+def _log_softmax(logits: Sequence[float]) -> tuple[float, ...]:
+    """Return logprobs of logits that have the largest first."""
+    total = math.log(sum(math.exp(logit - logits[0]) for logit in logits))
+    return tuple(logit - logits[0] - total for logit in logits)
 
 
 class ScriptedPolicy:

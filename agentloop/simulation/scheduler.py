@@ -47,7 +47,7 @@ class LiveRequest:
         if self.has_progress is not None:
             self.has_progress.set()
         num_tokens = len(sampled.token_ids)
-        if token_id in sampling.stop_token_ids and num_tokens >= sampling.min_tokens:
+        if token_id in sampling.stop_token_ids and num_tokens > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.max_tokens else None
 

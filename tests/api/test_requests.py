@@ -84,6 +84,9 @@ def test_all_of_sampling_is_on_the_wire() -> None:
         logit_bias=((3, -100.0), (4, 2.5)),
         num_top_logprobs=5,
         constraint=Constraint(ConstraintKind.REGEX, "a|b"),
+        min_p=0.25,
+        repetition_penalty=1.5,
+        ignore_eos=True,
     )
     body = changed(GENERATE, sampling=codec.to_builtins(sampling))
     request = parse_body(orjson.dumps(body), GenerateBody).to_request("id")
@@ -171,6 +174,8 @@ def pushed(**changes: Any) -> dict[str, Any]:
         (GenerateBody, sampled(frequency_penalty=2.5), "sampling.frequency_penalty"),
         (GenerateBody, sampled(presence_penalty="1"), "sampling.presence_penalty"),
         (GenerateBody, sampled(num_top_logprobs=21), "sampling.num_top_logprobs"),
+        (GenerateBody, sampled(min_p=1.5), "sampling.min_p"),
+        (GenerateBody, sampled(repetition_penalty=0), "sampling.repetition_penalty"),
         (GenerateBody, sampled(num_top_logprobs=True), "sampling.num_top_logprobs"),
         (GenerateBody, sampled(logit_bias={"3": 1}), "sampling.logit_bias"),
         (GenerateBody, sampled(logit_bias=[[3, 10**6]]), "sampling.logit_bias.0.1"),

@@ -111,6 +111,57 @@ async def test_penalties_turn_to_what_was_not_said(case: EngineCase) -> None:
     assert prompt_only.token_ids[0] in (5, 6)
 
 
+async def test_min_p_cuts_by_the_likeliest_one(case: EngineCase) -> None:
+    wanted = {"temperature": 1.0, "seed": 3, "num_top_logprobs": NUM_TOP}
+    whole = await generated(case, case.request(case.prompt(1), 24, min_p=0.3, **wanted))
+    for logprob, top in zip(whole.logprobs, whole.top_logprobs, strict=True):
+        assert min(logprob, top[-1][1]) >= top[0][1] + math.log(0.3) - 1e-4
+        if len(top) < NUM_TOP:
+            assert sum(math.exp(value) for _, value in top) == pytest.approx(1, abs=1e-3)
+    forced = {"logit_bias": ((5, FORCED),), **wanted}
+    free = await generated(case, case.request(case.prompt(1), 2, **forced))
+    cut = await generated(case, case.request(case.prompt(1), 2, min_p=0.3, **forced))
+    assert all(len(top) > 1 for top in free.top_logprobs)
+    assert [len(top) for top in cut.top_logprobs] == [1, 1]
+
+
+async def test_a_repetition_penalty_counts_the_prompt_too(case: EngineCase) -> None:
+    bias, prompt = ((5, 60.0), (6, 55.0)), (*(i for i in case.prompt() if i not in (5, 6)), 5)
+    plain = await generated(case, case.request(prompt, 2, logit_bias=bias))
+    assert plain.token_ids == (5, 5)
+    penalised = await generated(case, case.request(prompt, 2, logit_bias=bias, repetition_penalty=2.0))
+    assert penalised.token_ids == (6, 5)
+
+
+async def test_the_stop_token_is_banned_until_min_tokens_have_come(case: EngineCase) -> None:
+    wanted = {"logit_bias": ((case.stop_id, FORCED),), "stop_token_ids": (case.stop_id,)}
+    request = case.request(case.prompt(), 8, min_tokens=3, num_top_logprobs=NUM_TOP, **wanted)
+    answer = await generated(case, request)
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.token_ids.index(case.stop_id) == 3
+    assert all(case.stop_id not in dict(top) for top in answer.top_logprobs[:3])
+
+
+async def test_only_a_stop_token_of_the_request_ends_it(case: EngineCase) -> None:
+    forced = ((case.stop_id, FORCED),)
+    for ignores in (False, True):
+        answer = await generated(case, case.request(case.prompt(), 4, logit_bias=forced, ignore_eos=ignores))
+        assert answer.finish_reason is FinishReason.LENGTH
+        assert answer.token_ids == (case.stop_id,) * 4
+
+
+async def test_at_temperature_0_logprobs_are_those_at_1_without_truncation(case: EngineCase) -> None:
+    prompt, adjusted = case.prompt(), {"num_top_logprobs": NUM_TOP, "repetition_penalty": 1.2}
+    greedy = await generated(case, case.request(prompt, 1, **adjusted))
+    cut = await generated(case, case.request(prompt, 1, top_p=0.1, top_k=1, min_p=1.0, **adjusted))
+    warm = await generated(case, case.request(prompt, 1, temperature=1.0, seed=1, **adjusted))
+    assert greedy.token_ids[0] == greedy.top_logprobs[0][0][0]
+    assert greedy.logprobs[0] < -1e-3
+    for other in (cut, warm):
+        assert dict(other.top_logprobs[0]) == pytest.approx(dict(greedy.top_logprobs[0]), abs=1e-3)
+    assert cut.logprobs == pytest.approx(greedy.logprobs, abs=1e-3)
+
+
 # --- constraints ------------------------------------------------------------------------------------------
 
 

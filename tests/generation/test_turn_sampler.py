@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,9 +286,17 @@ async def test_an_abort_with_no_room_left_is_a_length():
     assert reply.finish_reason is FinishReason.LENGTH
 
 
+LOOKS_BACK = [
+    {"constraint": Constraint(ConstraintKind.JSON_OBJECT)},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": -0.5},
+]
+
+
+@pytest.mark.parametrize("shape", LOOKS_BACK)
 @pytest.mark.parametrize("stop", [(), ("never",)])
-async def test_a_constrained_turn_that_was_cut_is_sampled_again(stop: tuple[str, ...]):
-    wanted = order(sampling=replace(order().sampling, constraint=Constraint(ConstraintKind.JSON_OBJECT)), stop=stop)
+async def test_a_turn_that_looks_back_is_sampled_again_if_it_was_cut(stop: tuple[str, ...], shape: dict[str, Any]):
+    wanted = order(sampling=replace(order().sampling, **shape), stop=stop)
     cut, whole = (ids("{"), FinishReason.ABORT), ((*ids("{}"), STOP_ID), FinishReason.STOP)
     tape = Tape([cut, cut, whole])
     reply = await whole_turn(tape, wanted)

@@ -45,6 +45,15 @@ async def converse(session, *texts, name="turn", before=()):
     return messages
 
 
+async def test_a_call_that_ignores_eos_stops_at_its_own_stop_tokens_only(engine):
+    session, own = make_session(engine), ids("e")[0]
+    for ignores, stops in ((False, (*RENDERER.stop_token_ids, own)), (True, (own,))):
+        chat = ask(Message("user", f"ignores: {ignores}"))
+        sampling = replace(chat.sampling, ignore_eos=ignores, stop_token_ids=(own,))
+        await session.call(replace(chat, sampling=sampling), key(f"ignores {ignores}"))
+        assert engine.requests[-1].sampling.stop_token_ids == stops
+
+
 async def test_a_conversation_is_one_path_of_what_the_engine_saw(engine):
     session = make_session(engine)
     messages = await converse(session, "one", "two", "three")

@@ -264,7 +264,7 @@ async def test_a_script_answers_prompts() -> None:
     assert (first.token_ids, first.finish_reason) == ((7, 8, 9, 2), FinishReason.STOP)
     assert (second.token_ids, second.finish_reason) == ((5, 5, 5), FinishReason.LENGTH)
     assert inside.token_ids == (7, 8)
-    assert late.token_ids == (7, 8, 9, 8)
+    assert late.token_ids == (7, 8, 9, 8, 8)  # `min_tokens` come before the stop token
 
 
 async def test_a_script_is_trusted_with_a_constraint_where_the_spec_says_so() -> None:

@@ -87,11 +87,13 @@ def sampling_params(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
         logit_bias=bias or None,
         structured_outputs=structured_outputs(constraint) if constraint is not None else None,
         logprobs=sampling.num_top_logprobs,  # 0: the sampled token's only
