@@ -53,12 +53,6 @@ class LeaseSource(Protocol):
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
 
-    def release(self) -> None:
-        """Give the place back; the next call takes one again."""
-
-    def close(self) -> None:
-        """Give the place back for good: attempts from now on raise SessionFinished. Idempotent."""
-
 
 class NewestVersion:
     """The newest weight version that a worker has heard of: from every generation, whoever asked for it."""
@@ -94,14 +88,6 @@ class LeasedEngine:
         self._vocab_size = vocab_size
         self._max_attempts = max_attempts
         self._newest = newest
-
-    def release(self) -> None:
-        """Give the place back; the next call takes one again."""
-        self._source.release()
-
-    def close(self) -> None:
-        """Give the place back for good: attempts from now on raise SessionFinished. Idempotent."""
-        self._source.close()
 
     async def generate(self, request: GenerateRequest, *, deadline_at: float | None = None) -> Generation:
         """Generate, as `TokenEngine.generate` does. Raises the last attempt's error, or DeadlineExceeded."""

@@ -7,22 +7,20 @@ its lease at its first call, renews it, and gives it back at its end; a direct c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
 from structlog.contextvars import bind_contextvars
 
+from agentloop.aio import OwnedTasks
 from agentloop.api import LeasePort, WorkerPort
 from agentloop.checks import MAX_VOCAB_SIZE
 from agentloop.clock import Clock, RealClock
 from agentloop.errors import AgentLoopError, NotFound, ServiceUnavailable, SessionFinished
 from agentloop.generation.leased_engine import Connect, LeasedEngine
 from agentloop.types import Assignment, GenerateRequest, Lease
-
-T = TypeVar("T")
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -45,12 +43,6 @@ class AssignedLease:
             self._hold(await self._coordinator.move(self._assignment_id, failed, True))
         except AgentLoopError as none_now:
             _log.warning("no_other_replica", error=str(none_now))  # the next attempt asks again
-
-    def release(self) -> None:
-        """Keep the lease: it is the assignment's."""
-
-    def close(self) -> None:
-        """Keep the lease: it is the assignment's."""
 
     def _hold(self, lease: Lease) -> None:
         self._lease = lease
@@ -83,11 +75,11 @@ class SessionLeases:
         self.coordinator = coordinator
         self.clock = RealClock() if clock is None else clock
         self.config = config
+        self.tasks = OwnedTasks("session-lease")  # they outlive their callers: no lease is granted and forgotten
         self._connect = connect
         self._vocab_size = vocab_size
         self._leases: WeakValueDictionary[str, SessionLease] = WeakValueDictionary()
         self._holders: set[SessionLease] = set()  # who has a lease is not forgotten with its session
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._places = asyncio.Semaphore(config.max_releases)
 
     def engine(self, session_id: str) -> LeasedEngine:
@@ -98,6 +90,18 @@ class SessionLeases:
         return LeasedEngine(
             self._connect, lease, vocab_size=self._vocab_size, max_attempts=self.config.max_attempts
         )
+
+    def release(self, session_id: str) -> None:
+        """Give a session's place back; its next call takes one again."""
+        lease = self._leases.get(session_id)
+        if lease is not None:
+            lease.release()
+
+    def end(self, session_id: str) -> None:
+        """Give a session's place back for good: attempts from now on raise SessionFinished. Idempotent."""
+        lease = self._leases.get(session_id)
+        if lease is not None:
+            lease.close()
 
     @property
     def num_held(self) -> int:
@@ -111,11 +115,7 @@ class SessionLeases:
     def give_back(self, holder: SessionLease, lease: Lease) -> None:
         """Release a session's lease in a task of this object's own."""
         self._holders.discard(holder)
-        self._own(self._release(lease))
-
-    async def to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
-        """Run a change of a lease in a task that outlives a cancelled caller: no lease is granted and forgotten."""
-        return await asyncio.shield(self._own(change))
+        self.tasks.start(self._release(lease))
 
     async def ask(self, question: Awaitable[Lease]) -> Lease:
         """Return what the coordinator answers, within a deadline. Raises ServiceUnavailable."""
@@ -129,19 +129,7 @@ class SessionLeases:
         """Give back every lease, and wait for all changes under way; each has a deadline."""
         for lease in list(self._leases.values()):
             lease.close()
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.debug("lease_not_changed", error=repr(task.exception()))
+        await self.tasks.close()
 
     async def _release(self, lease: Lease) -> None:
         try:
@@ -166,11 +154,11 @@ class SessionLease:
     async def lease(self, request: GenerateRequest) -> Lease:
         """Return the session's lease, renewed in time. Raises SessionFinished after `close`."""
         lease = self._fresh_lease()
-        return lease if lease is not None else await self._leases.to_its_end(self._take(request))
+        return lease if lease is not None else await self._leases.tasks.run(self._take(request))
 
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
-        await self._leases.to_its_end(self._move(failed))
+        await self._leases.tasks.run(self._move(failed))
 
     def release(self) -> None:
         """Give the place back; the next call takes one again."""

@@ -160,7 +160,7 @@ async def test_calls_share_one_lease_and_spilling_gives_it_back(site: LeaseSite)
     await asyncio.gather(*(site.engine.generate(request()) for _ in range(5)))
     assert site.coordinator.num_leased == 1
     assert {url for url, _ in site.script.requests} == {"url-1"}
-    site.engine.release()
+    site.leases.release("s")
     await site.clock.sleep(1.0)
     assert site.coordinator.leases == {}
     await site.engine.generate(request())
@@ -382,7 +382,7 @@ async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(
     await site.clock.sleep(1.0)
     calling.cancel()
     await asyncio.gather(calling, return_exceptions=True)
-    site.engine.close()
+    site.leases.end("s")
     gate.set()
     await site.clock.sleep(1.0)
     assert (site.coordinator.num_leased, site.coordinator.leases) == (1, {})
@@ -391,7 +391,7 @@ async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(
 @virtually
 async def test_a_closed_session_takes_no_lease(site: LeaseSite) -> None:
     await site.engine.generate(request())
-    site.engine.close()
+    site.leases.end("s")
     with pytest.raises(SessionFinished):
         await site.engine.generate(request())
     await site.clock.sleep(1.0)

@@ -308,7 +308,7 @@ class Sessions:
         """
         session = await self.find(session_id, owner)
         trajectory = await session.finish(end)
-        self._leases.engine(session_id).close()
+        self._leases.end(session_id)
         async with self._locks.of(session_id):
             await self._record(session_id, trajectory)
         return trajectory
@@ -420,7 +420,7 @@ class Sessions:
 
     def _evict(self) -> None:
         for session_id in self._cache.evict():
-            self._leases.engine(session_id).release()
+            self._leases.release(session_id)
 
     async def _record(self, session_id: str, trajectory: Trajectory) -> None:
         """Give a finished session's trajectory to the run's store, unless it has it."""
@@ -439,7 +439,7 @@ class Sessions:
         """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
         session_id = session.session_id
         await session.close(error)
-        self._leases.engine(session_id).close()
+        self._leases.end(session_id)
         self._cache.forget(session_id)  # if the disk fails now, the next one to ask gets it back from there
         await run_to_end(self._delete_stored(session_id, state))
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from agentloop.api import FrontPort
 from agentloop.engine import Engine
+from agentloop.generation import LeaseConfig, SessionLeases
 from agentloop_servers.endpoint import Endpoint, NotOwner, routes_dialects, routes_openai, routes_sessions
 from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_error_handlers, describe
 from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
@@ -40,12 +41,14 @@ def create_app(
     worker ends what remains as invalid. With an `endpoint`, agents are served and recorded too; starting and
     closing its sessions is the caller's.
     """
-    rollouts = RolloutRoutes(coordinator, connect, limits, tool_names, endpoint)
+    config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
+    leases = SessionLeases(coordinator, connect, config=config)
+    rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await rollouts.close()
+        await leases.close()
 
     app = FastAPI(
         title="agentloop",

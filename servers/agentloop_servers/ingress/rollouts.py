@@ -32,7 +32,7 @@ from agentloop.api import (
     rollout_status,
 )
 from agentloop.errors import InvalidRequest, Overloaded
-from agentloop.generation import Connect, LeaseConfig, SessionLeases
+from agentloop.generation import SessionLeases
 from agentloop.rollout import load_loop, load_reward
 from agentloop.types import GenerateRequest, Generation, RolloutGroup
 from agentloop_servers.endpoint import Endpoint, routes_sessions
@@ -73,12 +73,12 @@ class Health:
 
 
 class RolloutRoutes:
-    """The user routes. Close it at the end: it waits for leases that are being given back."""
+    """The user routes. `leases` are of direct calls."""
 
     def __init__(
         self,
         coordinator: FrontPort,
-        connect: Connect,
+        leases: SessionLeases,
         limits: HttpLimits,
         tool_names: frozenset[str] | None,
         endpoint: Endpoint | None = None,
@@ -89,12 +89,7 @@ class RolloutRoutes:
         self._limits = limits
         self._tool_names = tool_names
         self._num_direct_calls = 0
-        config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
-        self._leases = SessionLeases(coordinator, connect, config=config)
-
-    async def close(self) -> None:
-        """Wait for the releases under way; each has a deadline."""
-        await self._leases.close()
+        self._leases = leases
 
     def open_routes(self) -> APIRouter:
         """Return the routes that need no key."""
@@ -207,7 +202,7 @@ class RolloutRoutes:
         try:
             return await engine.generate(request)
         finally:
-            engine.close()
+            self._leases.end(request.request_id)
 
     async def _ask(self, question: Awaitable[T], extra_s: float = 0.0) -> T:
         """Return what the coordinator answers. Raises DeadlineExceeded."""

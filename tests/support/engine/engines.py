@@ -179,11 +179,6 @@ class OneLease:
     async def move(self, failed: Lease) -> None:
         """There is no other."""
 
-    def release(self) -> None:
-        """It is held for ever."""
-
-    close = release
-
 
 def leased(engine: TokenEngine, *, vocab_size: int = 1 << 31, max_attempts: int = 1) -> LeasedEngine:
     """The engine under a lease; with one attempt its errors come as they are."""
