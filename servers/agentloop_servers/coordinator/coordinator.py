@@ -65,14 +65,14 @@ class Coordinator:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await self._tasks.close(cancels=True)
-        await self.replicas.close()
+        await self.replicas.late.close()
         await self._store.close()
 
     async def check_health(self) -> None:
         """Raises what ended a background task, if something did: the coordinator must then be restarted."""
         if self._watching is not None and self._watching.done():
             self._watching.result()
-        self.replicas.check_health()
+        self.replicas.late.check_health()
 
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""

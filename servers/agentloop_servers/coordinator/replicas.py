@@ -43,7 +43,7 @@ class CoordinatorConfig:
 
 
 class Replicas:
-    """A ReplicaPort and a FleetPort. Construct, then call `look` now and then, and in the end `close`."""
+    """A ReplicaPort and a FleetPort. Construct, then call `look` now and then, and in the end close `late`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Replicas:
             on_change=self._fleet_changed,
             log=log,
         )
-        self._late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
+        self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions that updates under way are to bring; a refused one is here for a moment.
         self._coming: list[int] = []
 
@@ -90,13 +90,6 @@ class Replicas:
         """The version that the fleet serves, and the one that it is being brought to."""
         return FleetVersions(self.fleet.weight_version, max(self._coming, default=None))
 
-    def check_health(self) -> None:
-        """Raises what ended a task that only a bug can end."""
-        self._late.check_health()
-
-    async def close(self) -> None:
-        await self._late.close()
-
     # --- coming and going ---
 
     async def register(self, registration: ReplicaRegistration) -> None:
@@ -105,7 +98,7 @@ class Replicas:
         if known is not None and known.incarnation != replica.incarnation:
             self.balancer.drop_replica(replica.replica_id)
         self._log.info("replica_registered", replica=replica.replica_id, version=registration.weight_version)
-        self._late.forget(replica.replica_id)
+        self.late.forget(replica.replica_id)
         self._fleet_changed()
 
     async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
@@ -219,10 +212,10 @@ class Replicas:
     def _forget(self, replica_id: str, reason: str) -> None:
         self._log.warning("replica_gone", replica=replica_id, reason=reason)
         self.balancer.drop_replica(replica_id)
-        self._late.forget(replica_id)
+        self.late.forget(replica_id)
         self._fleet_changed()
 
     def _fleet_changed(self) -> None:
         """Wake who waits for a place, and see to the replicas that are behind."""
         self._changed.notify()
-        self._late.start()
+        self.late.start()
