@@ -457,6 +457,11 @@ class TokenPath:
         return sum(max(span.end - max(span.start, first), 0) for span in self.weight_versions)
 
     @property
+    def num_masked_tokens(self) -> int:
+        """Its own sampled tokens that are out of the mask."""
+        return self.num_own_sampled_tokens - int(self.response_mask.sum())
+
+    @property
     def _first_own(self) -> int:
         """The first token of the response that is not the parent's; negative if no token is."""
         return self.num_shared - len(self.prompt_ids)

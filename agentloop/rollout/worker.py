@@ -318,7 +318,7 @@ class _Rollout:
             attempt=assignment.attempt,
             timings=timings,
             rollout_id=assignment.rollout_id,
-            num_masked_tokens=ctx.path.num_masked_tokens if ctx else 0,
+            num_masked_tokens=sum(path.num_masked_tokens for path in paths),
             num_stale_attempts=assignment.num_stale_attempts,
             max_staleness=limit.max_staleness if limit is not None else None,
         )

@@ -148,13 +148,6 @@ class GrowingPath:
         paths = token_paths(self._graph, tail=self._tail())
         return tuple(masked(path, self._is_out) for path in paths) if self._is_masked else paths
 
-    @property
-    def num_masked_tokens(self) -> int:
-        """Sampled tokens that are out of the mask for their version."""
-        replies = [node.reply.weight_versions for node in self._graph.nodes]
-        replies += [] if self._turn is None or self._turn.reply is None else [self._turn.reply.weight_versions]
-        return sum(span.end - span.start for spans in replies for span in spans if self._is_out(span.version))
-
     def _is_out(self, version: int) -> bool:
         return any(is_masked(version) for is_masked in self._is_masked)
 

@@ -175,7 +175,7 @@ def test_a_turn_that_spans_updates_is_settled_token_by_token(
     (path,) = growing.paths()
     assert path.trained_versions == in_mask
     num_out = sum(2 * (1 + (version == 0)) for version in {0, 1, 2} - in_mask)
-    assert growing.num_masked_tokens == num_out == 8 - int(path.response_mask.sum())
+    assert path.num_masked_tokens == num_out == 8 - int(path.response_mask.sum())
     assert not path.response_mask[[2, 9]].any(), "observed tokens are never in the mask"
 
 

@@ -139,7 +139,7 @@ def test_masking_by_version_changes_the_mask_alone(verb, version, mask):
     getattr(growing, verb)(version)  # again: nothing is counted twice
     (path,) = growing.paths()
     assert path.response_mask.tolist() == mask
-    assert growing.num_masked_tokens == 4 - sum(mask)
+    assert path.num_masked_tokens == 4 - sum(mask)
     assert path.logprobs.tolist() == before.logprobs.tolist() == [-0.5, -0.5, -0.5, 0.0, -0.5]
     assert path.response_ids.tolist() == before.response_ids.tolist()
     assert (path.weight_versions, path.turns) == (before.weight_versions, before.turns)
