@@ -33,11 +33,9 @@ from agentloop_servers.replica.protocol import (
     ERROR_FRAME,
     FRAME,
     FRAME_KINDS,
-    CommitAnswer,
+    ControlAnswer,
     EngineState,
-    OfferAnswer,
     PauseOrder,
-    StageAnswer,
 )
 
 T = TypeVar("T")
@@ -87,13 +85,13 @@ class RemoteEngine:
 
     async def start(self) -> None:
         """Learn the engine's state; it was started by its replica."""
-        await self._control("GET", "/state")
+        await self._control("/state", ControlAnswer[None])
 
     async def close(self) -> None:
         """Nothing to free: the session belongs to EngineClients, the engine to its replica."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        body = await self._call("POST", "/generate", encode(request), request.timeout_s + GRACE_S)
+        body = await self._call("/generate", encode(request), request.timeout_s + GRACE_S)
         return decode(body, Generation)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
@@ -112,60 +110,52 @@ class RemoteEngine:
                 yield piece
 
     async def abort(self, request_id: str) -> None:
-        await self._control("POST", "/abort", request_id)
+        await self._control("/abort", ControlAnswer[None], request_id)
 
     async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
-        await self._order("/pause", PauseOrder(mode, kv_policy))
+        await self._order("/pause", ControlAnswer[None], PauseOrder(mode, kv_policy))
 
     async def resume(self) -> None:
-        await self._order("/resume")
+        await self._order("/resume", ControlAnswer[None])
 
     async def stage(self, update: WeightUpdate) -> StageReport:
-        answer = await self._ask("POST", "/stage", StageAnswer, update, self._commands.next_headers())
-        self._state = answer.state
-        return answer.report
+        return await self._order("/stage", ControlAnswer[StageReport], update)
 
     async def commit(self, version: int) -> CommitReport:
-        answer = await self._ask("POST", "/commit", CommitAnswer, version, self._commands.next_headers())
-        self._state = answer.state
-        return answer.report
+        return await self._order("/commit", ControlAnswer[CommitReport], version)
 
     async def offer(self) -> PushSource | None:
-        answer = await self._ask("POST", "/offer", OfferAnswer)
-        self._state = answer.state
-        return answer.source
+        return await self._control("/offer", ControlAnswer[PushSource | None])
 
     async def sleep(self, level: int) -> None:
-        await self._order("/sleep", level)
+        await self._order("/sleep", ControlAnswer[None], level)
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
-        await self._order("/wake", tags)
+        await self._order("/wake", ControlAnswer[None], tags)
 
     async def check_health(self) -> None:
-        await self._control("GET", "/health")
+        await self._control("/health", ControlAnswer[None])
 
-    async def _order(self, path: str, value: object = None) -> None:
-        """A control call that is refused if a newer one was there before it."""
-        self._state = await self._ask("POST", path, EngineState, value, self._commands.next_headers())
+    async def _order(self, path: str, kind: type[ControlAnswer[T]], value: object = None) -> T:
+        """Make a control call that is refused if a newer one was there before it."""
+        return await self._control(path, kind, value, self._commands.next_headers())
 
-    async def _control(self, method: str, path: str, value: object = None) -> None:
-        self._state = await self._ask(method, path, EngineState, value)
-
-    async def _ask(
-        self, method: str, path: str, kind: type[T], value: object = None, headers: Mapping[str, str] = NO_HEADERS
+    async def _control(
+        self,
+        path: str,
+        kind: type[ControlAnswer[T]],
+        value: object = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> T:
         body = None if value is None else encode(value)
-        return decode(await self._call(method, path, body, CONTROL_TIMEOUT_S, headers), kind)
+        answer = decode(await self._call(path, body, CONTROL_TIMEOUT_S, headers), kind)
+        self._state = answer.state
+        return answer.value
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        timeout_s: float,
-        headers: Mapping[str, str] = NO_HEADERS,
+        self, path: str, body: bytes | None, timeout_s: float, headers: Mapping[str, str] = NO_HEADERS
     ) -> bytes:
-        async with self._http.open(method, self.url + path, body, timeout_s, headers) as answer:
+        async with self._http.open("POST", self.url + path, body, timeout_s, headers) as answer:
             return await answer.read()
 
     async def _frames(

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from agentloop.codec import encode
 from agentloop.engine import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    CommitReport,
     Delta,
     EngineInfo,
     KVEvent,
     MemoryTag,
-    PushSource,
-    StageReport,
 )
 from agentloop.types import Generation, KVPolicy, Load, PauseMode
+
+T = TypeVar("T")
 
 FRAME = struct.Struct(">BI")  # kind, length
 FRAME_KINDS: dict[int, type] = {0: Delta, 1: Generation, 2: BlocksStored, 3: BlocksRemoved, 4: AllBlocksCleared}
@@ -42,20 +42,10 @@ class EngineState:
 
 
 @dataclass(frozen=True, slots=True)
-class StageAnswer:
-    report: StageReport
-    state: EngineState
+class ControlAnswer(Generic[T]):
+    """The answer to a control call: what it returned, and the engine's state after it."""
 
-
-@dataclass(frozen=True, slots=True)
-class CommitAnswer:
-    report: CommitReport
-    state: EngineState
-
-
-@dataclass(frozen=True, slots=True)
-class OfferAnswer:
-    source: PushSource | None
+    value: T
     state: EngineState
 
 

@@ -10,8 +10,10 @@ hears its introduction again. It decides nothing: pauses, updates and leases are
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import orjson
 import structlog
@@ -24,14 +26,21 @@ from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
 from agentloop_servers.replica.protocol import (
-    CommitAnswer,
+    ControlAnswer,
     EngineState,
-    OfferAnswer,
     PauseOrder,
-    StageAnswer,
     error_frame,
     frame,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _ControlCall:
+    """A call of the engine's control: its body, and what it is counted with if it is an order."""
+
+    ask: Callable[..., Awaitable[object]]
+    body: Any = None  # the type; None: there is none
+    kind: CommandKind | None = None
 
 
 class DataPlaneServer(PrivateServer):
@@ -44,19 +53,39 @@ class DataPlaneServer(PrivateServer):
         routes = [
             web.post("/generate", self._generate),
             web.post("/stream", self._stream),
-            web.post("/abort", self._abort),
-            web.post("/pause", self._pause),
-            web.post("/resume", self._resume),
-            web.post("/stage", self._stage),
-            web.post("/commit", self._commit),
-            web.post("/sleep", self._sleep),
-            web.post("/wake", self._wake),
-            web.post("/offer", self._offer),
-            web.get("/state", self._state),
-            web.get("/health", self._health),
             web.get("/kv_events", self._kv_events),
+            *(web.post(path, self._handler(call)) for path, call in self._control_calls().items()),
         ]
         super().__init__(replica_id, routes, secret, host)
+
+    def _control_calls(self) -> dict[str, _ControlCall]:
+        engine = self._engine
+
+        async def pause(order: PauseOrder) -> None:
+            await engine.pause(order.mode, order.kv_policy)
+
+        return {
+            "/state": _ControlCall(_nothing),
+            "/health": _ControlCall(engine.check_health),
+            "/abort": _ControlCall(engine.abort, str),
+            "/offer": _ControlCall(engine.offer),
+            "/stage": _ControlCall(engine.stage, WeightUpdate, CommandKind.STAGE),
+            "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
+            "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),
+            "/commit": _ControlCall(engine.commit, int, CommandKind.FREEZE),
+            "/sleep": _ControlCall(engine.sleep, int, CommandKind.FREEZE),
+            "/wake": _ControlCall(engine.wake, frozenset[MemoryTag], CommandKind.FREEZE),
+        }
+
+    def _handler(self, call: _ControlCall) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            body = () if call.body is None else (decode(await request.read(), call.body),)
+            if call.kind is not None:  # right before the engine acts, without an await in between
+                self._fencing.admit(call.kind, token_of(request))
+            value = await call.ask(*body)
+            return answer(ControlAnswer(value, self._engine_state()))
+
+        return handle
 
     async def _generate(self, request: web.Request) -> web.Response:
         generation = await self._engine.generate(decode(await request.read(), GenerateRequest))
@@ -94,64 +123,15 @@ class DataPlaneServer(PrivateServer):
         await stream.write_eof()
         return stream
 
-    async def _abort(self, request: web.Request) -> web.Response:
-        await self._engine.abort(decode(await request.read(), str))
-        return answer(self._engine_state())
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        order = decode(await request.read(), PauseOrder)
-        self._admit(CommandKind.FREEZE, request)
-        await self._engine.pause(order.mode, order.kv_policy)
-        return answer(self._engine_state())
-
-    async def _resume(self, request: web.Request) -> web.Response:
-        self._admit(CommandKind.FREEZE, request)
-        await self._engine.resume()
-        return answer(self._engine_state())
-
-    async def _stage(self, request: web.Request) -> web.Response:
-        update = decode(await request.read(), WeightUpdate)
-        self._admit(CommandKind.STAGE, request)
-        report = await self._engine.stage(update)
-        return answer(StageAnswer(report, self._engine_state()))
-
-    async def _commit(self, request: web.Request) -> web.Response:
-        version = decode(await request.read(), int)
-        self._admit(CommandKind.FREEZE, request)
-        report = await self._engine.commit(version)
-        return answer(CommitAnswer(report, self._engine_state()))
-
-    async def _sleep(self, request: web.Request) -> web.Response:
-        level = decode(await request.read(), int)
-        self._admit(CommandKind.FREEZE, request)
-        await self._engine.sleep(level)
-        return answer(self._engine_state())
-
-    async def _wake(self, request: web.Request) -> web.Response:
-        tags = decode(await request.read(), frozenset[MemoryTag])
-        self._admit(CommandKind.FREEZE, request)
-        await self._engine.wake(tags)
-        return answer(self._engine_state())
-
-    async def _offer(self, request: web.Request) -> web.Response:
-        return answer(OfferAnswer(await self._engine.offer(), self._engine_state()))
-
-    def _admit(self, kind: CommandKind, request: web.Request) -> None:
-        """Right before the engine acts, without an await in between. Raises InvalidRequest or Conflict."""
-        self._fencing.admit(kind, token_of(request))
-
-    async def _state(self, request: web.Request) -> web.Response:
-        return answer(self._engine_state())
-
-    async def _health(self, request: web.Request) -> web.Response:
-        await self._engine.check_health()
-        return answer(self._engine_state())
-
     def _engine_state(self) -> EngineState:
         engine = self._engine
         return EngineState(
             engine.info, engine.weight_version, engine.is_paused, engine.is_usable, engine.asleep, engine.load()
         )
+
+
+async def _nothing() -> None:
+    """Ask nothing of the engine: the answer says its state."""
 
 
 HEARTBEAT_S = 1.0
