@@ -58,11 +58,6 @@ class Balancer:
         self._num_granted = 0
         self._prefix = uuid4().hex[:12]  # lease ids stay unique over coordinators
 
-    @property
-    def mean_trajectory_tokens(self) -> float:
-        """Tokens that a trajectory is expected to add to its first prompt."""
-        return self._mean_tokens
-
     def num_leases(self, replica_id: str) -> int:
         return self._num_leases[replica_id]
 

@@ -93,9 +93,7 @@ def test_the_mean_follows_finished_trajectories():
     balancer = Balancer(fleet_of("a"), BalancerConfig(prior_trajectory_tokens=1000))
     for index, tokens in enumerate([100, 200, 300]):
         balancer.release(balancer.acquire(f"r/g/{index}", "r/g", 50), tokens)
-    assert balancer.mean_trajectory_tokens == pytest.approx(200.0)
     balancer.release(balancer.acquire("r/g/9", "r/g", 50))  # cancelled: teaches nothing
-    assert balancer.mean_trajectory_tokens == pytest.approx(200.0)
     balancer.acquire("r/g/10", "r/g", 50)
     assert balancer.work_tokens("a") == pytest.approx(250.0)
 

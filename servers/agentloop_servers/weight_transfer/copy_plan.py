@@ -84,7 +84,9 @@ class CopyPlan:
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the traced checkpoint's tensors
-    by_tensor: Mapping[str, tuple[Copy, ...]] = field(init=False)  # of all of them, also those without copies
+    by_tensor: Mapping[str, tuple[Copy, ...]] = field(
+        init=False
+    )  # also those that nothing takes: a tied head, others' experts
 
     def __post_init__(self) -> None:
         copies: dict[str, list[Copy]] = {name: [] for name in self.shapes}
@@ -92,11 +94,6 @@ class CopyPlan:
             copies.setdefault(copy.tensor, []).append(copy)
         frozen = {name: tuple(of_tensor) for name, of_tensor in copies.items()}
         object.__setattr__(self, "by_tensor", MappingProxyType(frozen))
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Tensors that `load_weights` passed over: a tied output head, another rank's experts or layers."""
-        return tuple(name for name, copies in self.by_tensor.items() if not copies)
 
 
 def target(copy: Copy | Fill, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:

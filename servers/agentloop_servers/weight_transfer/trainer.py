@@ -61,25 +61,16 @@ class NamedTensor:
         """The number of ranks that must load it together."""
         return self.tensor.device_mesh.size() if isinstance(self.tensor, DTensor) else 1
 
-    @property
-    def load(self) -> Callable[[], torch.Tensor]:
-        """The function that gives the whole tensor; collective if `num_ranks` is more than 1."""
-        return _Load(self.tensor)
+    def load(self) -> torch.Tensor:
+        """Return the whole tensor; collective if `num_ranks` is more than 1."""
+        own = self.tensor.detach()
+        return own.full_tensor() if isinstance(own, DTensor) else own
 
     def info(self, dtype: torch.dtype | None) -> TensorInfo:
         """Describe it as it is sent: in `dtype` if its own is one that may be cast, else in its own."""
         own = self.tensor.dtype
         sent = dtype if dtype is not None and own in CAST_DTYPES.values() else own
         return tensor_info(self.name, self.tensor, sent)
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    tensor: torch.Tensor
-
-    def __call__(self) -> torch.Tensor:
-        own = self.tensor.detach()
-        return own.full_tensor() if isinstance(own, DTensor) else own
 
 
 def collect(weights: NamedTensors) -> list[NamedTensor]:

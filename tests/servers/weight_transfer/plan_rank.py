@@ -169,7 +169,7 @@ def compare(name: str, config: VllmConfig) -> dict[str, Any]:
     found = {
         "num_copies": len(plan.copies),
         "num_fills": len(plan.fills),
-        "unused": plan.unused,
+        "unused": [name for name, copies in plan.by_tensor.items() if not copies],
         "is_unchanged": is_unchanged,
         "differing": [key for key in expected if not torch.equal(parameters[key], expected[key])],
         "num_parameters": len(expected),
