@@ -32,8 +32,8 @@ from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
-from tests.support.endpoint.front_door import FakeCoordinator
 from tests.support.engine.scripted import POLICY, RENDERER, ids
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.service.whole_service import simulated_config
 
 SECRET = "bench"

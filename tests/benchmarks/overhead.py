@@ -31,7 +31,8 @@ from agentloop.engine import Engine
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.support.engine.scripted import call, scripted_engine
-from tests.support.fleet.feeder import Feeder, running_worker, task
+from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.fleet.worker import running_worker, task
 
 NUM_TURNS = 5
 REPLIES = (*[call("calculator", expression="12 * 34 + 5")] * (NUM_TURNS - 1), "The answer is 413.")
@@ -61,20 +62,20 @@ async def lag_probe(lags_ms: list[float]) -> None:
 async def measure(engines: Mapping[str, Engine], num_trajectories: int, *, owns_engines: bool) -> Figures:
     """Roll out, with everything started before the clock."""
     tasks = [task(f"t{n}", reference="413") for n in range(num_trajectories)]
-    feeder = Feeder(tasks, urls=list(engines))
+    coordinator = FakeCoordinator(tasks, urls=list(engines))
     freeze_gc()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     lags_ms: list[float] = []
     probe = asyncio.create_task(lag_probe(lags_ms))
     cpu, wall = time.process_time(), time.perf_counter()
     started = engines if owns_engines else {url: _Started(engine) for url, engine in engines.items()}
-    async with running_worker(feeder, started, capacity=1000), asyncio.timeout(600):
-        await feeder.is_done.wait()
+    async with running_worker(coordinator, started, capacity=1000), asyncio.timeout(600):
+        await coordinator.is_done.wait()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     probe.cancel()
-    num_turns = sum(len(record.path.turns) for record in feeder.records.values())
+    num_turns = sum(len(record.path.turns) for record in coordinator.records.values())
     assert num_turns == num_trajectories * NUM_TURNS, "every trajectory takes all its turns"
-    assert all(record.reward == 1.0 for record in feeder.records.values())
+    assert all(record.reward == 1.0 for record in coordinator.records.values())
     lags_ms.sort()
     return Figures(
         turns_per_s=num_turns / wall,

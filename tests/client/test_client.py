@@ -29,8 +29,9 @@ from agentloop.errors import (
 from agentloop.types import FinishReason, KVPolicy, Message, OnStale, PauseMode, RolloutTask, StalenessLimit
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, cutting_proxy, serving
+from tests.support.endpoint.front_door import cutting_proxy, serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.records.samples import make_task
 
 

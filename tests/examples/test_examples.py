@@ -10,7 +10,8 @@ import pytest
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.types import StopReason, ToolCall
 from tests.support.engine.scripted import call, scripted_engine
-from tests.support.fleet.feeder import Feeder, running_worker, task
+from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.fleet.worker import running_worker, task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -29,10 +30,10 @@ def test_an_example_is_short(path):
     ],
 )
 async def test_the_loop_asks_once_more(replies, num_turns):
-    feeder = Feeder([task(loop="examples.02_own_loop:AskOnceMore")])
-    async with running_worker(feeder, {"sim://a": scripted_engine(*replies)}), asyncio.timeout(30):
-        await feeder.is_done.wait()
-    record = feeder.records["t/0"]
+    coordinator = FakeCoordinator([task(loop="examples.02_own_loop:AskOnceMore")])
+    async with running_worker(coordinator, {"sim://a": scripted_engine(*replies)}), asyncio.timeout(30):
+        await coordinator.is_done.wait()
+    record = coordinator.records["t/0"]
     assert record.stop_reason is StopReason.COMPLETED
     assert len(record.path.turns) == num_turns
     assert record.reward == (1.0 if "answer is" in replies[-1] else 0.0)

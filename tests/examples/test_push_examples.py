@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from agentloop.plugins import resolve
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.transfer.receiving import ReceivingFleet
 
 ROOT = Path(__file__).parents[2]

@@ -36,7 +36,7 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
-from tests.support.endpoint.front_door import FakeCoordinator
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 VOCAB_SIZE = 1000
 STOP_ID = 999

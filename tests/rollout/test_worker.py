@@ -27,21 +27,22 @@ from agentloop.types import (
 )
 from agentloop_tools.calculator import calculator
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids, scripted_engine, turns
-from tests.support.fleet.feeder import Feeder, running_worker, task
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.live_run import write_checkpoint
+from tests.support.fleet.worker import running_worker, task
 
 CALL = call("calculator", expression="2 + 3")
 ANSWER = "The answer is 5."
 
 
-async def records(feeder: Feeder, engines, timeout_s: float = 60, **config):
+async def records(feeder: FakeCoordinator, engines, timeout_s: float = 60, **config):
     async with running_worker(feeder, engines, **config), asyncio.timeout(timeout_s):
         await feeder.is_done.wait()
     return feeder.records
 
 
 async def one(rollout_task: RolloutTask, *replies: str, **config):
-    feeder = Feeder([rollout_task])
+    feeder = FakeCoordinator([rollout_task])
     return (await records(feeder, {"sim://a": scripted_engine(*replies)}, **config))[f"{rollout_task.task_id}/0"]
 
 
@@ -159,7 +160,7 @@ async def test_a_template_that_rewrites_history_forks_with_its_reason(tmp_path):
     with pytest.raises(TemplateNotPrefixStable):
         Renderer.from_directory(folder)
     forking = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
-    feeder = Feeder([task()])
+    feeder = FakeCoordinator([task()])
     engines = {"sim://a": scripted_engine("Let me see.\n" + CALL, ANSWER)}
     found = await records(feeder, engines, renderer=forking)
     first, second = found["t/0"].paths
@@ -176,7 +177,7 @@ async def test_a_template_that_rewrites_history_forks_with_its_reason(tmp_path):
 
 async def test_the_wall_clock_limit_ends_a_frozen_trajectory():
     engine = scripted_engine(ANSWER)
-    feeder = Feeder([task(limits=Limits(timeout_s=0.2))])
+    feeder = FakeCoordinator([task(limits=Limits(timeout_s=0.2))])
     async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(30):
         await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
         await feeder.is_done.wait()
@@ -196,7 +197,7 @@ async def test_the_wall_clock_limit_ends_a_frozen_trajectory():
     ],
 )
 async def test_an_invalid_task_is_a_record_and_disturbs_nobody(fields, named):
-    feeder = Feeder([task("bad", **fields), *(task(f"good{n}") for n in range(8))])
+    feeder = FakeCoordinator([task("bad", **fields), *(task(f"good{n}") for n in range(8))])
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
     assert found["bad/0"].stop_reason is StopReason.INVALID_TASK
     assert named in (found["bad/0"].error or "")
@@ -226,7 +227,7 @@ async def test_a_users_loop_by_import_path():
 
 
 async def test_a_raising_loop_fails_its_trajectory_only():
-    feeder = Feeder([task("bad", loop="tests.rollout.test_worker:Raising"), task("good")])
+    feeder = FakeCoordinator([task("bad", loop="tests.rollout.test_worker:Raising"), task("good")])
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
     assert found["bad/0"].stop_reason is StopReason.LOOP_FAILED
     assert "ValueError: the loop's own bug" in (found["bad/0"].error or "")
@@ -249,7 +250,7 @@ def broken_reward(task, messages):
 
 async def test_a_lost_replica_costs_a_retry_elsewhere():
     broken, healthy = scripted_engine(CALL, ANSWER), scripted_engine(CALL, ANSWER)
-    feeder = Feeder([task(f"t{n}") for n in range(10)], urls=["sim://a", "sim://b"])
+    feeder = FakeCoordinator([task(f"t{n}") for n in range(10)], urls=["sim://a", "sim://b"])
     async with running_worker(feeder, {"sim://a": broken, "sim://b": healthy}), asyncio.timeout(60):
         broken.kill("gone")
         feeder.dead.add("sim://a")
@@ -260,7 +261,7 @@ async def test_a_lost_replica_costs_a_retry_elsewhere():
 
 async def test_no_replica_left_is_a_failed_record():
     engine = scripted_engine(CALL, ANSWER)
-    feeder = Feeder([task()])
+    feeder = FakeCoordinator([task()])
     async with running_worker(feeder, {"sim://a": engine}, turn_attempts=2), asyncio.timeout(60):
         engine.kill("gone")
         await feeder.is_done.wait()
@@ -273,7 +274,7 @@ async def test_no_replica_left_is_a_failed_record():
 async def test_an_operators_abort_goes_on_as_the_same_turn():
     """pause(ABORT) cuts the turn; what was sampled stays and the turn goes on after the resume."""
     engine = scripted_engine(" ".join(["word"] * 400))
-    feeder = Feeder([task(tools=(), limits=Limits(max_tokens_per_turn=2000))])
+    feeder = FakeCoordinator([task(tools=(), limits=Limits(max_tokens_per_turn=2000))])
     async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(60):
         while engine.load().num_running == 0 and not feeder.is_done.is_set():
             await asyncio.sleep(0)
@@ -289,12 +290,12 @@ async def test_an_operators_abort_goes_on_as_the_same_turn():
 
 async def test_cancelled_trajectories_have_their_record():
     engine = scripted_engine(CALL, ANSWER)
-    feeder = Feeder([task(f"t{n}") for n in range(4)])
+    feeder = FakeCoordinator([task(f"t{n}") for n in range(4)])
     async with running_worker(feeder, {"sim://a": engine}) as worker, asyncio.timeout(60):
         await engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
         while worker.num_running + len(feeder.records) < 4:
             await asyncio.sleep(0.01)
-        feeder.cancel = ["t0/0", "t1/0"]
+        feeder.cancel_next = ["t0/0", "t1/0"]
         while "t0/0" not in feeder.records or "t1/0" not in feeder.records:
             await asyncio.sleep(0.01)
         await engine.resume()
@@ -305,8 +306,8 @@ async def test_cancelled_trajectories_have_their_record():
 
 
 async def test_a_record_is_offered_until_it_is_durable():
-    feeder = Feeder([task()])
-    feeder.finish_failures.extend([ServiceUnavailable("restarting"), ConnectionError("cut")])
+    feeder = FakeCoordinator([task()])
+    feeder.next_errors.extend([ServiceUnavailable("restarting"), ConnectionError("cut")])
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
     assert found["t/0"].reward == 1.0
 
@@ -331,7 +332,7 @@ class UpdatedAfterATurn(SimulatedEngine):
 async def stale(tmp_path, limit: StalenessLimit):
     """What becomes of a trajectory of two turns that an update meets between them."""
     engine = UpdatedAfterATurn(tmp_path, "Perhaps 4.", ANSWER)
-    feeder = Feeder([task(loop="tests.rollout.test_worker:AsksAgain")], staleness=limit)
+    feeder = FakeCoordinator([task(loop="tests.rollout.test_worker:AsksAgain")], staleness=limit)
     trajectory = (await records(feeder, {"sim://a": engine}))["t/0"]
     assert trajectory.max_staleness == limit.max_staleness
     return trajectory
@@ -371,7 +372,7 @@ async def test_within_its_limit_nothing_happens_to_it(tmp_path, on_stale):
 
 async def test_a_failed_trajectory_keeps_its_own_reason(tmp_path):
     limit = StalenessLimit(0, OnStale.FINISH)
-    feeder = Feeder([task("bad", loop="tests.rollout.test_worker:Raising")], staleness=limit)
+    feeder = FakeCoordinator([task("bad", loop="tests.rollout.test_worker:Raising")], staleness=limit)
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
     assert (found["bad/0"].stop_reason, found["bad/0"].is_complete) == (StopReason.LOOP_FAILED, False)
 
@@ -380,7 +381,7 @@ async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_pa
     """Its tokens so far are kept, and it is a turn cut by an abort."""
     engine = scripted_engine(" ".join(["word"] * 400))
     limits = Limits(max_tokens_per_turn=2000)
-    feeder = Feeder([task(tools=(), limits=limits)], staleness=StalenessLimit(0, OnStale.FINISH))
+    feeder = FakeCoordinator([task(tools=(), limits=limits)], staleness=StalenessLimit(0, OnStale.FINISH))
     async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(60):
         while engine.load().kv_used_tokens < 200:  # more than the prompt, less than the answer
             await asyncio.sleep(0)
@@ -396,7 +397,7 @@ async def test_a_turn_that_an_abort_cut_does_not_go_on_when_it_is_too_old(tmp_pa
     assert [turn.finish_reason for turn in trajectory.path.turns] == [FinishReason.ABORT]
 
 
-class Again(Feeder):
+class Again(FakeCoordinator):
     """Gives a dropped sample out again to the worker that dropped it, before that has the answer."""
 
     def __init__(self, tasks, **options):
@@ -434,7 +435,7 @@ async def test_a_dropped_sample_may_come_back_at_once(tmp_path):
 
 @pytest.mark.slow
 async def test_a_thousand_trajectories_in_one_worker():
-    feeder = Feeder([task(f"t{n}") for n in range(500)], num_samples=2)
+    feeder = FakeCoordinator([task(f"t{n}") for n in range(500)], num_samples=2)
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, capacity=1000)
     assert len(found) == 1000
     assert all(record.reward == 1.0 for record in found.values())

@@ -40,8 +40,9 @@ from agentloop_servers.cli.run import (
 )
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.records.samples import fill_store, make_group, make_task, make_trajectory
 
 runner = CliRunner()

@@ -22,8 +22,9 @@ from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 LIMITS = HttpLimits(max_body_bytes=200_000, max_direct_calls=2, body_timeout_s=1.0, coordinator_timeout_s=5.0)
 RULES = ModeRules()

@@ -22,8 +22,9 @@ from agentloop.types import KVPolicy
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.weight_transfer.trainer import TensorPusher, host_towards
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.transfer.receiving import FakeSender, ReceivingFleet
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.tensor([1, 2])}

@@ -16,8 +16,9 @@ from agentloop.errors import WeightUpdateFailed
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.servers.weight_transfer.training_rank import HANGS, MANY_PASSES, REFUSED, WORLD_SIZE, make_model
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.transfer.receiving import ReceivingFleet
 
 pytestmark = pytest.mark.slow

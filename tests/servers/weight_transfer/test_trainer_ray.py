@@ -16,8 +16,9 @@ from agentloop.client.client import RolloutClient
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from agentloop_servers.local import start_ray, stop_ray
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.transfer.receiving import ReceivingFleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -31,7 +31,7 @@ from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
 MODEL = "tiny"

@@ -16,8 +16,9 @@ from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.scripted import RENDERER, SPEC, scripted_engine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 MODEL = "tiny"
 

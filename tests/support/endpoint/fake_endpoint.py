@@ -25,8 +25,9 @@ from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http.auth import Keys, SessionKeys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
-from tests.support.endpoint.front_door import FakeCoordinator, serving
+from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.records.samples import make_trajectory
 
 MODEL = "examples/tiny_policy/v0"

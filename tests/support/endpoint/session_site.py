@@ -30,8 +30,8 @@ from agentloop.types import (
 )
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.endpoint.session_store import SessionStore
-from tests.support.endpoint.front_door import FakeCoordinator
 from tests.support.engine.scripted import RENDERER, ids
+from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.service import Inline
 from tests.support.records.turns import in_store
 

@@ -1,0 +1,261 @@
+"""A coordinator in memory, as its callers see it: clients, workers, sessions and trainers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from agentloop.api.coordinator import (
+    EncodedPage,
+    Orders,
+    ReplicaStatus,
+    ReplicaUpdate,
+    RolloutStatus,
+    ServiceStatus,
+    UpdateReport,
+    WorkerReport,
+)
+from agentloop.codec import encode
+from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded
+from agentloop.types import (
+    Assignment,
+    KVPolicy,
+    Lease,
+    Load,
+    PauseMode,
+    RolloutGroup,
+    RolloutTask,
+    StalenessLimit,
+    Trajectory,
+)
+from tests.support.records.samples import make_trajectory
+
+
+class FakeCoordinator:
+    """The coordinator's ports without a fleet.
+
+    Clients: every accepted sample is finished at once, unless `is_holding`; queue room is counted in groups.
+    Sessions: every lease is on a new replica. Workers: the samples of `tasks` are handed out, on `urls` in turn,
+    and `move` goes to the next one that is not in `dead`; `is_done` once `records` has all of them.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[RolloutTask] = (),
+        urls: Sequence[str] = ("sim://a",),
+        num_samples: int = 1,
+        staleness: StalenessLimit | None = None,
+    ) -> None:
+        self.groups: dict[str, dict[str, RolloutGroup]] = {}
+        self.finished: dict[str, list[Trajectory]] = {}
+        self.leases: dict[str, Lease] = {}
+        self.held: dict[str, Lease] = {}  # session or call -> the last lease it got
+        self.num_leased = 0
+        self.moved: list[tuple[str, Lease, bool]] = []
+        self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
+        self.submitted: list[tuple[str, int]] = []
+        self.paused: PauseMode | None = None
+        self.asleep: frozenset[MemoryTag] = frozenset()
+        self.sleep_levels: list[int] = []
+        self.weight_dtypes: list[str | None] = [None]  # one for each replica
+        self.replica_error: str | None = None
+        self.on_update: Callable[[WeightUpdate], Awaitable[None]] | None = None  # plays the engines
+        self.is_ready = True
+        self.is_holding = False
+        self.is_cancelled = False
+        self.num_queue_groups = 1_000_000
+        self.num_held = 0
+        self.next_errors: list[Exception] = []
+        self.update_error: AgentLoopError | None = None
+        self._changed = asyncio.Event()
+        self.urls = list(urls)
+        self.dead: set[str] = set()
+        self.records: dict[str, Trajectory] = {}  # that the worker handed in
+        self.cancel_next: list[str] = []
+        self.is_done = asyncio.Event()
+        self._waiting = deque(
+            Assignment(
+                f"{task.task_id}/{sample}",
+                task.task_id,
+                sample,
+                task,
+                self._lease_on(self.urls[(place + sample) % len(self.urls)]),
+                staleness=staleness,
+            )
+            for place, task in enumerate(tasks)
+            for sample in range(num_samples)
+        )
+        self._num_expected = len(self._waiting)
+
+    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+        self._raise_next()
+        self.submitted.append((rollout_id, len(groups)))
+        if len(groups) > self.num_queue_groups:
+            raise Overloaded("the queue is full")
+        given = {group.group_id: group for group in groups}
+        if rollout_id not in self.groups:
+            self.groups[rollout_id] = given
+            self.finished[rollout_id] = []
+            if not self.is_holding:
+                self.finished[rollout_id] += [record for group in groups for record in self._records(group)]
+        elif self.groups[rollout_id] != given:
+            raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
+        self._wake()
+        return self._status(rollout_id)
+
+    def finish_held(self, rollout_id: str) -> None:
+        """End everything that was held back."""
+        for group in self.groups[rollout_id].values():
+            self.finished[rollout_id] += self._records(group)
+        self._wake()
+
+    async def record(self, trajectory: Trajectory) -> None:
+        self._raise_next()
+        rollout_id = trajectory.rollout_id
+        place = (trajectory.group_id, trajectory.sample_index)
+        if self.groups.get(rollout_id):
+            raise Conflict(f"rollout {rollout_id} was submitted", param="rollout_id")
+        self.groups.setdefault(rollout_id, {})
+        records = self.finished.setdefault(rollout_id, [])
+        if place not in [(one.group_id, one.sample_index) for one in records]:
+            records.append(trajectory)
+            self._wake()
+
+    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> EncodedPage:
+        self._raise_next()
+        status = self._status(rollout_id)
+        if after >= len(self.finished[rollout_id]) and not status.is_done and wait_s > 0:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        found = tuple(self.finished[rollout_id][after : after + limit])
+        records = tuple(msgspec.Raw(encode(trajectory)) for trajectory in found)
+        return EncodedPage(records, after + len(found), self._status(rollout_id))
+
+    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        self._status(rollout_id)
+        self.is_cancelled = True
+        return self._status(rollout_id)
+
+    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+        self._raise_next()
+        held = self.held.get(session_id)
+        return held if held is not None and held.lease_id in self.leases else self._grant(session_id)
+
+    def _grant(self, session_id: str) -> Lease:
+        self.num_leased += 1
+        lease = Lease(f"lease-{self.num_leased}", f"replica-{self.num_leased}", f"url-{self.num_leased}")
+        self.leases[lease.lease_id] = self.held[session_id] = lease
+        return lease
+
+    async def take(self, report: WorkerReport, wait_s: float) -> Orders:
+        start = tuple(self._waiting.popleft() for _ in range(min(report.num_free, len(self._waiting))))
+        cancel, self.cancel_next = tuple(self.cancel_next), []
+        if not start and not cancel:
+            await asyncio.sleep(min(wait_s, 0.02))
+        return Orders(start, cancel)
+
+    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
+        self._raise_next()
+        key = f"{trajectory.group_id}/{trajectory.sample_index}"
+        assert key not in self.records, f"{key} finished twice"
+        self.records[key] = trajectory
+        if len(self.records) == self._num_expected:
+            self.is_done.set()
+
+    def _lease_on(self, url: str) -> Lease:
+        return Lease(f"lease on {url}", replica_id=url, url=url)
+
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
+        self._raise_next()
+        if lease.url in self.urls:  # an assignment's
+            others = [url for url in self.urls if url != lease.url and url not in self.dead]
+            if not others:
+                raise NoHealthyReplica("no other replica")
+            return self._lease_on(others[0])
+        if lease.lease_id not in self.leases:
+            raise NotFound(f"{assignment_id} has no such lease", param="assignment_id")
+        self.moved.append((assignment_id, lease, is_failed))
+        del self.leases[lease.lease_id]
+        return self._grant(assignment_id)
+
+    async def release(self, lease: Lease) -> None:
+        del self.leases[lease.lease_id]
+
+    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
+        self._raise_next()
+        if self.update_error is not None:
+            raise self.update_error
+        self.updates.append((update, kv_policy))
+        if self.on_update is not None:
+            await self.on_update(update)
+        replica = ReplicaUpdate("replica-1", 10.0, 20.0)
+        return UpdateReport(update.version, 0, kv_policy or KVPolicy.RECOMPUTE, (replica,), 40.0)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.paused = mode
+
+    async def resume(self) -> None:
+        self.paused = None
+
+    async def sleep(self, level: int) -> None:
+        self._raise_next()
+        self.sleep_levels.append(level)
+        self.asleep = ALL_MEMORY
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        self._raise_next()
+        self.asleep -= tags
+
+    async def status(self) -> ServiceStatus:
+        self._raise_next()
+        replicas = tuple(
+            ReplicaStatus(
+                f"replica-{index}",
+                "ready" if self.replica_error is None else "quarantined",
+                "simulated",
+                0,
+                Load(),
+                len(self.leases),
+                0.5,
+                weight_dtype=dtype,
+                error=self.replica_error,
+            )
+            for index, dtype in enumerate(self.weight_dtypes, 1)
+        )
+        rollouts = tuple(self._status(rollout_id) for rollout_id in self.groups)
+        is_paused = self.paused is not None
+        return ServiceStatus(
+            self.is_ready,
+            is_paused,
+            0,
+            replicas,
+            1,
+            rollouts,
+            (),
+            tuple(tag for tag in MemoryTag if tag in self.asleep),
+        )
+
+    def _records(self, group: RolloutGroup) -> list[Trajectory]:
+        return [make_trajectory(group.group_id, i, rollout_id=group.rollout_id) for i in range(group.num_samples)]
+
+    def _status(self, rollout_id: str) -> RolloutStatus:
+        if rollout_id not in self.groups:
+            raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
+        num_finished = len(self.finished[rollout_id])
+        num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values()) or num_finished
+        return RolloutStatus(rollout_id, num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _raise_next(self) -> None:
+        if self.next_errors:
+            raise self.next_errors.pop(0)

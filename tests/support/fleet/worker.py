@@ -1,0 +1,53 @@
+"""A worker at work, and tasks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+
+from agentloop.engine import Engine
+from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.renderer import Renderer
+from agentloop.rollout.toolbox import Toolbox, load_tools
+from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.types import Message, RolloutTask
+from agentloop_tools import SHIPPED_TOOLS
+from tests.support.engine.scripted import RENDERER, SPEC
+from tests.support.fleet.fake_coordinator import FakeCoordinator
+
+
+def task(task_id: str = "t", **fields: object) -> RolloutTask:
+    """A task for the calculator; `fields` override."""
+    given = {"messages": (Message("user", "What is 2 + 3?"),), "tools": ("calculator",), "reward": "exact_match"}
+    return RolloutTask(task_id=task_id, **{**given, "reference": "5", **fields})  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def running_worker(
+    coordinator: FakeCoordinator, engines: Mapping[str, Engine], renderer: Renderer = RENDERER, **config: object
+):
+    """A worker at work on what the coordinator hands out, over started engines by URL."""
+    for engine in engines.values():
+        await engine.start()
+    toolbox = Toolbox(load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS))
+    worker = Worker(
+        "w",
+        coordinator,
+        engines.__getitem__,
+        renderer,
+        get_parser("hermes"),
+        toolbox,
+        WorkerConfig(**{"poll_s": 0.05, "poll_gap_s": 0.001, **config}),  # type: ignore[arg-type]
+        max_context_tokens=SPEC.max_context_tokens,
+        vocab_size=RENDERER.vocab_size,
+    )
+    running = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        worker.close()
+        await running
+        await toolbox.close()
+        for engine in engines.values():
+            await engine.close()
