@@ -42,8 +42,8 @@ from agentloop.api import (
     check_body,
 )
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher
-from agentloop.client.rollout import Rollout
-from agentloop.client.session import AgentSession, follow
+from agentloop.client.rollout import Rollout, follow
+from agentloop.client.session import AgentSession
 from agentloop.client.transport import Retryable, Transport
 from agentloop.engine import MemoryTag, PushSource
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, NotFound

@@ -1,10 +1,11 @@
 """A submitted rollout as its caller holds it: tasks read from a file, every finished trajectory read exactly once.
 
-It owns the cursors. The connection is the client's; `Service` is what is asked of it.
+`Rollout` and `follow` own the cursors. The connection is the client's; `Service` is what is asked of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,15 +13,16 @@ from pathlib import Path
 from typing import Protocol
 
 from agentloop.api import Page, RolloutStatus, TaskBody, parse_body
-from agentloop.errors import InvalidRequest
+from agentloop.errors import InvalidRequest, NotFound
 from agentloop.types import RolloutTask, Trajectory
 
 _READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
 _TURN_WAIT_S = 0.5  # the same, while other parts wait for their turn
+_READ_GAP_S = 0.5  # between two reads that found nothing at once
 
 
 class Service(Protocol):
-    """The part of `RolloutClient` that a rollout uses."""
+    """The part of `RolloutClient` that a rollout and its readers use."""
 
     async def rollout_status(self, rollout_id: str) -> RolloutStatus:
         """One part's counts."""
@@ -119,6 +121,34 @@ def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
         num_queued=sum(status.num_queued for status in statuses),
         num_held=sum(status.num_held for status in statuses),
     )
+
+
+async def follow(
+    service: Service, rollout_id: str, *, after: int = 0, idle_s: float | None = None
+) -> AsyncIterator[Trajectory]:
+    """Every record of a rollout in commit order, also those still to come; ends after `idle_s` without a new one.
+
+    A rollout that nobody has recorded anything for is one without records. None: it does not end.
+    """
+    loop = asyncio.get_running_loop()
+    last_at = loop.time()
+    while True:
+        left_s = _READ_WAIT_S if idle_s is None else last_at + idle_s - loop.time()
+        wait_s = min(max(left_s, 0.0), _READ_WAIT_S)
+        try:
+            page = await service.read(rollout_id, after=after, wait_s=wait_s)
+        except NotFound:
+            page = None
+        if page is not None and page.trajectories:
+            after = page.cursor
+            for trajectory in page.trajectories:
+                yield trajectory
+            last_at = loop.time()
+        elif left_s <= 0:
+            return
+        else:
+            # Where all that was accepted has ended, the service does not wait.
+            await asyncio.sleep(min(_READ_GAP_S, left_s))
 
 
 def load_tasks(path: str | Path) -> list[RolloutTask]:

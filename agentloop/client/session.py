@@ -7,9 +7,8 @@ wherever the agent's own HTTP client takes them. Leaving the context finishes th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import openai
@@ -20,7 +19,6 @@ from agentloop.api import (
     FinishBody,
     NewSessionAnswer,
     NewSessionBody,
-    Page,
     RewardBody,
     SessionAnswer,
     check_body,
@@ -29,7 +27,7 @@ from agentloop.api import (
 from agentloop.checks import is_loopback
 from agentloop.client.transport import Transport
 from agentloop.codec import MSGPACK
-from agentloop.errors import AgentLoopError, InvalidRequest, NotFound
+from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.types import Trajectory
 
 A = TypeVar("A", bound=BaseModel)
@@ -38,8 +36,6 @@ SessionEnd: TypeAlias = Literal["completed", "deadline", "cancelled", "loop_fail
 
 MAX_ERROR_CHARS = 2000
 _LEAVE_TIMEOUT_S = 30.0  # for finishing behind an exception that is already on its way
-_READ_WAIT_S = 20.0
-_READ_GAP_S = 0.5  # between two reads that found nothing at once
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -167,41 +163,6 @@ class AgentSession:
         if self._place is None:
             raise InvalidRequest("use the session as a context manager: `async with client.session() as session`")
         return self._place
-
-
-class Records(Protocol):
-    """The part of `RolloutClient` that `follow` uses."""
-
-    async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
-        """Finished trajectories after a cursor."""
-
-
-async def follow(
-    service: Records, rollout_id: str, *, after: int = 0, idle_s: float | None = None
-) -> AsyncIterator[Trajectory]:
-    """Every record of a rollout in commit order, also those still to come; ends after `idle_s` without a new one.
-
-    A rollout that nobody has recorded anything for is one without records. None: it does not end.
-    """
-    loop = asyncio.get_running_loop()
-    last_at = loop.time()
-    while True:
-        left_s = _READ_WAIT_S if idle_s is None else last_at + idle_s - loop.time()
-        wait_s = min(max(left_s, 0.0), _READ_WAIT_S)
-        try:
-            page = await service.read(rollout_id, after=after, wait_s=wait_s)
-        except NotFound:
-            page = None
-        if page is not None and page.trajectories:
-            after = page.cursor
-            for trajectory in page.trajectories:
-                yield trajectory
-            last_at = loop.time()
-        elif left_s <= 0:
-            return
-        else:
-            # Where all that was accepted has ended, the service does not wait.
-            await asyncio.sleep(min(_READ_GAP_S, left_s))
 
 
 def describe(error: BaseException) -> str:
