@@ -291,15 +291,13 @@ class RolloutQueue:
             self._lose(sample, f"worker {worker_id} does not know of it")
         return tuple(sample.assignment_id for sample in lost)
 
-    def adopt(self, worker_id: str, running: Iterable[str]) -> tuple[str, ...]:
+    def adopt(self, worker_id: str, running: Iterable[str]) -> None:
         """Queued samples that a worker already runs become its own: after a restart of the coordinator, or when
-        a worker that was given up for lost is heard again. Returns their ids."""
-        queued = [self._live[name] for name in running if name in self._live]
-        adopted = [sample for sample in queued if sample.state is SampleState.QUEUED]
-        for sample in adopted:
-            sample.rollout.unqueue(sample)
-            self._run(sample, worker_id)
-        return tuple(sample.assignment_id for sample in adopted)
+        a worker that was given up for lost is heard again."""
+        for sample in [self._live[name] for name in running if name in self._live]:
+            if sample.state is SampleState.QUEUED:
+                sample.rollout.unqueue(sample)
+                self._run(sample, worker_id)
 
     def worker_lost(self, worker_id: str) -> tuple[str, ...]:
         """A worker is gone: what it ran is queued again, or owed a record. Returns the ids it ran."""

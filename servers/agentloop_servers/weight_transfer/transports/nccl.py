@@ -62,7 +62,6 @@ class _Config(ctypes.Structure):
 
 _COMM = ctypes.c_void_p
 _SIGNATURES: dict[str, list[type]] = {
-    "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
     "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
     "ncclCommInitRankConfig": [
         ctypes.POINTER(_COMM),
@@ -98,13 +97,6 @@ def _library() -> ctypes.CDLL:
     library.ncclGetErrorString.argtypes = [ctypes.c_int]
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library
-
-
-def version() -> int:
-    """Return NCCL's version as a number, 22809 for 2.28.9. Raises EngineError without NCCL."""
-    number = ctypes.c_int()
-    _check("version", _library().ncclGetVersion(ctypes.byref(number)))
-    return number.value
 
 
 def unique_id() -> bytes:
@@ -318,14 +310,29 @@ class _Group:
             raise
 
 
-class NcclSendTransport:
-    """The sending half; see `SendTransport`."""
+class _NcclTransport:
+    """Base of both halves: one rank of the group."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._group = _Group(device)
-        self._members: tuple[int, ...] = ()
         self._layout: Layout | None = None
+
+    def abort(self) -> None:
+        """Give the attempt up: what waits for the group raises TransportBroken."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.leave()
+
+
+class NcclSendTransport(_NcclTransport):
+    """The sending half; see `SendTransport`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._members: tuple[int, ...] = ()
         self._buffers: Sequence[Buffer] = ()
         self._sent: list[torch.cuda.Event] = []
 
@@ -358,24 +365,19 @@ class NcclSendTransport:
             self._group.wait(event)
         self._buffers = ()
 
-    def abort(self) -> None:
-        self._group.abort()
-
     def close(self) -> None:
-        self._group.leave()
+        super().close()
         self._buffers = ()
 
 
-class NcclReceiveTransport:
+class NcclReceiveTransport(_NcclTransport):
     """The receiving half; see `ReceiveTransport`.
 
     Buckets arrive in two buffers in turn, the next one while the last is consumed.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._group = _Group(device)
-        self._layout: Layout | None = None
+        super().__init__(device)
         self._buffers: list[torch.Tensor] = []
 
     def begin(self, peer: Peer, layout: Layout) -> None:
@@ -417,11 +419,8 @@ class NcclReceiveTransport:
     def finish(self) -> None:
         self._group.check()
 
-    def abort(self) -> None:
-        self._group.abort()
-
     def close(self) -> None:
-        self._group.leave()
+        super().close()
         self._buffers = []
 
 
