@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import msgspec
 
+from agentloop_servers.private_http import keep_alive
 from agentloop_servers.weight_transfer.transports.base import TransportBroken
 
 HELLO_TIMEOUT_S = 5.0
@@ -187,7 +188,8 @@ class Connection:
         self._is_known = authorize is None  # the token was proved
         self._hello_by = time.monotonic() + hello_timeout_s
         sock.settimeout(FRAME_TIMEOUT_S)
-        _watch_for_dead_hosts(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(sock)
         self._reader = threading.Thread(
             target=self._read, name=f"weights-connection-{self.connection_id}", daemon=True
         )
@@ -440,13 +442,3 @@ def _address_of_peer(sock: socket.socket) -> str:
     except OSError:  # it has gone already
         return "an unknown host"
     return f"{host}:{port}"
-
-
-def _watch_for_dead_hosts(sock: socket.socket) -> None:
-    """Let the kernel probe the peer's host: one that vanished is noticed in about 15 s."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)

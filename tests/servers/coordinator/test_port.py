@@ -17,7 +17,8 @@ from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer, calls_of
-from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER, PrivateServer
+from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
+from agentloop_servers.private_http.server import SECRET_HEADER, PrivateServer
 from tests.support.engine.engines import FakeEngine
 from tests.support.fleet.service import assignment_ids, record, report
 from tests.support.records.samples import make_group

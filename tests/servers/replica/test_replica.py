@@ -31,7 +31,8 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
-from agentloop_servers.private_http import EPOCH_HEADER, ORDER_HEADER, SECRET_HEADER
+from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
+from agentloop_servers.private_http.server import SECRET_HEADER
 from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import PauseOrder

@@ -18,7 +18,7 @@ from agentloop.engine import ALL_MEMORY, CommitReport, MemoryTag, PushSource, St
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, EngineLost
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
-from agentloop_servers.private_http import CommandKind, FencingGuard, FencingToken
+from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
 
 T = TypeVar("T")
 FOR_EVER_S = 1e6

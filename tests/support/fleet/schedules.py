@@ -39,7 +39,7 @@ from agentloop.simulation.policy import HashPolicy, LatencyModel
 from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
-from agentloop_servers.private_http import FencingToken
+from agentloop_servers.private_http.fencing import FencingToken
 from tests.support.fleet.faulty_link import Caller, FaultyLink, Network
 from tests.support.fleet.memory_store import MemoryStore
 from tests.support.fleet.pushes import Sender, Wire
