@@ -13,6 +13,7 @@ import dataclasses
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,11 +88,7 @@ class TrajectoryReader:
 
     def read(self, rollout_id: str, after: int, limit: int) -> list[tuple[int, Trajectory]]:
         """Return records as `TrajectoryStore.read`, decoded."""
-        rows = self._rows
-
-        def checked(seq: int, data: bytes, crc: int) -> Trajectory | None:
-            return rows.value("trajectories", Trajectory, seq, data, crc)
-
+        checked = partial(self._rows.value, "trajectories", Trajectory)
         return _read(self._db, rollout_id, after, limit, checked)
 
     def close(self) -> None:
@@ -183,10 +180,7 @@ class TrajectoryStore:
         A record is the bytes that were stored, their checksum good: pass them on, or `codec.decode(record,
         Trajectory)`. Corrupt rows are passed over, so an empty answer means that there is nothing more.
         """
-
-        def checked(seq: int, data: bytes, crc: int) -> bytes | None:
-            return self._rows.data("trajectories", seq, data, crc)
-
+        checked = partial(self._rows.data, "trajectories")
         return await self._writer.run(lambda db: _read(db, rollout_id, after, limit, checked))
 
     async def counts(self, rollout_id: str) -> tuple[int, int]:
