@@ -28,7 +28,7 @@ import structlog
 import torch
 from torch.distributed.tensor import DTensor
 
-from agentloop.aio import in_daemon_thread
+from agentloop.aio import in_daemon_thread, run_to_end
 from agentloop.api import UpdateReport
 from agentloop.checks import is_loopback
 from agentloop.client import NamedTensors, PushOptions, PushTarget
@@ -317,7 +317,7 @@ class TensorPusher:
             asking.cancel()
             if not sending.done():
                 sender.cancel("the update is over")
-            await _ended(sending, asking)
+            await run_to_end(_settled(sending, asking))
         failure = sending.exception()
         if asking.cancelled():  # nothing from the service: the sender failed by itself
             raise failure or WeightUpdateFailed("the service gave no answer")
@@ -394,26 +394,19 @@ async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
         threads.append(threading.current_thread())
         return function(*arguments)
 
-    outcome: asyncio.Future[T] = in_daemon_thread(work)
+    async def outcome() -> T:
+        result: T = await in_daemon_thread(work)
+        return result
+
     try:
-        await _ended(outcome)
+        return await run_to_end(outcome())
     finally:
         # It only lets go of what it held now; but a process group that is destroyed there while the interpreter
         # goes down aborts the process.
-        threads[0].join(_LET_GO_TIMEOUT_S)
-    return outcome.result()
+        for thread in threads:
+            thread.join(_LET_GO_TIMEOUT_S)
 
 
-async def _ended(*work: asyncio.Future[Any]) -> None:
-    """Wait until all is done, whatever it came to; a cancellation meanwhile is raised after that."""
-    cancelled: asyncio.CancelledError | None = None
-    while not all(one.done() for one in work):
-        try:
-            await asyncio.wait(work)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    for one in work:
-        if not one.cancelled():
-            one.exception()  # asyncio would complain of one that nobody looked at
-    if cancelled is not None:
-        raise cancelled
+async def _settled(*work: asyncio.Future[Any]) -> None:
+    """Wait until all is done, whatever it came to."""
+    await asyncio.gather(*work, return_exceptions=True)
