@@ -36,7 +36,7 @@ from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format import load_chat_format
-from agentloop_servers.config import ServiceConfig, model_facts, new_run_dir, run_secret
+from agentloop_servers.config import ServiceConfig, model_sizes, new_run_dir, run_secret
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
@@ -144,7 +144,7 @@ class AgentLoopWorkerDeployment:
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
-        facts, settings = model_facts(config), config.workers
+        facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
         clients = EngineClients(secret)
         self._closing.push_async_callback(clients.close)
@@ -304,7 +304,7 @@ def build_endpoint(
     router: ShardRouter,
 ) -> tuple[Sessions, Endpoint]:
     """The chat endpoint of one ingress process, and its sessions, not started."""
-    facts, settings = model_facts(config), config.endpoint
+    facts, settings = model_sizes(config), config.endpoint
     chat = load_chat_format(config.model_path(), config.chat)
     parts = SessionParts(
         renderer=chat.renderer,
@@ -357,7 +357,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     """The four deployments, bound. Raises InvalidRequest if the model is not there, or not what it must be."""
     config.model_path()
-    if config.engine.expert_parallel and not model_facts(config).has_experts:
+    if config.engine.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(
             f"expert_parallel needs a mixture of experts, and {config.model} is dense",
             param="engine.expert_parallel",
@@ -422,7 +422,7 @@ def tool_names(config: ServiceConfig) -> tuple[str, ...]:
 
 def build_engine(config: ServiceConfig) -> Engine:
     """The engine that a replica owns, not started."""
-    settings, facts = config.engine, model_facts(config)
+    settings, facts = config.engine, model_sizes(config)
     initial_version = config.model_version if settings.load_format == "auto" else None
     if settings.kind == "vllm":
         return VllmEngine(vllm_config(config))
@@ -460,7 +460,7 @@ def vllm_config(config: ServiceConfig) -> VllmConfig:
         initial_version=config.model_version if settings.load_format == "auto" else None,
         load_format=settings.load_format,
         dtype=settings.dtype,
-        max_model_len=model_facts(config).max_context_tokens,
+        max_model_len=model_sizes(config).max_context_tokens,
         max_num_seqs=settings.max_running,
         block_size=settings.block_size,
         device=settings.device,

@@ -219,7 +219,7 @@ class ServiceConfig(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelSizes:
     """Sizes of a model, by its config.json."""
 
     max_context_tokens: int
@@ -227,14 +227,15 @@ class ModelFacts:
     has_experts: bool = False
 
 
-def model_facts(config: ServiceConfig) -> ModelFacts:
+def model_sizes(config: ServiceConfig) -> ModelSizes:
     """Return what the model's config.json says of it. Raises InvalidRequest if it does not."""
     path = config.model_path() / "config.json"
     try:
         document = json.loads(path.read_text())
+        document |= document.get("text_config") or {}  # of models that also see or hear
         context = config.engine.max_context_tokens or int(document["max_position_embeddings"])
         has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
-        return ModelFacts(context, int(document["vocab_size"]), has_experts)
+        return ModelSizes(context, int(document["vocab_size"]), has_experts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequest(f"{path}: no usable model description ({error!r})", param="model") from error
 

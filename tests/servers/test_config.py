@@ -10,7 +10,7 @@ from ray import serve
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop_servers.app import application, engine_actor_options, initial_weights, mode_rules
-from agentloop_servers.config import Mode, ServiceConfig, model_facts
+from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.http.auth import Keys
 
 SERVERS = Path(__file__).parents[2] / "servers"
@@ -40,7 +40,15 @@ def test_a_shipped_config_builds_an_application(path, tmp_path):
     if path.stem == "moe":  # the repository has no such model
         config = config.model_copy(update={"model": a_model(tmp_path / "moe", num_experts=8)})
     assert isinstance(application(config, tmp_path), serve.Application)
-    assert model_facts(config).max_context_tokens == 1024
+    assert model_sizes(config).max_context_tokens == 1024
+
+
+def test_sizes_of_a_model_that_also_sees_are_those_of_its_text(tmp_path):
+    folder = tmp_path / "vision"
+    folder.mkdir()
+    text = {"max_position_embeddings": 2048, "vocab_size": 96, "num_experts": 4}
+    (folder / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": text}))
+    assert model_sizes(service(model=str(folder))) == ModelSizes(2048, 96, has_experts=True)
 
 
 def test_a_gpu_replica_takes_its_tensor_parallel_group():

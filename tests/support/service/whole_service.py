@@ -22,7 +22,7 @@ from agentloop_servers.app import (
     tool_names,
 )
 from agentloop_servers.chat_format import load_chat_format
-from agentloop_servers.config import ServiceConfig, model_facts
+from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
@@ -96,7 +96,7 @@ async def whole_site(
             await replica.start()
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))
         closing.push_async_callback(toolbox.close)
-        facts, chat = model_facts(config), load_chat_format(config.model_path(), config.chat)
+        facts, chat = model_sizes(config), load_chat_format(config.model_path(), config.chat)
         worker = Worker(
             "worker",
             client.workers,
