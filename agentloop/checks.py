@@ -60,7 +60,22 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"a prompt of {len(ids)} tokens leaves no room in a context of {info.max_context_tokens}",
             param="token_ids",
         )
+    _check_images(request, info)
     check_sampling(request.sampling, info.vocab_size, can_constrain=info.can_constrain, engine=info.name)
+
+
+def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
+    if not request.images:
+        return
+    if not info.takes_images:
+        raise UnsupportedParameter(f"the engine ({info.name}) takes no images", param="images")
+    known, end = {image.sha256 for image in request.image_data}, 0
+    for span in request.images:
+        if not end <= span.start < span.end <= len(request.token_ids):
+            raise InvalidRequest(f"an image at tokens [{span.start}, {span.end}) after {end}", param="images")
+        if span.sha256 not in known:
+            raise InvalidRequest(f"the image {span.sha256} did not come with the request", param="image_data")
+        end = span.end
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int, *, can_constrain: bool, engine: str) -> None:

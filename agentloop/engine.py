@@ -20,13 +20,22 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from agentloop.errors import InvalidRequest
-from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode, TopLogprobs, WeightVersionSpan
+from agentloop.images import Image, ImageTokens
+from agentloop.types import (
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    Load,
+    PauseMode,
+    TopLogprobs,
+    WeightVersionSpan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class EngineInfo:
     weight_dtype: str | None = None  # "bfloat16", ...: the type weights are computed in; None: it has none
     can_sleep: bool = False
     can_constrain: bool = False  # `SamplingParams.constraint` is honoured
+    takes_images: bool = False  # `GenerateRequest.images` are seen by the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +265,13 @@ class TokenEngine(Protocol):
     @property
     def is_usable(self) -> bool:
         """False while weights are dummy, discarded by a sleep(2), or of unknown state after a failed commit."""
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        """Return what the model reads for each image: the same for the same file, whatever stands beside it.
+
+        Works while paused. Raises UnsupportedParameter if the engine takes no images, InvalidRequest for one that
+        it cannot read.
+        """
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample to a stop. Waits out a pause.

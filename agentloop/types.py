@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from agentloop.images import Image, ImageRef, ImageSpan
+
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """For each sampled token the likeliest (id, logprob), best first."""
 
@@ -117,6 +119,8 @@ class GenerateRequest:
     timeout_s: float = 600.0
     trajectory_id: str | None = None
     kv_version: int | None = None
+    images: tuple[ImageSpan, ...] = ()  # the spans of `token_ids` that show images, in their order
+    image_data: tuple[Image, ...] = ()  # each image that they name, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str = ""  # what an assistant thought before `content`, without its marks
+    images: tuple[ImageRef, ...] = ()  # in the order they are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +320,7 @@ class RolloutTask:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    images: tuple[Image, ...] = ()  # those that `messages` show, each once
 
 
 class OnStale(StrEnum):
@@ -428,6 +434,7 @@ class TokenPath:
     reward: float | None = None  # of this path alone, where one was given: see `Trajectory.reward_of`
     token_rewards: FloatArray | None = None  # one for each response token, where they were given
     is_trainable: bool = True  # false: for the record only, whatever is in the mask
+    images: tuple[ImageSpan, ...] = ()  # offsets into prompt and response together
 
     @property
     def begins_conversation(self) -> bool:

@@ -23,6 +23,7 @@ MAY_IMPORT_ENGINES = {"agentloop_servers.engines.vllm", "agentloop_servers.weigh
 # Modules that any package may import; of each other only the earlier ones.
 COMMON = (
     "errors",
+    "images",
     "types",
     "score",
     "codec",
@@ -290,6 +291,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.coordinator.rollouts",
         "agentloop_servers.endpoint.open_calls_log",
         "agentloop_servers.endpoint.session_store",
+        "agentloop_servers.engines.vllm.images",
         "agentloop_servers.engines.vllm.requests",
         "agentloop_servers.engines.vllm.weights",
         "agentloop_servers.weight_transfer.staging",

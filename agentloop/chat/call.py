@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from agentloop.images import Image
 from agentloop.trajectory import Node
 from agentloop.types import JSON, Message, SamplingParams
 
@@ -47,6 +48,7 @@ class ChatCall:
     is_strict: bool = False  # history must be echoed exactly: call ids and outer whitespace too
     timeout_s: float = 600.0
     constraint_param: str = "constraint"
+    images: tuple[Image, ...] = ()  # all that `messages` show, each once
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def with_tool_names(
 
 def with_name(message: Message, name: str | None) -> Message:
     """Return a tool's answer with the tool's name. Not `replace`: it takes five times as long."""
-    return Message("tool", message.content, tool_call_id=message.tool_call_id, name=name)
+    return Message("tool", message.content, tool_call_id=message.tool_call_id, name=name, images=message.images)
 
 
 def sampling_params(

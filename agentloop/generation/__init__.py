@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
@@ -12,6 +13,8 @@ __all__ = [
     "AssignedLease",
     "CallDelta",
     "Connect",
+    "ImageAsker",
+    "ImagePlacer",
     "LeaseConfig",
     "LeasedEngine",
     "NewestVersion",

@@ -1,7 +1,7 @@
 """The way to an engine under a lease: retries, moves after a failure, and streams that go on from their ids.
 
-Ownership: every call of `TokenEngine.generate` and `stream` under a lease, and every retry of one. The policy, for
-whoever calls:
+Ownership: every call of `TokenEngine.generate`, `stream` and `image_tokens` under a lease, and every retry of
+one. The policy, for whoever calls:
 
 - an error that is `retryable`, or the DeadlineExceeded of one replica while the call itself has time left, is
   followed by another attempt after a random pause that grows up to 5 s; in the end the last error comes as it is;
@@ -30,6 +30,7 @@ import structlog
 from agentloop.checks import check_generation, check_piece
 from agentloop.engine import Delta, TokenEngine
 from agentloop.errors import AgentLoopError, DeadlineExceeded, EngineLost, EnginePaused, MalformedEngineResponse
+from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
 
@@ -88,6 +89,25 @@ class LeasedEngine:
         self._vocab_size = vocab_size
         self._max_attempts = max_attempts
         self._newest = newest
+
+    async def image_tokens(self, request: GenerateRequest, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        """Ask as `TokenEngine.image_tokens` does, before `request` is made: under the lease that it will have."""
+        call = _Call(request, SampledTokens(), None)
+
+        async def asked() -> tuple[ImageTokens, ...]:
+            while True:
+                call.num_asked += 1
+                lease = None
+                try:
+                    lease = await self._source.lease(request)
+                    return await self.connect(lease.url).image_tokens(images)
+                except AgentLoopError as error:
+                    await self._retry(call, lease, error)
+
+        try:
+            return await call.in_time(asked())
+        except TimeoutError as error:
+            raise call.late() from error
 
     async def generate(self, request: GenerateRequest, *, deadline_at: float | None = None) -> Generation:
         """Generate, as `TokenEngine.generate` does. Raises the last attempt's error, or DeadlineExceeded."""

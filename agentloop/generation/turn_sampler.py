@@ -27,6 +27,7 @@ from agentloop.generation.leased_engine import LeasedEngine, continued
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
 from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.images import Image, ImageSpan
 from agentloop.parsers import DecodedText
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.trajectory import Reply
@@ -60,6 +61,8 @@ class TurnRequest:
     trajectory_id: str | None = None
     keeps_kv: bool = False  # the trajectory goes on with the KV of the version it began under
     kv_version: int | None = None  # that version; None before its first token
+    images: tuple[ImageSpan, ...] = ()  # of `prompt_ids`
+    image_data: tuple[Image, ...] = ()  # all that they name
 
 
 async def sample_turn(
@@ -177,6 +180,8 @@ class _Turn:
             timeout_s=max(min(wanted.timeout_s, left_s), 0.001),
             trajectory_id=wanted.trajectory_id,
             kv_version=kv_version,
+            images=wanted.images,
+            image_data=wanted.image_data,
         )
         self._num_requests += 1
         return continued(whole, sampled.token_ids)

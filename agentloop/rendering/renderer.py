@@ -22,6 +22,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
+from agentloop.images import ImageRef, parts_of
 from agentloop.parsers import DecodedText
 from agentloop.rendering.template import (
     ChatTemplate,
@@ -111,6 +112,8 @@ class Renderer:
         except Exception as error:  # the Rust library raises bare Exception
             raise TemplateError(f"{path}: {error}") from error
         config = read_json(folder / "config.json")
+        if isinstance(text_config := config.get("text_config"), dict):  # of a model that also sees
+            config = text_config | config
         return cls(
             ChatTemplate.from_directory(folder),
             tokens,
@@ -230,7 +233,7 @@ class Renderer:
         is_sampled = role == "assistant"
         entry: dict[str, JSON] = {
             "role": role,
-            "content": self._masked(message.content, "messages", is_sampled=is_sampled),
+            "content": self._content(message, is_sampled=is_sampled),
         }
         if message.tool_calls:
             entry["tool_calls"] = [self._call_entry(call) for call in message.tool_calls]
@@ -241,6 +244,17 @@ class Renderer:
         if message.reasoning:
             entry["reasoning_content"] = self._masked(message.reasoning, "messages", is_sampled=True)
         return entry
+
+    def _content(self, message: Message, *, is_sampled: bool) -> JSON:
+        """A text, or the parts of a message with images, as templates of models that see them read it."""
+        if not message.images:
+            return self._masked(message.content, "messages", is_sampled=is_sampled)
+        return [
+            {"type": "image"}
+            if isinstance(part, ImageRef)
+            else {"type": "text", "text": self._masked(part, "messages", is_sampled=is_sampled)}
+            for part in parts_of(message.content, message.images)
+        ]
 
     def _call_entry(self, call: ToolCall) -> dict[str, JSON]:
         arguments = call.arguments if call.status is ToolCallStatus.OK else call.text

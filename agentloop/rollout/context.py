@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from structlog.contextvars import bind_contextvars
 
-from agentloop.generation import LeasedEngine, TurnReader, TurnRequest, sample_turn
+from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader, TurnRequest, sample_turn
+from agentloop.images import ImageSpan
 from agentloop.rendering import Renderer, off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
@@ -49,6 +50,7 @@ class LoopContext:
         seed: int | None,
         turn_timeout_s: float,
         guard: StalenessGuard | None = None,
+        placer: ImagePlacer | None = None,
     ) -> None:
         self.task = task
         self.trajectory_id = trajectory_id
@@ -62,6 +64,7 @@ class LoopContext:
         self._seed = seed
         self._turn_timeout_s = turn_timeout_s
         self._guard = guard
+        self._placer = ImagePlacer(takes_images=False) if placer is None else placer
         self._path = GrowingPath(task.messages)
         self._is_closed = True  # whether the last turn sampled its stop token
         self._kv_version: int | None = None  # the weight version at the trajectory's start
@@ -137,17 +140,17 @@ class LoopContext:
     async def _observe_pending(self, wanted: int | None) -> None:
         """Turn pending messages into ids of the path, unless the next turn would have no room."""
         if not self._path.is_started:
-            prompt = await self._off_loop(self._path.messages, self._render)
+            prompt, images = await self._placed(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
-            self._path.start(prompt)
+            self._path.start(prompt, images)
         elif self._renderer.is_prefix_stable:
-            bridge = await self._off_loop(self._path.pending, self._bridge)
+            bridge, images = await self._placed(self._path.pending, self._bridge)
             self._budget.tokens_for_turn(self._path.num_context_tokens + len(bridge), wanted)
-            self._path.add_observed(bridge)
+            self._path.add_observed(bridge, images)
         else:
-            prompt = await self._off_loop(self._path.messages, self._render)
+            prompt, images = await self._placed(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
-            self._path.extend_to(prompt, self._renderer.decode)
+            self._path.extend_to(prompt, self._renderer.decode, images)
 
     def _render(self) -> list[int]:
         return self._renderer.render(self._path.messages, self._definitions)
@@ -155,8 +158,14 @@ class LoopContext:
     def _bridge(self) -> list[int]:
         return self._renderer.bridge(self._path.pending, self._definitions, is_closed=self._is_closed)
 
-    async def _off_loop(self, messages: Sequence[Message], work: Callable[[], list[int]]) -> list[int]:
-        return await off_loop(sum(len(message.content) for message in messages), work)
+    async def _placed(
+        self, messages: Sequence[Message], work: Callable[[], list[int]]
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """Render messages, with their images' tokens in place."""
+        ids = await off_loop(sum(len(message.content) for message in messages), work)
+        known = {image.sha256: image for image in self.task.images}
+        asker = ImageAsker(known, self._engine, f"{self.trajectory_id}:{self._budget.num_turns}")
+        return await self._placer.place(ids, messages, asker)
 
     def _goes_on(self, sampled: SampledTokens) -> bool:
         """Tell whether a turn that an abort cut goes on: not in a trajectory that is too old."""
@@ -189,4 +198,6 @@ class LoopContext:
             trajectory_id=self.trajectory_id,
             keeps_kv=keeps_kv,
             kv_version=self._kv_version if keeps_kv else None,
+            images=self._path.context_images,
+            image_data=self.task.images if self._path.context_images else (),
         )

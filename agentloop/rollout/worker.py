@@ -18,7 +18,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_r
 
 from agentloop.api import WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest
-from agentloop.generation import AssignedLease, Connect, LeasedEngine, NewestVersion, TurnReader
+from agentloop.generation import AssignedLease, Connect, ImagePlacer, LeasedEngine, NewestVersion, TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
@@ -83,6 +83,7 @@ class _Shared:
     max_context_tokens: int
     vocab_size: int
     log: structlog.stdlib.BoundLogger
+    placer: ImagePlacer
     newest: NewestVersion = field(default_factory=NewestVersion)
     loops: dict[str, AgentLoop] = field(default_factory=dict)
     rewards: dict[str, RewardFunction] = field(default_factory=dict)
@@ -103,6 +104,7 @@ class Worker:
         *,
         max_context_tokens: int,
         vocab_size: int,
+        takes_images: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self._coordinator = coordinator
@@ -118,6 +120,7 @@ class Worker:
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
             log=self._log,
+            placer=ImagePlacer(takes_images=takes_images),
         )
         self._running: dict[str, _Running] = {}
         self._has_free = asyncio.Event()
@@ -355,6 +358,7 @@ class _Rollout:
             seed=None if task.seed is None else trajectory_seed(assignment),
             turn_timeout_s=shared.config.turn_timeout_s,
             guard=self._guard,
+            placer=shared.placer,
         )
 
     async def _driven(self, ctx: LoopContext) -> _Outcome:

@@ -24,7 +24,8 @@ from agentloop.errors import (
     TemplateNotPrefixStable,
     UnsupportedParameter,
 )
-from agentloop.generation import TurnReader
+from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader
+from agentloop.images import ImageFiles, ImageSpan, shifted_images
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer, off_loop
 from agentloop.trajectory import Match, Node, Split, TurnGraph
@@ -58,11 +59,16 @@ class SessionParts:
     limits: CallLimits = CallLimits()
     clock: Clock = field(default_factory=RealClock)
     unix_time: Callable[[], float] = time.time
+    placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
+    image_files: ImageFiles | None = None  # where images of calls are kept; None: nowhere
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A call's prompt: `ids` are the whole of it, `observed_ids` what it has more than the path of `parent_id`."""
+    """A call's prompt: `ids` are the whole of it, `observed_ids` what it has more than the path of `parent_id`.
+
+    `images` are spans of `ids`; images' own tokens are in all ids.
+    """
 
     ids: tuple[int, ...]
     parent_id: str | None
@@ -70,6 +76,12 @@ class Prompt:
     observed_ids: IntArray
     tools_key: bytes
     split: Split | None
+    images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def observed_images(self) -> tuple[ImageSpan, ...]:
+        """The images within `observed_ids`."""
+        return shifted_images(self.images, len(self.observed_ids) - len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,11 @@ class Question:
     reads_calls: bool
 
 
-async def make_question(chat: ChatCall, graph: TurnGraph, parts: SessionParts) -> Question:
-    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError."""
+async def make_question(
+    chat: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
+) -> Question:
+    """Match, render and check a call. Raises InvalidRequest and its kind, and TemplateError; where images are new,
+    also what the engine raises."""
     sampling, reads_calls = _sampling(chat, parts)
     if chat.prompt_ids is not None:
         prompt = _given_prompt(chat.prompt_ids, graph, parts)
@@ -91,7 +106,8 @@ async def make_question(chat: ChatCall, graph: TurnGraph, parts: SessionParts) -
             chat.messages,
             chat.tools,
             graph,
-            parts.renderer,
+            parts,
+            ImageAsker({image.sha256: image for image in chat.images}, engine, request_id),
             is_strict=chat.is_strict,
             keys=chat.keys,
             tools_key=chat.tools_key,
@@ -114,48 +130,59 @@ async def make_prompt(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, JSON]],
     graph: TurnGraph,
-    renderer: Renderer,
+    parts: SessionParts,
+    asker: ImageAsker,
     *,
     is_strict: bool = False,
     keys: Sequence[bytes] = (),
     tools_key: bytes | None = None,
 ) -> Prompt:
-    """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises InvalidRequest and
-    TemplateError."""
+    """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises as `make_question`."""
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
+    renderer = parts.renderer
     match = graph.match(messages, tools, is_strict=is_strict, keys=keys, tools_key=tools_key)
+    if match.parent is not None:
+        prompt = await _bridged(match.parent, match, tools, graph, parts, asker, len(messages))
+        if prompt is not None:
+            return prompt
+    written = await _rendered(messages, lambda: renderer.render(messages, tools))
+    ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
-        ids = await _rendered(messages, lambda: renderer.render(messages, tools))
-        return _root(ids, messages, match.tools_key, match.split)
-    prompt = await _bridged(match.parent, match, tools, graph, renderer)
-    if prompt is not None:
-        return prompt
-    ids = await _rendered(messages, lambda: renderer.render(messages, tools))
+        return _root(ids, images, messages, match.tools_key, match.split)
     parent_id = match.parent.node_id
     split = graph.mark_template_split(parent_id, ids, renderer.decode)
     if split is not None:
-        return _root(ids, messages, match.tools_key, split)
+        return _root(ids, images, messages, match.tools_key, split)
     num_known = len(graph.context_ids(parent_id))
     observed_ids = _array(ids[num_known:])
-    return Prompt(tuple(ids), parent_id, match.appended, observed_ids, match.tools_key, match.split)
+    return Prompt(tuple(ids), parent_id, match.appended, observed_ids, match.tools_key, match.split, images)
 
 
 async def _bridged(
-    parent: Node, match: Match, tools: Sequence[Mapping[str, JSON]], graph: TurnGraph, renderer: Renderer
+    parent: Node,
+    match: Match,
+    tools: Sequence[Mapping[str, JSON]],
+    graph: TurnGraph,
+    parts: SessionParts,
+    asker: ImageAsker,
+    num_messages: int,
 ) -> Prompt | None:
     """Make the prompt of the parent's ids and what is new; None if this template cannot append it."""
-    appended = match.appended
+    appended, renderer = match.appended, parts.renderer
     if not renderer.is_prefix_stable or not appended or appended[0].role == "assistant":
         return None
     try:
-        bridge = await _rendered(
+        written = await _rendered(
             appended, lambda: renderer.bridge(appended, tools, is_closed=parent.reply.is_closed)
         )
     except TemplateNotPrefixStable:
         return None
-    ids = (*graph.context_ids(parent.node_id), *bridge)
-    return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split)
+    bridge, images = await parts.placer.place(written, appended, asker, first_index=num_messages - len(appended))
+    known = graph.context_ids(parent.node_id)
+    images = (*graph.context_images(parent.node_id), *shifted_images(images, len(known)))
+    ids = (*known, *bridge)
+    return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split, images)
 
 
 def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionParts) -> Prompt:
@@ -166,11 +193,19 @@ def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionP
         raise InvalidRequest(f"token id {bad} is outside [0, {parts.vocab_size})", param="prompt")
     parent, new_ids, split = graph.match_ids(prompt_ids, decode=parts.renderer.decode)
     parent_id = None if parent is None else parent.node_id
+    if parent is not None and graph.context_images(parent.node_id):
+        raise UnsupportedParameter("a raw prompt cannot go on from a conversation with images", param="prompt")
     return Prompt(prompt_ids, parent_id, (), _array(new_ids), b"", split)
 
 
-def _root(ids: Sequence[int], messages: Sequence[Message], tools_key: bytes, split: Split | None) -> Prompt:
-    return Prompt(tuple(ids), None, tuple(messages), _array(ids), tools_key, split)
+def _root(
+    ids: Sequence[int],
+    images: tuple[ImageSpan, ...],
+    messages: Sequence[Message],
+    tools_key: bytes,
+    split: Split | None,
+) -> Prompt:
+    return Prompt(tuple(ids), None, tuple(messages), _array(ids), tools_key, split, images)
 
 
 def _array(ids: Sequence[int]) -> IntArray:

@@ -33,7 +33,7 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.generation import LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
+from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
 from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
@@ -150,7 +150,8 @@ class Session:
 
     async def preview(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> Prompt:
         """Return the prompt that these messages would make, and how it extends the session. Changes nothing."""
-        return await make_prompt(messages, tools, self._graph, self._parts.renderer)
+        asker = ImageAsker({}, self._engine, "preview")
+        return await make_prompt(messages, tools, self._graph, self._parts, asker)
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
         """Decide what the call is, without an await."""
@@ -326,7 +327,8 @@ class Session:
 
     async def _drive(self, live: LiveCall, turn_index: int) -> None:
         async with live.interruptible():
-            question = await make_question(live.chat, self._graph, self._parts)
+            question = await make_question(live.chat, self._graph, self._parts, self._engine, live.call_id)
+            await self._keep_images(live.chat)
             self._check_tokens(live, question.prompt)
             if live.lost is not None:
                 raise live.lost  # given up in the moment its prompt was made: it leaves no trace
@@ -339,6 +341,12 @@ class Session:
                 live.generate_s = self._parts.clock.now() - started
         live.is_settling = True
         await run_to_end(self._commit(live, question.prompt, replies))
+
+    async def _keep_images(self, chat: ChatCall) -> None:
+        """Have the call's images on disk before any record names them."""
+        if self._parts.image_files is not None and chat.images:
+            keeping = self._parts.image_files.keep(chat.images)
+            await write(keeping, self.session_id, self._parts.limits.journal_timeout_s)
 
     def _check_tokens(self, live: LiveCall, prompt: Prompt) -> None:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
@@ -378,6 +386,8 @@ class Session:
             trajectory_id=self.session_id,
             keeps_kv=keeps_kv,
             kv_version=self._first_version if keeps_kv else None,
+            images=question.prompt.images,
+            image_data=chat.images,
         )
 
     async def _sample_choice(self, live: LiveCall, wanted: TurnRequest) -> Reply:
@@ -404,6 +414,7 @@ class Session:
                 reply=reply,
                 tools_key=prompt.tools_key,
                 split=prompt.split,
+                images=prompt.observed_images,
             )
             for choice_index, reply in enumerate(replies)
         )

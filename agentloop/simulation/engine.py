@@ -13,7 +13,7 @@ request up to a bound, after which other tasks run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.checks import check_request, room_tokens
@@ -31,7 +31,16 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
-from agentloop.errors import Conflict, EngineError, EngineLost, EngineUnusable, InvalidRequest, InvariantBroken
+from agentloop.errors import (
+    Conflict,
+    EngineError,
+    EngineLost,
+    EngineUnusable,
+    InvalidRequest,
+    InvariantBroken,
+    UnsupportedParameter,
+)
+from agentloop.images import Image, ImageTokens
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 from agentloop.simulation.policy import (
     Faults,
@@ -150,6 +159,9 @@ class SimulatedEngine:
         self._events.close()
         if self._task is not None:
             self._task.cancel()
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        raise UnsupportedParameter("the engine (simulated) takes no images", param="images")
 
     async def generate(self, request: GenerateRequest) -> Generation:
         live = self._submit(request, is_streamed=False)

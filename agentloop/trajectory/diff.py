@@ -16,6 +16,7 @@ _CHARS_BEFORE, _CHARS_AFTER = 24, 48
 _MAX_SHOWN_CHARS = 96  # of one side, quotes and escapes included
 _MAX_ROLE_CHARS = 12
 _BLOCK_CHARS = 4096
+_SHOWN_HASH_CHARS = 8
 _TOKENS_BEFORE, _TOKENS_AFTER = 6, 12
 
 
@@ -57,9 +58,9 @@ def _text(message: Message | None, is_strict: bool) -> str:
     content = message.content if is_strict else message.content.strip()
     if is_strict and message.tool_call_id is not None:
         content = f"[{message.tool_call_id}] {content}"
-    return " ".join(
-        [*([content] if content else []), *(_call_text(call, is_strict) for call in message.tool_calls)]
-    )
+    images = (f"[image {image.sha256[:_SHOWN_HASH_CHARS]}]" for image in message.images)
+    calls = (_call_text(call, is_strict) for call in message.tool_calls)
+    return " ".join([*images, *([content] if content else []), *calls])
 
 
 def _call_text(call: ToolCall, is_strict: bool) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentloop.errors import InvariantBroken
+from agentloop.images import ImageSpan, shifted_images
 from agentloop.trajectory.diff import Decode, token_difference
 from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.trajectory.token_paths import Tail, masked, token_paths
@@ -31,6 +32,7 @@ class _OpenTurn:
     observed_ids: list[int]
     split: Split | None = None
     reply: Reply | None = None
+    images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
 
 
 class GrowingPath:
@@ -41,6 +43,7 @@ class GrowingPath:
         self._messages = list(messages)
         self._pending: list[Message] = []  # observed, not yet tokens
         self._context_ids: list[int] = []
+        self._context_images: tuple[ImageSpan, ...] = ()
         self._turn: _OpenTurn | None = None
         self._oldest_version: int | None = None
         self._is_masked: list[Callable[[int], bool]] = []
@@ -79,6 +82,11 @@ class GrowingPath:
         return str(num_turns - 1) if num_turns else None
 
     @property
+    def context_images(self) -> tuple[ImageSpan, ...]:
+        """The present path's images; offsets are into `context_ids`."""
+        return self._context_images
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest weight version that anything was sampled under."""
         return self._oldest_version
@@ -88,39 +96,47 @@ class GrowingPath:
         self._messages += messages
         self._pending += messages
 
-    def start(self, prompt_ids: Sequence[int]) -> None:
-        """Begin with the whole conversation so far as the first prompt. Raises InvariantBroken if there is one."""
+    def start(self, prompt_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
+        """Begin with the whole conversation so far as the first prompt. Raises InvariantBroken if there is one.
+
+        Here and below, `images` are spans of the ids that come with them.
+        """
         if self._turn is not None:
             raise InvariantBroken("a trajectory starts once; use extend_to")
-        self._begin_root(prompt_ids, None)
+        self._begin_root(prompt_ids, images, None)
 
-    def add_observed(self, token_ids: Sequence[int]) -> None:
+    def add_observed(self, token_ids: Sequence[int], images: tuple[ImageSpan, ...] = ()) -> None:
         """Append tokens that the policy did not sample; they are those of the pending messages."""
         turn = self._current()
         if turn.reply is None:  # the prompt before has no turn: it goes on
             turn.observed += tuple(self._pending)
+            turn.images += shifted_images(images, len(turn.observed_ids))
             turn.observed_ids += token_ids
         else:
-            self._turn = _OpenTurn(self._end_node(turn), tuple(self._pending), list(token_ids))
+            node_id = self._end_node(turn)
+            self._turn = _OpenTurn(node_id, tuple(self._pending), list(token_ids), images=images)
+        self._context_images += shifted_images(images, len(self._context_ids))
         self._context_ids += token_ids
         self._pending.clear()
 
-    def extend_to(self, prompt_ids: Sequence[int], decode: Decode | None = None) -> None:
+    def extend_to(
+        self, prompt_ids: Sequence[int], decode: Decode | None = None, images: tuple[ImageSpan, ...] = ()
+    ) -> None:
         """Make `prompt_ids` the next prompt: extend the path if it begins with it, else fork at a new root.
 
         `decode` makes the split's detail readable. Tokens observed since the last turn are in no path after a fork.
         """
         turn, num_context = self._current(), len(self._context_ids)
         if list(prompt_ids[:num_context]) == self._context_ids:
-            self.add_observed(prompt_ids[num_context:])
+            self.add_observed(prompt_ids[num_context:], shifted_images(images, -num_context))
             return
         parent_id = turn.parent_id if turn.reply is None else self._end_node(turn)
         if parent_id is None:  # no turn was sampled from the prompt before: it is replaced
-            self._begin_root(prompt_ids, turn.split)
+            self._begin_root(prompt_ids, images, turn.split)
             return
         there, came = np.array(self._context_ids, np.int32), np.array(prompt_ids, np.int32)
         detail = token_difference(there, came, decode)
-        self._begin_root(prompt_ids, Split(SplitReason.TEMPLATE, parent_id, detail))
+        self._begin_root(prompt_ids, images, Split(SplitReason.TEMPLATE, parent_id, detail))
 
     def add_turn(self, reply: Reply) -> None:
         """Append a sampled turn: its tokens and its message. Raises InvariantBroken if they are not aligned."""
@@ -156,9 +172,9 @@ class GrowingPath:
             raise InvariantBroken("nothing was rendered yet")
         return self._turn
 
-    def _begin_root(self, prompt_ids: Sequence[int], split: Split | None) -> None:
-        self._context_ids = list(prompt_ids)
-        self._turn = _OpenTurn(None, tuple(self._messages), list(prompt_ids), split)
+    def _begin_root(self, prompt_ids: Sequence[int], images: tuple[ImageSpan, ...], split: Split | None) -> None:
+        self._context_ids, self._context_images = list(prompt_ids), images
+        self._turn = _OpenTurn(None, tuple(self._messages), list(prompt_ids), split, images=images)
         self._pending.clear()
 
     def _end_node(self, turn: _OpenTurn) -> str:
@@ -168,7 +184,17 @@ class GrowingPath:
         node_id = self._next_id
         observed_ids = np.array(turn.observed_ids, np.int32)
         self._graph.add(
-            Node(node_id, node_id, 0, turn.parent_id, turn.observed, observed_ids, turn.reply, split=turn.split)
+            Node(
+                node_id,
+                node_id,
+                0,
+                turn.parent_id,
+                turn.observed,
+                observed_ids,
+                turn.reply,
+                split=turn.split,
+                images=turn.images,
+            )
         )
         return node_id
 
@@ -184,4 +210,4 @@ class GrowingPath:
         own = () if turn.reply is None else (turn.reply.message,)
         messages = (*turn.observed, *own, *self._pending)
         observed_ids = np.array(turn.observed_ids, np.int32)
-        return Tail(turn.parent_id, messages, observed_ids, turn.reply, turn.split, self._next_id)
+        return Tail(turn.parent_id, messages, observed_ids, turn.reply, turn.split, self._next_id, turn.images)

@@ -57,10 +57,11 @@ def message_key(message: Message, *, is_strict: bool = False) -> bytes:
     name = None if role == "tool" else message.name
     call_id = message.tool_call_id if is_strict else None
     text = message.content if is_strict else message.content.strip()
-    if not message.tool_calls and name is None and call_id is None and role in _ROLES:
+    if not message.tool_calls and name is None and call_id is None and not message.images and role in _ROLES:
         head = role
     else:
-        head = canonical_json([role, name, [_call(call, is_strict) for call in message.tool_calls], call_id])
+        parts = [role, name, [_call(call, is_strict) for call in message.tool_calls], call_id]
+        head = canonical_json([*parts, _images(message, text)] if message.images else parts)
     # The head has no line end, so that no text can be read as part of it.
     return blake2b(f"{head}\n{text}".encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
 
@@ -70,6 +71,12 @@ def tools_key(tools: Sequence[Mapping[str, JSON]]) -> bytes:
     if not tools:
         return b""
     return blake2b(canonical_json(list(tools)).encode(), digest_size=_KEY_BYTES).digest()
+
+
+def _images(message: Message, text: str) -> list[JSON]:
+    """Return the images, each with its place in `text`: the message's content, or that without its outer spaces."""
+    start = 0 if text == message.content else len(message.content) - len(message.content.lstrip())
+    return [[image.sha256, min(max(image.at - start, 0), len(text))] for image in message.images]
 
 
 def _call(call: ToolCall, is_strict: bool) -> list[JSON]:

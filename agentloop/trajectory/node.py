@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from agentloop.images import ImageSpan
 from agentloop.types import (
     JSON,
     FinishReason,
@@ -81,6 +82,7 @@ class Node:
     reply: Reply
     tools_key: bytes = b""  # a digest of the tool definitions
     split: Split | None = None
+    images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
 
 
 class ModelCallState(StrEnum):
@@ -106,7 +108,8 @@ class CallRecord:
 def message_chars(message: Message) -> int:
     """Return the characters of a message, with a share for each object that it is made of."""
     texts = (message.content, message.reasoning, message.tool_call_id or "", message.name or "")
-    return _OBJECT_CHARS + sum(map(len, texts)) + sum(map(_call_chars, message.tool_calls))
+    num_objects = 1 + 2 * len(message.images)  # an image's reference, and its hash
+    return num_objects * _OBJECT_CHARS + sum(map(len, texts)) + sum(map(_call_chars, message.tool_calls))
 
 
 def json_chars(value: JSON) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from agentloop.images import ImageSpan, shifted_images
 from agentloop.trajectory.diff import message_difference
 from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.trajectory.turn_graph import TurnGraph
@@ -41,6 +42,7 @@ class Tail:
     reply: Reply | None
     split: Split | None = None
     turn_id: str = ""  # of the reply
+    images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,20 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         num_shared=num_shared_ids,
         split_detail=None if split is None else split.detail,
         messages=_messages(line),
+        images=_images(line),
     )
+
+
+def _images(line: _Line) -> tuple[ImageSpan, ...]:
+    images = [node.images for node in line.nodes] + ([] if line.tail is None else [line.tail.images])
+    if not any(images):
+        return ()
+    found: list[ImageSpan] = []
+    num_ids = 0
+    for spans, (_, observed_ids, reply) in zip(images, line.turns, strict=True):
+        found += shifted_images(spans, num_ids)
+        num_ids += len(observed_ids) + (0 if reply is None else len(reply.token_ids))
+    return tuple(found)
 
 
 def _messages(line: _Line) -> tuple[Message, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentloop.errors import InvalidRequest, InvariantBroken
+from agentloop.images import ImageSpan, shifted_images
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
 from agentloop.trajectory.history_match import HistoryIndex, ToolSets, Walk, disambiguate, opening_of
 from agentloop.trajectory.message_key import tools_key as key_of_tools
@@ -92,6 +93,15 @@ class TurnGraph:
     def context_ids(self, node_id: str) -> tuple[int, ...]:
         """Return the whole path up to the node's reply: what the next prompt begins with. Raises KeyError."""
         return tuple(path_ids(self._nodes, node_id).tolist())
+
+    def context_images(self, node_id: str) -> tuple[ImageSpan, ...]:
+        """Return the images of the path up to there; offsets are into `context_ids`. Raises KeyError."""
+        spans: list[ImageSpan] = []
+        num_ids = 0
+        for node in self.path_of(node_id):
+            spans += shifted_images(node.images, num_ids)
+            num_ids += len(node.observed_ids) + len(node.reply.token_ids)
+        return tuple(spans)
 
     def add(self, node: Node) -> None:
         """Add a turn. Raises InvariantBroken: an unknown parent, an id twice, arrays that do not align."""

@@ -8,7 +8,7 @@ carries a fencing token: one that arrives late, or twice, is refused over there 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import DeadlineExceeded, EngineLost, InvariantBroken, from_wire
+from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.private_http import NO_HEADERS, NumberedCommands, PrivateHttp
 from agentloop_servers.replica.protocol import (
@@ -89,6 +90,9 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Nothing to free: the session belongs to EngineClients, the engine to its replica."""
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        return await self._control("/image_tokens", ControlAnswer[tuple[ImageTokens, ...]], tuple(images))
 
     async def generate(self, request: GenerateRequest) -> Generation:
         body = await self._call("/generate", encode(request), request.timeout_s + GRACE_S)

@@ -23,6 +23,7 @@ from agentloop.api import ReplicaPort, ReplicaRegistration
 from agentloop.codec import decode
 from agentloop.engine import Engine, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost
+from agentloop.images import Image
 from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
 from agentloop_servers.replica.protocol import (
@@ -69,6 +70,7 @@ class DataPlaneServer(PrivateServer):
             "/health": _ControlCall(engine.check_health),
             "/abort": _ControlCall(engine.abort, str),
             "/offer": _ControlCall(engine.offer),
+            "/image_tokens": _ControlCall(engine.image_tokens, tuple[Image, ...]),
             "/stage": _ControlCall(engine.stage, WeightUpdate, CommandKind.STAGE),
             "/pause": _ControlCall(pause, PauseOrder, CommandKind.FREEZE),
             "/resume": _ControlCall(engine.resume, None, CommandKind.FREEZE),

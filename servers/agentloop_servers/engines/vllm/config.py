@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from agentloop.images import MAX_IMAGES
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
@@ -58,6 +61,15 @@ class VllmConfig:
     def can_constrain(self) -> bool:
         """True if all that vLLM needs to constrain is there: the model's tokenizer, and xgrammar."""
         return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
+
+    @property
+    def has_vision(self) -> bool:
+        """True if the model's configuration names a part that reads images."""
+        path = Path(self.model) / "config.json"
+        try:
+            return "vision_config" in json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False  # vLLM says what is wrong with it
 
     @property
     def num_workers(self) -> int:
@@ -114,6 +126,11 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics
         "enable_log_requests": False,
     }
+    if config.has_vision:
+        arguments |= {
+            "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
+            "mm_processor_cache_gb": 0,  # `images.py` has its own, and says why
+        }
     if config.can_sleep:
         arguments["enable_sleep_mode"] = True
     if config.lora_rank is not None:

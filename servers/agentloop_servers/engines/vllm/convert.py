@@ -130,10 +130,17 @@ def _json_tag(schema: str) -> str:
     )
 
 
-def tokens_prompt(request: GenerateRequest, kv_version: int | None) -> Any:
-    """Return a rendered prompt, which vLLM takes without a detour over a thread; its salt is the KV version."""
+def tokens_prompt(request: GenerateRequest, kv_version: int | None, shown: Any = None) -> Any:
+    """Return a rendered prompt, which vLLM takes without a detour over a thread; its salt is the KV version.
+
+    `shown` is the prompt of a request with images. What the vision part made of them is cached by their names, so
+    these have the version too.
+    """
     from vllm.inputs import tokens_input
 
+    if shown is not None:
+        names = {kind: [f"{name}@{kv_version}" for name in names] for kind, names in shown["mm_hashes"].items()}
+        return {**shown, "mm_hashes": names, "cache_salt": str(kv_version)}
     return tokens_input(list(request.token_ids), cache_salt=str(kv_version))
 
 

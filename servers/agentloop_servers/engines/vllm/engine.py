@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentloop.checks import check_request, room_tokens
@@ -36,10 +37,12 @@ from agentloop.errors import (
     InvalidRequest,
     WeightUpdateFailed,
 )
+from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.images import VllmImages
 from agentloop_servers.engines.vllm.process import VllmProcess, vllm_call
 from agentloop_servers.engines.vllm.requests import Call, Calls
 from agentloop_servers.engines.vllm.weights import VllmWeights
@@ -53,6 +56,7 @@ class VllmEngine:
         self._info: EngineInfo | None = None
         self._process = VllmProcess(config)
         self._weights = VllmWeights(config, self._process)
+        self._images: VllmImages | None = None
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
         self._calls = Calls(self._process, self._lifecycle)
 
@@ -91,7 +95,8 @@ class VllmEngine:
         except BaseException:
             await self.close()
             raise
-        self._info = self._process.describe()
+        self._images = VllmImages(self._process.llm)
+        self._info = replace(self._process.describe(), takes_images=self._images.takes_images)
         self._lifecycle.started(self._config.initial_version)
 
     async def close(self) -> None:
@@ -107,6 +112,12 @@ class VllmEngine:
             await self._process.llm.check_health()
 
     # --- requests -----------------------------------------------------------------------------------------
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        self._lifecycle.require_alive()
+        if self._images is None:
+            raise EngineLost("the engine is not started")
+        return await self._images.tokens(images)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         with self._registered(request) as call:
@@ -162,11 +173,14 @@ class VllmEngine:
 
         Closing or cancelling this aborts the request in vLLM.
         """
+        shown = None if self._images is None else await self._images.prompt(call.request)
         while await self._calls.pass_gate(call):
             # Nothing is awaited from here until vLLM has registered the request, so an abort cannot miss it.
             call.is_admitted, call.is_recalled = True, False
             try:
-                async with contextlib.aclosing(self._admitted(call.request, is_streamed=is_streamed)) as outputs:
+                async with contextlib.aclosing(
+                    self._admitted(call.request, shown, is_streamed=is_streamed)
+                ) as outputs:
                     async for output in outputs:
                         if call.verdict is not None:
                             raise call.verdict
@@ -179,7 +193,8 @@ class VllmEngine:
                 raise (call.verdict or values.translate(error)) from error
             call.is_admitted = False
 
-    def _admitted(self, request: GenerateRequest, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+    def _admitted(self, request: GenerateRequest, shown: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+        """Hand a request on; `shown` is its prompt, if it has images."""
         kv_version = self._lifecycle.kv_version(request.kv_version, self._lifecycle.require_usable())
         params = values.sampling_params(
             request.sampling,
@@ -187,7 +202,7 @@ class VllmEngine:
             is_streamed=is_streamed,
             eos_token_id=self._process.eos_token_id,
         )
-        prompt = values.tokens_prompt(request, kv_version)
+        prompt = values.tokens_prompt(request, kv_version, shown)
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
             prompt, params, request.request_id, lora_request=self._weights.lora_request
         )

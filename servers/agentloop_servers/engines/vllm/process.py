@@ -246,6 +246,8 @@ class VllmProcess:
         """Drop all KV, that of frozen requests too: they are prefilled again. Raises EngineError."""
         if not await self.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not clear its prefix cache")
+        if self._config.has_vision:
+            await self.llm.reset_encoder_cache()
         self.feed.clear()
 
     @property

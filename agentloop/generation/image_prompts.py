@@ -1,0 +1,78 @@
+"""Prompts that show images: from the ids that a template writes to those that the model reads.
+
+Ownership: one `ImagePlacer` a process. All replicas serve one model, so what an engine said of an image holds for
+all of them; it is remembered by the image's hash.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.images import MAX_IMAGES, Image, ImageSpan, ImageTokens, expanded
+from agentloop.types import GenerateRequest, IntArray, Message, SamplingParams
+
+_MAX_REMEMBERED_TOKENS = 4 << 20
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAsker:
+    """The images that a call or a task brought, and the engine that is asked for their tokens."""
+
+    images: Mapping[str, Image]  # by their hash
+    engine: LeasedEngine
+    request_id: str  # of the generation to come
+
+
+class ImagePlacer:
+    """The tokens of images, as engines told them. Lives on one event loop."""
+
+    def __init__(self, *, takes_images: bool) -> None:
+        """`takes_images`: the model sees them. If not, every image is refused."""
+        self.takes_images = takes_images
+        self._known: OrderedDict[str, tuple[int, IntArray]] = OrderedDict()  # placeholder, tokens
+        self._num_tokens = 0
+
+    async def place(
+        self, ids: Sequence[int], messages: Sequence[Message], asker: ImageAsker, *, first_index: int = 0
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """Return ids rendered from `messages` with the tokens of their images in place, and where each image is.
+
+        `first_index` is the place of the first message in the conversation, for errors to name. Raises
+        UnsupportedParameter or InvalidRequest naming the message of an image that cannot be shown, and
+        TemplateError if the template does not show them.
+        """
+        placed = []
+        for index, message in enumerate(messages, start=first_index):
+            for ref in message.images:
+                try:
+                    placed.append((ref.sha256, await self._tokens(ref.sha256, ids, asker)))
+                except InvalidRequest as error:
+                    raise type(error)(error.message, param=f"messages.{index}.content") from error
+        if len(placed) > MAX_IMAGES:
+            raise InvalidRequest(f"more than {MAX_IMAGES} images", param="messages")
+        return expanded(ids, placed) if placed else (list(ids), ())
+
+    async def _tokens(self, name: str, ids: Sequence[int], asker: ImageAsker) -> ImageTokens:
+        if (found := self._known.get(name)) is not None:
+            self._known.move_to_end(name)
+            return ImageTokens(found[0], tuple(found[1].tolist()))
+        if not self.takes_images:
+            raise UnsupportedParameter("this service's model takes no images")
+        if name not in asker.images:
+            raise InvalidRequest(f"the image {name} is named, and did not come")
+        request = GenerateRequest(asker.request_id, tuple(ids), SamplingParams(max_tokens=1), timeout_s=_TIMEOUT_S)
+        (tokens,) = await asker.engine.image_tokens(request, (asker.images[name],))
+        if name not in self._known:
+            self._known[name] = tokens.placeholder, np.array(tokens.token_ids, np.int32)
+            self._num_tokens += len(tokens.token_ids)
+        while self._num_tokens > _MAX_REMEMBERED_TOKENS:
+            _, (_, forgotten) = self._known.popitem(last=False)
+            self._num_tokens -= len(forgotten)
+        return tokens

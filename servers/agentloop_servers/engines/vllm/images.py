@@ -1,0 +1,136 @@
+"""Images for vLLM: each is processed by itself, by the model's own processor, and stands where our spans say.
+
+vLLM's own way looks for placeholders in the prompt and puts images' tokens there. A policy can sample one,
+and would so move every later image; and an id that it sampled must not become others. Here the processor sees a
+placeholder alone: what it makes of that are the tokens of the image, wherever it stands. Requests come with those
+tokens in place, and are checked against them.
+
+vLLM's caches of processed images are off. They mirror one another in two processes, in the order in which requests
+enter; requests wait here at a gate, and may be aborted before they enter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.images import Image, ImageTokens
+from agentloop.types import GenerateRequest
+from agentloop_servers.engines.vllm.convert import one_line
+
+MAX_PROCESSED_BYTES = 1 << 30
+"""What processed images may take up: pixels as the model reads them, some 20 bytes for one of the file's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Processed:
+    tokens: ImageTokens
+    model_input: Any  # vLLM's MultiModalKwargsItem
+    places: Any  # vLLM's PlaceholderRange, within the tokens
+    num_bytes: int
+
+
+class VllmImages:
+    """The processed images of one engine, the last ones used. Lives on one event loop."""
+
+    def __init__(self, llm: Any) -> None:
+        """`llm` is a started AsyncLLM."""
+        self._llm = llm
+        self._placeholder = _placeholder_of(llm)
+        self._processed: OrderedDict[str, _Processed] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model has a placeholder of one token for an image."""
+        return self._placeholder is not None
+
+    async def tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        """Return what the model reads for each image. Raises UnsupportedParameter and InvalidRequest."""
+        return tuple([(await self._process(image)).tokens for image in images])
+
+    async def prompt(self, request: GenerateRequest) -> Any:
+        """Return vLLM's prompt with the request's images; None for a request without any.
+
+        Raises InvalidRequest if the tokens of a span are not those of its image.
+        """
+        if not request.images:
+            return None
+        from vllm.inputs import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        data = {image.sha256: image for image in request.image_data}
+        processed = {name: await self._process(image) for name, image in data.items()}
+        shown = [processed[span.sha256] for span in request.images]
+        for span, one in zip(request.images, shown, strict=True):
+            if request.token_ids[span.start : span.end] != one.tokens.token_ids:
+                raise InvalidRequest(
+                    f"tokens [{span.start}, {span.end}) are not those of the image {span.sha256}", param="images"
+                )
+        places = [
+            replace(one.places, offset=span.start + one.places.offset)
+            for span, one in zip(request.images, shown, strict=True)
+        ]
+        return mm_input(
+            list(request.token_ids),
+            MultiModalKwargsItems({"image": [one.model_input for one in shown]}),
+            {"image": [span.sha256 for span in request.images]},
+            {"image": places},
+        )
+
+    async def _process(self, image: Image) -> _Processed:
+        if self._placeholder is None:
+            raise UnsupportedParameter("this model takes no images", param="images")
+        if (found := self._processed.get(image.sha256)) is not None:
+            self._processed.move_to_end(image.sha256)
+            return found
+        try:
+            made = await self._make(image, self._placeholder)
+        except InvalidRequest:
+            raise
+        except Exception as error:  # Pillow, transformers and vLLM each have their own ways to refuse a picture
+            raise InvalidRequest(
+                f"the image cannot be shown to the model: {one_line(error)}", param="images"
+            ) from error
+        if image.sha256 not in self._processed:
+            self._processed[image.sha256] = made
+            self._num_bytes += made.num_bytes
+        while self._num_bytes > MAX_PROCESSED_BYTES:
+            _, dropped = self._processed.popitem(last=False)
+            self._num_bytes -= dropped.num_bytes
+        return made
+
+    async def _make(self, image: Image, placeholder: int) -> _Processed:
+        from vllm.inputs import TokensPrompt
+        from vllm.multimodal.cache.base import MultiModalCache
+        from vllm.multimodal.media.image import ImageMediaIO
+
+        picture = await asyncio.to_thread(ImageMediaIO().load_bytes, image.data)
+        alone = TokensPrompt(
+            prompt_token_ids=[placeholder],
+            multi_modal_data={"image": [picture]},
+            multi_modal_uuids={"image": [image.sha256]},
+        )
+        (made,) = await self._llm.renderer.render_cmpl_async([alone], skip_mm_cache=True)
+        ((places,), (model_input,)) = made["mm_placeholders"]["image"], made["mm_kwargs"]["image"]
+        max_embeds = self._llm.input_processor.mm_encoder_cache_size
+        if places.get_num_embeds() > max_embeds:
+            raise InvalidRequest(f"an image of more than {max_embeds} tokens, which is all that is held at a time")
+        tokens = ImageTokens(placeholder, tuple(made["prompt_token_ids"]))
+        return _Processed(tokens, model_input, places, MultiModalCache.get_item_size(model_input))
+
+
+def _placeholder_of(llm: Any) -> int | None:
+    """Return the token that a chat template writes for an image; None if there is no such one."""
+    if not llm.model_config.supports_multimodal_inputs or llm.renderer.tokenizer is None:
+        return None
+    processor = llm.renderer.get_mm_processor()
+    if not processor.info.allowed_mm_limits.get("image"):
+        return None
+    text = processor.dummy_inputs.get_dummy_text({"image": 1})
+    ids = llm.renderer.tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None
