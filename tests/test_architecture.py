@@ -292,6 +292,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.endpoint.open_calls_log",
         "agentloop_servers.endpoint.session_store",
         "agentloop_servers.engines.vllm.images",
+        "agentloop_servers.http.docs_page",
         "agentloop_servers.engines.vllm.requests",
         "agentloop_servers.engines.vllm.weights",
         "agentloop_servers.weight_transfer.staging",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentloop.chat import anthropic, openai, openai_completions, responses
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.body_cache import BodyCache
-from agentloop.chat.call import CallKey, ChatCall, ChatResult, ToolChoice
+from agentloop.chat.call import CallKey, ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from agentloop.chat.responses_bodies import ResponsesBody
@@ -15,6 +15,7 @@ __all__ = [
     "CallKey",
     "ChatBody",
     "ChatCall",
+    "ChatModel",
     "ChatResult",
     "CompletionBody",
     "CountTokensBody",

@@ -16,6 +16,7 @@ import orjson
 from agentloop.chat.anthropic_bodies import (
     ContentBlock,
     CountTokensBody,
+    CustomTool,
     HistoryTurn,
     MessagesBody,
     RedactedBlock,
@@ -25,7 +26,7 @@ from agentloop.chat.anthropic_bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Block,
     BlockDelta,
@@ -41,13 +42,12 @@ from agentloop.chat.dialect import (
     function_definition,
     joined_text,
     read_call,
-    sampling_params,
     schema_constraint,
     with_tool_names,
 )
+from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
 from agentloop.generation import TurnFinish, TurnPiece, finish_of
-from agentloop.parsers import Parser
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MALFORMED_KEY: Final = "malformed_tool_call"
@@ -77,7 +77,17 @@ _ERROR_TYPES = {
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def chat_call(body: MessagesBody, parser: Parser, timeout_s: float) -> ChatCall:
+class ThreadsUnsupported(UnsupportedParameter):
+    """Conversations are not kept under an id: the whole history comes with every request.
+
+    With this code in the details of the error Anthropic's clients go on without a thread. Were the field ignored,
+    they would send only what is new with the next request.
+    """
+
+    code = "thread_unsupported_request"
+
+
+def chat_call(body: MessagesBody, model: ChatModel) -> ChatCall:
     """Return the call that a body asks for.
 
     Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
@@ -93,10 +103,8 @@ def chat_call(body: MessagesBody, parser: Parser, timeout_s: float) -> ChatCall:
     constraint_param = "output_config.format" if schema is not None else "output_format"
     schema = schema if schema is not None else body.output_format
     wanted = schema_constraint(schema.schema_) if schema is not None else None
-    sampling = sampling_params(
-        body.temperature, body.top_p, body.top_k, body.seed, body.min_tokens, body.max_tokens
-    )
-    constraint = answer_constraint(wanted, parser, tools, choice, is_parallel=is_parallel)
+    sampling = sampling_params(body, body.max_tokens, model.vocab_size)
+    constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
     return ChatCall(
         messages=messages,
         sampling=replace(sampling, constraint=constraint),
@@ -106,10 +114,18 @@ def chat_call(body: MessagesBody, parser: Parser, timeout_s: float) -> ChatCall:
         is_parallel=is_parallel,
         max_tokens=body.max_tokens,
         stop=tuple(dict.fromkeys(body.stop_sequences)),
+        template_kwargs=template_arguments(body, model),
         is_strict=body.strict_history is True,
-        timeout_s=timeout_s,
+        timeout_s=model.timeout_s,
         constraint_param=constraint_param,
     )
+
+
+def template_arguments(body: CountTokensBody, model: ChatModel) -> dict[str, JSON]:
+    """Return the arguments of the chat template that a body asks for."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    is_thinking = body.thinking.is_thinking if body.thinking is not None else None
+    return template_kwargs(body, model.template_arguments, effort, is_thinking=is_thinking)
 
 
 def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[str, JSON], ...]]:
@@ -117,9 +133,16 @@ def prompt(body: CountTokensBody) -> tuple[tuple[Message, ...], tuple[Mapping[st
     edits = (body.context_management.edits if body.context_management is not None else None) or []
     if any(not edit.type.startswith("clear_thinking") for edit in edits):
         raise UnsupportedParameter("history is not edited here", param="context_management")
-    if body.mcp_servers:
-        raise UnsupportedParameter("`mcp_servers` is not supported", param="mcp_servers")
-    tools = tuple(function_definition(tool.name, tool.description, tool.input_schema) for tool in body.tools or [])
+    for name, value in (("mcp_servers", body.mcp_servers), ("compaction", body.compaction)):
+        if value:
+            raise UnsupportedParameter(f"`{name}` is not supported", param=name)
+    if body.thread is not None:
+        raise ThreadsUnsupported("`thread` is not supported: send the whole history as `messages`", param="thread")
+    tools = tuple(
+        function_definition(tool.name, tool.description, tool.input_schema)
+        for tool in body.tools or []
+        if isinstance(tool, CustomTool)
+    )
     check_tool_names(tools)
     if body.messages[-1].role == "assistant":
         raise UnsupportedParameter("a reply that is begun already cannot be continued", param="messages")
@@ -260,7 +283,9 @@ def error_body(error: AgentLoopError, request_id: str | None) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.http_status)
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "api_error"
-    envelope = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    envelope: dict[str, JSON] = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    if isinstance(error, ThreadsUnsupported):
+        envelope["details"] = {"error_code": error.code, "unsupported": [error.param]}
     return {"type": "error", "error": envelope, "request_id": request_id}
 
 

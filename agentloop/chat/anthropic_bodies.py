@@ -11,26 +11,23 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, Json
-from agentloop.chat.dialect import refuse_types, type_tag
+from agentloop.api import Body, Json
+from agentloop.chat.dialect import is_hosted_search, refuse_hosted, refuse_types, type_tag
 from agentloop.chat.openai_bodies import (
     MAX_CHAT_TOOLS,
-    MAX_DESCRIPTION_CHARS,
     MAX_MODEL_CHARS,
     MAX_PARTS,
     CallId,
-    ChatSeed,
-    ChatTemperature,
-    ChatTopK,
-    ChatTopP,
+    Description,
     Echo,
-    NamesSession,
+    HostedSearch,
     ShortText,
     Stop,
     Text,
     ToolName,
     by_shape,
 )
+from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody
 from agentloop.chat.schemas import Schema
 
 MAX_TURNS = 8192
@@ -110,14 +107,23 @@ class CustomTool(Body):
 
     type: Literal["custom"] | None = None
     name: ToolName
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     input_schema: Annotated[dict[str, JsonValue], Schema]
     strict: bool | None = None
     cache_control: Json | None = None
     eager_input_streaming: bool | None = None
     input_examples: Json | None = None
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = Field(default=None, max_length=1)
+    defer_loading: bool | None = None
+    allowed_callers: Json | None = None
+
+
+def _tool_tag(value: Any) -> str:
+    return "~search" if is_hosted_search((type_tag(value) or "~")[1:]) else "~custom"
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[CustomTool, Tag("~custom")] | Annotated[HostedSearch, Tag("~search")], Discriminator(_tool_tag)
+]
 
 
 class ToolChoiceBody(Body):
@@ -136,9 +142,9 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """Wishes about the answer."""
+    """Wishes about the answer. `effort` is an argument of the chat template where that reads one."""
 
-    effort: ShortText | None = None  # ignored: a wish, not a promise
+    effort: Effort | None = None
     format: OutputFormat | None = None
 
 
@@ -154,34 +160,51 @@ class ContextManagement(Echo):
     edits: list[ContextEdit] | None = Field(default=None, max_length=64)
 
 
-class CountTokensBody(Body):
+class ThinkingConfig(Echo):
+    """The wish to think, or not to: an argument of the chat template where that reads one."""
+
+    type: ShortText
+
+    @property
+    def is_thinking(self) -> bool:
+        """False where no thought is wanted."""
+        return self.type != "disabled"
+
+
+class CountTokensBody(TemplateBody):
     """The body of `POST /v1/messages/count_tokens`, and the part of `MessagesBody` that makes the prompt."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     messages: list[HistoryTurn] = Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)
     system: TextContent | None = None
-    tools: list[CustomTool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     tool_choice: ToolChoiceBody | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of `output_config.format`
 
-    # Ignored: they concern the service that Anthropic runs, or wish for what a policy does as it was trained to.
-    thinking: Json | None = None
+    thinking: ThinkingConfig | None = None
+
+    # Ignored: they concern the service that Anthropic runs.
     cache_control: Json | None = None
     speed: ShortText | None = None
     user_profile_id: ShortText | None = None
     workspace_id: ShortText | None = None
     betas: Json | None = None
+    billing_policy: Json | None = None
+    fallbacks: Json | None = None
+    fallback_credit_token: Json | None = None
 
     # Refused by name, unless they ask for nothing.
+    compaction: Json | None = None
     context_management: ContextManagement | None = None
     mcp_servers: Json | None = None
+    thread: Json | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_supported(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            refuse_types(value.get("tools"), ("custom",), "tools")
+            refuse_hosted(value.get("tools"), ("custom",), "tools")
             refuse_types(value.get("system"), ("text",), "system")
             turns = value.get("messages")
             for index, turn in enumerate(turns if isinstance(turns, list) else ()):
@@ -189,15 +212,11 @@ class CountTokensBody(Body):
         return value
 
 
-class MessagesBody(CountTokensBody, NamesSession):
+class MessagesBody(CountTokensBody, SampledBody):
     """The body of `POST /v1/messages`."""
 
-    max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
+    max_tokens: MaxTokens
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)] = Field(default_factory=list)
-    stream: bool | None = None
-    temperature: ChatTemperature | None = None
-    top_p: ChatTopP | None = None
-    top_k: ChatTopK | None = None
 
     # Ignored, as above.
     metadata: Json | None = None
@@ -208,11 +227,7 @@ class MessagesBody(CountTokensBody, NamesSession):
     # Refused by name.
     container: Json | None = None
 
-    # Beyond Anthropic.
-    return_token_ids: bool | None = None
-    strict_history: bool | None = None
-    seed: ChatSeed | None = None
-    min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
+    strict_history: bool | None = None  # beyond Anthropic
 
 
 def _refuse_blocks(turn: Any, param: str) -> None:

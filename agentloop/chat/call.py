@@ -7,10 +7,11 @@ A dialect (`openai.py`, `anthropic.py`, ...) turns its body into a `ChatCall` an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentloop.images import Image
+from agentloop.parsers import Parser
 from agentloop.trajectory import Node
 from agentloop.types import JSON, Message, SamplingParams
 
@@ -29,6 +30,7 @@ class ChatCall:
 
     `sampling.max_tokens` is ignored: `max_tokens` counts, or what the context holds if it is None. The session adds
     the renderer's stop tokens and the constraint of `tool_choice`; a response format's is in `sampling` already.
+    `template_kwargs` has only what the model's template reads.
     `constraint_param` is the field of the client's request that it comes from, for errors to name.
     `sampling.seed` is that of choice 0, and seed + i that of choice i.
     """
@@ -45,6 +47,7 @@ class ChatCall:
     num_choices: int = 1
     stop: tuple[str, ...] = ()  # stop strings; the reply's content ends before the first that occurs
     prompt_ids: tuple[int, ...] | None = None  # of a raw completion
+    template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
     is_strict: bool = False  # history must be echoed exactly: call ids and outer whitespace too
     timeout_s: float = 600.0
     constraint_param: str = "constraint"
@@ -52,8 +55,18 @@ class ChatCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatModel:
+    """The model that calls are made of, as far as a dialect must know it."""
+
+    parser: Parser
+    vocab_size: int
+    template_arguments: frozenset[str] = frozenset()  # the names that its chat template reads
+    timeout_s: float = 600.0  # of a call that names no shorter one
+
+
+@dataclass(frozen=True, slots=True)
 class CallKey:
-    """The identity of a call, by which a repeat is recognised: a retry has a count above 0 and the same body."""
+    """The identity of a call, by which a repeat is recognised: a retry has a count above 0 and the same digest."""
 
     digest: bytes
     retry_count: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import orjson
 
@@ -23,13 +23,15 @@ from agentloop.types import (
     Constraint,
     ConstraintKind,
     Message,
-    SamplingParams,
     ToolCall,
     ToolCallStatus,
 )
 
 Answer: TypeAlias = dict[str, Any]
 """A part of an answer, for `orjson`."""
+
+HOSTED_SEARCH: Final = "web_search"
+"""The beginning of the types of OpenAI's and Anthropic's own search tools."""
 
 # --- requests ---------------------------------------------------------------------------------------------
 
@@ -43,9 +45,36 @@ def type_tag(value: Any) -> str | None:
 def refuse_types(values: Any, known: Collection[str], param: str) -> None:
     """Raises UnsupportedParameter if one of a list of unchecked objects has a `type` that is not known."""
     for index, value in enumerate(values if isinstance(values, list) else ()):
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in known:
-            raise UnsupportedParameter(f"the type {kind[:64]!r} is not supported", param=f"{param}.{index}.type")
+        refuse_type(value, known, f"{param}.{index}.type")
+
+
+def refuse_type(value: Any, known: Collection[str], param: str) -> None:
+    """Raises UnsupportedParameter if an unchecked object has a `type` that is not known."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in known:
+        raise UnsupportedParameter(f"the type {kind[:64]!r} is not supported", param=param)
+
+
+def refuse_hosted(values: Any, known: Collection[str], param: str) -> None:
+    """Raises UnsupportedParameter for tools that the provider of an API runs itself, but for a search of the web.
+
+    A search that nobody runs is a tool that is never called, so it is left out of the prompt, unless it is all that
+    there is: then the call is for it.
+    """
+    tools = values if isinstance(values, list) else []
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    is_search = [is_hosted_search(kind) for kind in kinds]
+    for index, kind in enumerate(kinds):
+        if isinstance(kind, str) and kind not in known and not (is_search[index] and not all(is_search)):
+            raise UnsupportedParameter(
+                f"the type {kind[:64]!r} is not supported: nobody runs tools here but the client",
+                param=f"{param}.{index}.type",
+            )
+
+
+def is_hosted_search(kind: Any) -> bool:
+    """Tell whether a tool's type is that of a provider's search of the web, of whatever date."""
+    return isinstance(kind, str) and kind.startswith(HOSTED_SEARCH)
 
 
 def read_call(call_id: str, name: str, arguments: str) -> ToolCall:
@@ -120,27 +149,6 @@ def with_tool_names(
 def with_name(message: Message, name: str | None) -> Message:
     """Return a tool's answer with the tool's name. Not `replace`: it takes five times as long."""
     return Message("tool", message.content, tool_call_id=message.tool_call_id, name=name, images=message.images)
-
-
-def sampling_params(
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-    min_tokens: int | None,
-    max_tokens: int | None,
-) -> SamplingParams:
-    """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest."""
-    if max_tokens is not None and (min_tokens or 0) > max_tokens:
-        raise InvalidRequest("min_tokens is above the maximum", param="min_tokens")
-    return SamplingParams(
-        max_tokens=1 if max_tokens is None else max_tokens,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=top_p or 1.0,
-        top_k=1 if top_p == 0 else max(top_k or 0, 0),
-        min_tokens=min_tokens or 0,
-        seed=seed,
-    )
 
 
 def answer_constraint(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
-from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Answer,
     answer_constraint,
@@ -22,7 +22,6 @@ from agentloop.chat.dialect import (
     function_definition,
     joined_text,
     read_call,
-    sampling_params,
     schema_constraint,
     session_extra,
     versions_of,
@@ -30,10 +29,9 @@ from agentloop.chat.dialect import (
 )
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
-from agentloop.checks import MAX_CHAT_SEED
+from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest
-from agentloop.generation import TurnPiece, arguments_text, finish_of
-from agentloop.parsers import Parser
+from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
 
@@ -74,18 +72,18 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
     return ChatRequest(body, messages, cached_tools)
 
 
-def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: float) -> ChatCall:
+def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
     """The call that is asked for. Raises InvalidRequest for what does not fit together."""
     body = request.body
     tools, choice, forced = _tools(body, request.tools.definitions)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     is_parallel = body.parallel_tool_calls is not False
-    constraint = answer_constraint(_wanted(body), parser, tools, choice, is_parallel=is_parallel)
+    constraint = answer_constraint(_wanted(body), model.parser, tools, choice, is_parallel=is_parallel)
     return ChatCall(
         messages=_conversation(request.messages),
         keys=tuple(message.key for message in request.messages),
         tools_key=request.tools.key if tools is request.tools.definitions else None,
-        sampling=sampling_of(body, max_tokens, vocab_size, body.top_logprobs or 0, constraint),
+        sampling=sampling_of(body, max_tokens, model.vocab_size, body.top_logprobs or 0, constraint),
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,
@@ -93,8 +91,9 @@ def to_call(request: ChatRequest, parser: Parser, vocab_size: int, timeout_s: fl
         max_tokens=max_tokens,
         num_choices=body.n or 1,
         stop=stops_of(body),
+        template_kwargs=template_kwargs(body, model.template_arguments, body.reasoning_effort),
         is_strict=body.strict_history is True,
-        timeout_s=timeout_s,
+        timeout_s=model.timeout_s,
         constraint_param="response_format",
     )
 
@@ -110,14 +109,7 @@ def sampling_of(
     body: CallBase, max_tokens: int | None, vocab_size: int, num_top: int, constraint: Constraint | None = None
 ) -> SamplingParams:
     """Return the sampling parameters of a body. Raises InvalidRequest."""
-    sampling = sampling_params(
-        body.temperature,
-        body.top_p,
-        body.top_k,
-        None if body.seed is None else body.seed % MAX_CHAT_SEED,
-        body.min_tokens,
-        max_tokens,
-    )
+    sampling = sampling_params(body, max_tokens, vocab_size)
     biases = sorted((int(text), bias) for text, bias in (body.logit_bias or {}).items())
     if biases and biases[-1][0] >= vocab_size:
         raise InvalidRequest(f"token id {biases[-1][0]} is outside [0, {vocab_size})", param="logit_bias")
@@ -328,15 +320,19 @@ class _ChatStream:
         if piece.weight_versions:
             self._head["system_fingerprint"] = f"v{piece.weight_versions[-1].version}"
         yield from self._role(index)
-        delta = _delta(piece)
-        if delta or (piece.token_ids and self._shows_tokens):
+        shows_tokens = bool(piece.token_ids) and self._shows_tokens
+        for place, delta in enumerate(_deltas(piece) or ([{}] if shows_tokens else [])):
             choice: Answer = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            if self._body.logprobs and piece.token_ids:
-                entries = self._texts.entries(piece.token_ids, piece.logprobs, piece.top_logprobs)
-                choice["logprobs"] = {"content": entries, "refusal": None}
-            if self._body.return_token_ids:
-                choice["token_ids"] = list(piece.token_ids)
+            if place == 0:  # the tokens of the whole piece
+                self._add_tokens(choice, piece)
             yield self._chunk([choice])
+
+    def _add_tokens(self, choice: Answer, piece: TurnPiece) -> None:
+        if self._body.logprobs and piece.token_ids:
+            entries = self._texts.entries(piece.token_ids, piece.logprobs, piece.top_logprobs)
+            choice["logprobs"] = {"content": entries, "refusal": None}
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(piece.token_ids)
 
     def finish(self, result: ChatResult) -> Iterator[Answer]:
         """The finish chunks, which have what only the whole answer knows, and the usage if asked for."""
@@ -372,22 +368,21 @@ class _ChatStream:
         return chunk
 
 
-def _delta(piece: TurnPiece) -> Answer:
-    delta: Answer = {}
+def _deltas(piece: TurnPiece) -> list[Answer]:
+    """Return the deltas of a piece: its text, then one for each entry of a call, as OpenAI sends them.
+
+    Some clients read only the first entry of a chunk.
+    """
+    text: Answer = {}
     if piece.reasoning:
-        delta["reasoning_content"] = piece.reasoning
+        text["reasoning_content"] = piece.reasoning
     if piece.content:
-        delta["content"] = piece.content
-    if piece.calls:
-        delta["tool_calls"] = [
-            {
-                "index": call.index,
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name or "", "arguments": call.arguments},
-            }
-            if call.id is not None
-            else {"index": call.index, "function": {"arguments": call.arguments}}
-            for call in piece.calls
-        ]
-    return delta
+        text["content"] = piece.content
+    return ([text] if text else []) + [{"tool_calls": [_call_entry(call)]} for call in piece.calls]
+
+
+def _call_entry(call: CallDelta) -> Answer:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name or "", "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

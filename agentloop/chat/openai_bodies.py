@@ -27,20 +27,12 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import from_json
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, Id, Json, TokenId, invalid_request
+from agentloop.api import MAX_PROMPT_TOKENS, Body, Json, TokenId, invalid_request
 from agentloop.chat.body_cache import CachedMessage
-from agentloop.chat.dialect import type_tag
+from agentloop.chat.dialect import HOSTED_SEARCH, type_tag
+from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody, Whole
 from agentloop.chat.schemas import Schema
-from agentloop.checks import (
-    MAX_BIAS,
-    MAX_CHAT_SEED,
-    MAX_CHAT_TEMPERATURE,
-    MAX_LOGIT_BIASES,
-    MAX_PENALTY,
-    MAX_SEED,
-    MAX_TOP_K,
-    MAX_TOP_LOGPROBS,
-)
+from agentloop.checks import MAX_BIAS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 
 B = TypeVar("B", bound=BaseModel)
@@ -55,6 +47,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_MODEL_CHARS = 256
+MAX_TOOL_NAME_CHARS = 128
 
 _UNSUPPORTED_PARTS = frozenset({"image_url", "image", "input_audio", "audio", "file", "video_url", "video"})
 _UNSUPPORTED_CHAT = ("audio", "prediction", "functions", "function_call", "web_search_options")
@@ -62,13 +55,10 @@ _UNSUPPORTED_COMPLETION = ("best_of", "echo", "suffix")
 
 Text = Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)]
 ShortText = Annotated[str, Field(max_length=1024)]
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/\-]{1,128}$")]
+Description = Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)]
+ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.:/\-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
-ChatTemperature = Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)]
-ChatTopP = Annotated[float, Field(ge=0, le=1)]
-ChatTopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K)]
-ChatSeed = Annotated[int, Field(ge=0, lt=MAX_CHAT_SEED)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
@@ -87,6 +77,12 @@ class Echo(Body):
     """Base of what stands in a history: fields beyond the declared ones are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class HostedSearch(Echo):
+    """A search of the web that the provider of an API runs itself: the policy does not see it."""
+
+    type: Annotated[str, Field(pattern=f"^{HOSTED_SEARCH}")]
 
 
 # --- messages ---------------------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ class CallBody(Body):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # streams have it, and some clients echo it
+    index: Annotated[int, Whole] | None = None  # streams have it, and some clients echo it
 
 
 class AssistantMessage(Body):
@@ -204,7 +200,7 @@ class FunctionBody(Body):
     """A function that the policy may call. `strict` changes nothing: a forced call always fits its schema."""
 
     name: ToolName
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     parameters: Annotated[dict[str, JsonValue], Schema] | None = None
     strict: bool | None = None
 
@@ -278,7 +274,7 @@ class JsonSchemaBody(Body):
     """A schema; the answer fits it whether `strict` or not. The wire's name of `schema_` is `schema`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_\-]{1,64}$")]
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     schema_: Annotated[dict[str, JsonValue], Schema] = Field(alias="schema")
     strict: bool | None = None
 
@@ -305,24 +301,6 @@ ResponseFormat = Annotated[
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-class NamesSession(Body):
-    """Base of bodies that may name their session, under one of two names."""
-
-    session: Id | None = None
-    session_id: Id | None = None
-
-    @property
-    def named_session(self) -> str | None:
-        """The session that the body names."""
-        return self.session if self.session is not None else self.session_id
-
-    @model_validator(mode="after")
-    def _names_one_session(self) -> Self:
-        if self.session is not None and self.session_id is not None and self.session != self.session_id:
-            raise ValueError("session and session_id name different sessions")
-        return self
-
-
 class StreamOptions(Body):
     """`include_obfuscation` is accepted: nothing is obfuscated here."""
 
@@ -330,13 +308,11 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class CallBase(NamesSession):
+class CallBase(SampledBody):
     """The fields that chat completions and completions share; `user` and `metadata` are ignored."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
-    temperature: ChatTemperature | None = None
-    top_p: ChatTopP | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: Annotated[int, Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: (
         Annotated[
             Annotated[Stop, Tag("~text")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("~list")],
@@ -344,8 +320,7 @@ class CallBase(NamesSession):
         ]
         | None
     ) = None
-    seed: int | None = Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED)
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
+    max_tokens: MaxTokens | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: (
@@ -355,11 +330,7 @@ class CallBase(NamesSession):
         ]
         | None
     ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: ChatTopK | None = None
-    min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
-    return_token_ids: bool | None = None
     user: ShortText | None = None
     metadata: Json = None
 
@@ -369,7 +340,7 @@ class CallBase(NamesSession):
         return self.stream_options is not None and self.stream_options.include_usage is True
 
 
-class ChatBody(CallBase):
+class ChatBody(CallBase, TemplateBody):
     """The body of `POST /v1/chat/completions`.
 
     `strict_history`: an echoed answer must equal what was sampled, call ids and outer whitespace too, to be taken
@@ -380,10 +351,10 @@ class ChatBody(CallBase):
     tools: list[ToolBody] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
+    max_completion_tokens: MaxTokens | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int, Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     strict_history: bool | None = None
     store: bool | None = None
     service_tier: ShortText | None = None
@@ -393,7 +364,7 @@ class ChatBody(CallBase):
     prompt_cache_options: Json = None
     verbosity: Json = None
     moderation: Json = None
-    reasoning_effort: Json = None
+    reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=8)
 
     @model_validator(mode="before")
@@ -434,7 +405,7 @@ class CompletionBody(CallBase):
         | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), Tag("~list")],
         Discriminator(by_shape),
     ]
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Annotated[int, Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="before")
     @classmethod

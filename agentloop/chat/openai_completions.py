@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from agentloop.chat.call import ChatCall, ChatResult
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult
 from agentloop.chat.dialect import Answer, session_extra, versions_of
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import answer_of, fingerprint, sampling_of, stops_of, usage_of
@@ -31,17 +31,17 @@ def prompt_ids_of(body: CompletionBody, renderer: Renderer) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], vocab_size: int, timeout_s: float) -> ChatCall:
+def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel) -> ChatCall:
     """The call that a body asks for. Raises InvalidRequest."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return ChatCall(
         messages=(),
         prompt_ids=prompt_ids,
-        sampling=sampling_of(body, max_tokens, vocab_size, body.logprobs or 0),
+        sampling=sampling_of(body, max_tokens, model.vocab_size, body.logprobs or 0),
         max_tokens=max_tokens,
         num_choices=body.n or 1,
         stop=stops_of(body),
-        timeout_s=timeout_s,
+        timeout_s=model.timeout_s,
     )
 
 

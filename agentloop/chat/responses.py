@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Block,
     BlockDelta,
@@ -28,26 +28,28 @@ from agentloop.chat.dialect import (
     function_definition,
     joined_text,
     read_call,
-    sampling_params,
     schema_constraint,
     with_tool_names,
 )
+from agentloop.chat.openai_bodies import HostedSearch
 from agentloop.chat.responses_bodies import (
     CallItem,
     Content,
     Item,
     MessageItem,
+    NamespaceTool,
     OutputItem,
     ReasoningItem,
     ResponsesAllowedTools,
     ResponsesBody,
+    ResponsesFunctionTool,
     ResponsesNamedTool,
     ResponsesRefusalPart,
     ResponsesTextFormat,
 )
+from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, UnsupportedParameter
 from agentloop.generation import TurnFinish, TurnPiece, finish_of
-from agentloop.parsers import Parser
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, ToolCall
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
@@ -57,7 +59,7 @@ _LOGPROBS = "message.output_text.logprobs"
 # --- the request ------------------------------------------------------------------------------------------
 
 
-def chat_call(body: ResponsesBody, parser: Parser, timeout_s: float) -> ChatCall:
+def chat_call(body: ResponsesBody, model: ChatModel) -> ChatCall:
     """Return the call that a body asks for.
 
     Raises InvalidRequest, and UnsupportedParameter for what would change the answer.
@@ -68,10 +70,9 @@ def chat_call(body: ResponsesBody, parser: Parser, timeout_s: float) -> ChatCall
     check_tool_choice(choice, forced, tools)
     is_parallel = body.parallel_tool_calls is not False
     wanted = _wanted(body.text.format if body.text is not None else None)
-    sampling = sampling_params(
-        body.temperature, body.top_p, body.top_k, body.seed, body.min_tokens, body.max_output_tokens
-    )
-    constraint = answer_constraint(wanted, parser, tools, choice, is_parallel=is_parallel)
+    sampling = sampling_params(body, body.max_output_tokens, model.vocab_size)
+    constraint = answer_constraint(wanted, model.parser, tools, choice, is_parallel=is_parallel)
+    effort = body.reasoning.effort if body.reasoning is not None else None
     return ChatCall(
         messages=_messages(body),
         sampling=replace(sampling, constraint=constraint),
@@ -80,8 +81,9 @@ def chat_call(body: ResponsesBody, parser: Parser, timeout_s: float) -> ChatCall
         forced_tool=forced,
         is_parallel=is_parallel,
         max_tokens=body.max_output_tokens,
+        template_kwargs=template_kwargs(body, model.template_arguments, effort),
         is_strict=body.strict_history is True,
-        timeout_s=timeout_s,
+        timeout_s=model.timeout_s,
         constraint_param="text.format",
     )
 
@@ -105,19 +107,36 @@ def _refuse_unsupported(body: ResponsesBody) -> None:
 
 def _tools(body: ResponsesBody) -> tuple[Mapping[str, JSON], ...]:
     """The definitions, without those that the choice of this call leaves out."""
-    tools = [function_definition(tool.name, tool.description, tool.parameters) for tool in body.tools or []]
+    tools = [
+        function_definition(_full_name(namespace, tool.name), tool.description, tool.parameters)
+        for namespace, tool in _functions(body)
+    ]
     check_tool_names(tools)
     if isinstance(body.tool_choice, ResponsesAllowedTools):
-        allowed = {tool.name for tool in body.tool_choice.tools}
+        allowed = {_full_name(tool.namespace, tool.name) for tool in body.tool_choice.tools}
         if unknown := allowed - {tool["function"]["name"] for tool in tools}:
             raise InvalidRequest(f"there is no tool {min(unknown)!r} to allow", param="tool_choice.tools")
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
     return tuple(tools)
 
 
+def _functions(body: ResponsesBody) -> Iterator[tuple[str | None, ResponsesFunctionTool]]:
+    """Yield the functions that the policy may call, each with its namespace."""
+    for tool in body.tools or ():
+        if isinstance(tool, NamespaceTool):
+            yield from ((tool.name, one) for one in tool.tools)
+        elif isinstance(tool, ResponsesFunctionTool):
+            yield None, tool
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the policy knows a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
 def _tool_choice(body: ResponsesBody) -> tuple[ToolChoice, str | None]:
     if isinstance(body.tool_choice, ResponsesNamedTool):
-        return ToolChoice.REQUIRED, body.tool_choice.name
+        return ToolChoice.REQUIRED, _full_name(body.tool_choice.namespace, body.tool_choice.name)
     if isinstance(body.tool_choice, ResponsesAllowedTools):
         return ToolChoice(body.tool_choice.mode), None
     return ToolChoice(body.tool_choice or "auto"), None
@@ -174,7 +193,8 @@ class _History:
             parts = item.content if item.content else item.summary
             self._assistant(item.id, is_opening=True).thoughts.append(_text(parts, "assistant"))
         elif isinstance(item, CallItem):
-            self._assistant(item.id).calls.append(read_call(item.call_id, item.name, item.arguments))
+            name = _full_name(item.namespace, item.name)
+            self._assistant(item.id).calls.append(read_call(item.call_id, name, item.arguments))
         elif item.role == "assistant":
             self._assistant(item.id).texts.append(_text(item.content, "assistant"))
         else:
@@ -229,6 +249,7 @@ class ResponseWriter:
         self._key = response_key
         self._created_at = created_at
         self._num_events = 0
+        self._places = {_full_name(space, tool.name): (space, tool.name) for space, tool in _functions(body)}
 
     def whole(self, result: ChatResult) -> dict[str, Any]:
         """The answer of a call that does not stream."""
@@ -286,9 +307,8 @@ class ResponseWriter:
     def _done(self, block: Block) -> Iterator[dict[str, Any]]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
-            yield self._event(
-                "response.function_call_arguments.done", **place, name=block.name, arguments=block.text
-            )
+            _, name = self._places.get(block.name, (None, block.name))
+            yield self._event("response.function_call_arguments.done", **place, name=name, arguments=block.text)
             return
         place["content_index"] = 0
         if block.kind is BlockKind.REASONING:
@@ -332,12 +352,12 @@ class ResponseWriter:
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": _echo(body.text.format if body.text is not None else None),
             "tool_choice": _echoed_choice(body),
-            "tools": [_echoed_tool(tool) for tool in body.model_dump(include={"tools"})["tools"] or []],
+            "tools": [_echoed_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedSearch)],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -352,8 +372,10 @@ class ResponseWriter:
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         parts = [] if status == "in_progress" else [_part(block)]
         if block.kind is BlockKind.CALL:
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {**item, "type": "function_call", **call}
+            namespace, name = self._places.get(block.name, (None, block.name))
+            place = {} if namespace is None else {"namespace": namespace}
+            call = {"call_id": block.call_id, "name": name, "arguments": block.text}
+            return {**item, "type": "function_call", **call, **place}
         if block.kind is BlockKind.REASONING:
             return {**item, "type": "reasoning", "summary": [], "content": parts}
         return {**item, "type": "message", "role": "assistant", "content": parts}
@@ -382,8 +404,11 @@ def _echoed_choice(body: ResponsesBody) -> JSON:
     )
 
 
-def _echoed_tool(tool: dict[str, JSON]) -> dict[str, JSON]:
-    return {key: tool[key] for key in ("type", "name", "description", "parameters", "strict")}
+def _echoed_tool(tool: ResponsesFunctionTool | NamespaceTool) -> dict[str, JSON]:
+    if isinstance(tool, NamespaceTool):
+        tools = [_echoed_tool(one) for one in tool.tools]
+        return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": tools}
+    return tool.model_dump(include={"type", "name", "description", "parameters", "strict"})
 
 
 def _usage(result: ChatResult) -> dict[str, JSON]:

@@ -7,31 +7,35 @@ of this service or another: their further fields say nothing that the prompt cou
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, Json
-from agentloop.chat.dialect import refuse_types, type_tag
+from agentloop.api import Body, Json
+from agentloop.chat.dialect import (
+    is_hosted_search,
+    refuse_hosted,
+    refuse_type,
+    refuse_types,
+    type_tag,
+)
 from agentloop.chat.openai_bodies import (
     MAX_CHAT_TOOLS,
-    MAX_DESCRIPTION_CHARS,
     MAX_MESSAGE_CALLS,
     MAX_MODEL_CHARS,
     MAX_PARTS,
+    MAX_TOOL_NAME_CHARS,
     CallId,
-    ChatSeed,
-    ChatTemperature,
-    ChatTopK,
-    ChatTopP,
+    Description,
     Echo,
-    NamesSession,
+    HostedSearch,
     ShortText,
     StreamOptions,
     Text,
     ToolName,
     by_shape,
 )
+from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody, Whole
 from agentloop.chat.schemas import Schema
 from agentloop.checks import MAX_TOP_LOGPROBS
 
@@ -85,6 +89,7 @@ class CallItem(Echo):
     type: Literal["function_call"]
     call_id: CallId
     name: Annotated[str, Field(max_length=256)]  # of a call that could not be read it may be empty
+    namespace: Annotated[str, Field(max_length=256)] | None = None
     arguments: Text
     id: ShortText | None = None
 
@@ -125,14 +130,47 @@ Input: TypeAlias = Annotated[
 
 
 class ResponsesFunctionTool(Body):
-    """A function. `strict` changes nothing: a forced call always fits its schema."""
+    """A function. `strict` changes nothing: a forced call always fits its schema. None is loaded later."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     type: Literal["function"]
     name: ToolName
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     parameters: Annotated[dict[str, JsonValue], Schema] | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
+    output_schema: Json | None = None
+    allowed_callers: Json | None = None
+    async_: bool | None = Field(default=None, alias="async")
+
+
+class NamespaceTool(Body):
+    """Functions under a common name: the policy sees each as `{namespace}.{name}`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: Description | None = None
+    tools: list[ResponsesFunctionTool] = Field(min_length=1, max_length=MAX_CHAT_TOOLS)
+
+    @model_validator(mode="after")
+    def _has_short_names(self) -> Self:
+        if len(self.name) + 1 + max(len(tool.name) for tool in self.tools) > MAX_TOOL_NAME_CHARS:
+            raise ValueError(f"the names of a namespace and its tool have at most {MAX_TOOL_NAME_CHARS} characters")
+        return self
+
+
+def _tool_tag(value: Any) -> str | None:
+    kind = type_tag(value)
+    return "~search" if kind is not None and is_hosted_search(kind[1:]) else kind
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[ResponsesFunctionTool, Tag("~function")]
+    | Annotated[NamespaceTool, Tag("~namespace")]
+    | Annotated[HostedSearch, Tag("~search")],
+    Discriminator(_tool_tag),
+]
 
 
 class ResponsesNamedTool(Body):
@@ -140,6 +178,7 @@ class ResponsesNamedTool(Body):
 
     type: Literal["function"]
     name: ToolName
+    namespace: ToolName | None = None
 
 
 class ResponsesAllowedTools(Body):
@@ -167,7 +206,7 @@ class ResponsesTextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     name: ShortText | None = None
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    description: Description | None = None
     schema_: Annotated[dict[str, JsonValue], Schema] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
@@ -180,36 +219,31 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """Wishes about thinking; the policy thinks as it was trained to."""
+    """Wishes about thinking. `effort` is an argument of the chat template where that reads one."""
 
-    effort: ShortText | None = None
+    effort: Effort | None = None
     summary: ShortText | None = None
     generate_summary: ShortText | None = None
     context: ShortText | None = None
     mode: ShortText | None = None
 
 
-class ResponsesBody(NamesSession):
+class ResponsesBody(SampledBody, TemplateBody):
     """The body of `POST /v1/responses`."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     input: Input
     instructions: Text | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
-    temperature: ChatTemperature | None = None
-    top_p: ChatTopP | None = None
-    tools: list[ResponsesFunctionTool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
+    max_output_tokens: MaxTokens | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_CHAT_TOOLS, fail_fast=True)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: Annotated[dict[str, ShortText | None], Field(max_length=64)] | None = None
     truncation: ShortText | None = None
     include: Annotated[list[ShortText], Field(max_length=64)] | None = None
-    max_tool_calls: int | None = Field(
-        default=None, ge=0, le=MAX_MESSAGE_CALLS
-    )  # of the tools OpenAI runs: none here
+    max_tool_calls: Annotated[int, Whole, Field(ge=0, le=MAX_MESSAGE_CALLS)] | None = None  # of OpenAI's own tools
 
     # Ignored: they concern the service that OpenAI runs.
     user: ShortText | None = None
@@ -220,6 +254,9 @@ class ResponsesBody(NamesSession):
     prompt_cache_retention: ShortText | None = None
     prompt_cache_options: Json | None = None
     moderation: Json | None = None
+    client_metadata: Json | None = None
+    access_programs: Json | None = None
+    image: Json | None = None  # of images that are answered: none here
     reasoning: ReasoningConfig | None = None
 
     # Refused by name, unless they ask for nothing.
@@ -228,20 +265,19 @@ class ResponsesBody(NamesSession):
     conversation: Json | None = None
     previous_response_id: Json | None = None
     prompt: Json | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int, Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    # Beyond OpenAI.
-    return_token_ids: bool | None = None
-    strict_history: bool | None = None
-    seed: ChatSeed | None = None
-    top_k: ChatTopK | None = None
-    min_tokens: int | None = Field(default=None, ge=0, le=MAX_PROMPT_TOKENS)
+    strict_history: bool | None = None  # beyond OpenAI
 
     @model_validator(mode="before")
     @classmethod
     def _is_supported(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            refuse_types(value.get("tools"), ("function",), "tools")
+            refuse_hosted(value.get("tools"), ("function", "namespace"), "tools")
+            for index, tool in enumerate(tools if isinstance(tools := value.get("tools"), list) else ()):
+                if isinstance(tool, dict) and tool.get("type") == "namespace":
+                    refuse_hosted(tool.get("tools"), ("function",), f"tools.{index}.tools")
+            refuse_type(value.get("tool_choice"), ("function", "allowed_tools"), "tool_choice.type")
             items = value.get("input")
             refuse_types(items, _ITEMS, "input")
             for index, item in enumerate(items if isinstance(items, list) else ()):

@@ -47,6 +47,10 @@ class TurnReader:
         opening = self._parser.opening
         return f"</{opening[1:]}" if opening.startswith("<") else None
 
+    def ends_turn(self, token_id: int) -> bool:
+        """Tell whether a stop token is the model's own: one of a client's own leaves the turn open."""
+        return token_id in self._renderer.stop_token_ids
+
     def decoder(self) -> TextDecoder:
         """A decoder for one turn."""
         return self._renderer.decoder()

@@ -220,14 +220,14 @@ class _Turn:
     def finish(self) -> Reply:
         """Read what is left, and return the reply."""
         first, last, stopped_at = self._first, self._last, self._text.match
-        is_closed = last is not None and last.finish_reason is FinishReason.STOP
+        has_stop_token = last is not None and last.finish_reason is FinishReason.STOP
         if stopped_at is None:
             num_ids = len(self.sampled)
-            self._text.finish(self.sampled.token_ids, num_ids - 1 if is_closed else num_ids)
+            self._text.finish(self.sampled.token_ids, num_ids - 1 if has_stop_token else num_ids)
             stopped_at = self._text.match  # the last characters may complete a stop string
             if stopped_at is not None:
                 self.sampled.cut(self._text.num_kept)
-        is_closed = is_closed and stopped_at is None
+        has_stop_token = has_stop_token and stopped_at is None
         message, num_reasoning_tokens = self._reader.read(self._text.shown, self._reading)
         finish_reason = FinishReason.ABORT if self._is_left else FinishReason.LENGTH
         return Reply(
@@ -235,8 +235,8 @@ class _Turn:
             token_ids=np.array(self.sampled.token_ids, np.int32),
             logprobs=np.array(self.sampled.logprobs, np.float32),
             weight_versions=self.sampled.weight_versions,
-            finish_reason=FinishReason.STOP if is_closed or stopped_at is not None else finish_reason,
-            is_closed=is_closed,
+            finish_reason=FinishReason.STOP if has_stop_token or stopped_at is not None else finish_reason,
+            is_closed=has_stop_token and self._reader.ends_turn(self.sampled.token_ids[-1]),
             stop_text=stopped_at.text if stopped_at is not None else "",
             num_reasoning_tokens=num_reasoning_tokens,
             cached_tokens=first.cached_tokens if first is not None else 0,

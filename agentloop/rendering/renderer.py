@@ -138,6 +138,11 @@ class Renderer:
         return self._report.difference is None
 
     @property
+    def template_arguments(self) -> frozenset[str]:
+        """The names of the further arguments that the chat template reads."""
+        return self._template.arguments
+
+    @property
     def supports_tools(self) -> bool:
         """True if the template shows tools and their answers to the policy."""
         return self._report.supports_tools

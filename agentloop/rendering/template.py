@@ -22,6 +22,7 @@ from typing import NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import orjson
@@ -69,6 +70,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        given = {"messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS}
+        self.arguments = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)) - given)
 
     @classmethod
     def from_directory(cls, directory: Path) -> ChatTemplate:

@@ -67,12 +67,14 @@ class Session:
         self._table = CallTable(calls)
         self._first_version: int | None = None  # the weight version that the first token was sampled under
         self._num_tool_calls = 0
+        self._num_numbered = self._table.num_calls  # turns whose number is given: the next one's is no smaller
         self._saving = asyncio.Lock()
         self._finishing: asyncio.Task[None] | None = None
         self._closed: AgentLoopError | None = None
         self._trajectory: Trajectory | None = None  # once it is finished
         for node in nodes:
             self._take(node)
+            self._num_numbered += node.choice_index > 0
 
     @property
     def session_id(self) -> str:
@@ -276,12 +278,9 @@ class Session:
         self._check_room(chat)
         created_at = int(self._parts.unix_time())
         live = LiveCall(uuid.uuid4().hex, chat, key, created_at=created_at, is_streamed=is_streamed)
-        # Numbers the tool calls: unique within the history that the client shows, whoever made it.
-        num_replies = sum(message.role == "assistant" for message in chat.messages)
-        turn_index = max(self._table.num_calls, num_replies)
         live.join()
         self._table.enter(live)
-        live.task = asyncio.create_task(self._run(live, turn_index), name=f"call {live.call_id}")
+        live.task = asyncio.create_task(self._run(live), name=f"call {live.call_id}")
         live.task.add_done_callback(lambda _: self._settle(live, _cut_off()))  # it may be cancelled before it runs
         return live
 
@@ -305,11 +304,11 @@ class Session:
         if num_nodes > limits.max_nodes:
             raise InvalidRequest(f"the session would have {num_nodes} turns; it may have {limits.max_nodes}")
 
-    async def _run(self, live: LiveCall, turn_index: int) -> None:
+    async def _run(self, live: LiveCall) -> None:
         """Run a call from its prompt to its outcome. Raises nothing but its own cancellation."""
         failure: BaseException = _cut_off()
         try:
-            await self._drive(live, turn_index)
+            await self._drive(live)
         except asyncio.CancelledError:
             live.lost = live.lost or failure
             raise
@@ -325,7 +324,7 @@ class Session:
             finally:
                 self._settle(live, failure)
 
-    async def _drive(self, live: LiveCall, turn_index: int) -> None:
+    async def _drive(self, live: LiveCall) -> None:
         async with live.interruptible():
             question = await make_question(live.chat, self._graph, self._parts, self._engine, live.call_id)
             await self._keep_images(live.chat)
@@ -336,7 +335,7 @@ class Session:
             self._table.begin(live)
             started = self._parts.clock.now()
             try:
-                replies = await self._sample(live, question, turn_index)
+                replies = await self._sample(live, question, self._next_number(live.chat))
             finally:
                 live.generate_s = self._parts.clock.now() - started
         live.is_settling = True
@@ -348,6 +347,17 @@ class Session:
             keeping = self._parts.image_files.keep(chat.images)
             await write(keeping, self.session_id, self._parts.limits.journal_timeout_s)
 
+    def _next_number(self, chat: ChatCall) -> int:
+        """Return the number of the call's first turn; its other choices have the ones that follow.
+
+        It numbers the tool calls, whose ids tell turns apart that say the same: it is above the numbers of the
+        session's earlier turns, and of what the client shows, whoever made that.
+        """
+        num_replies = sum(message.role == "assistant" for message in chat.messages)
+        number = max(self._num_numbered, num_replies)
+        self._num_numbered = number + chat.num_choices
+        return number
+
     def _check_tokens(self, live: LiveCall, prompt: Prompt) -> None:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
         max_tokens = self._parts.limits.max_tokens
@@ -356,17 +366,17 @@ class Session:
         if num_tokens >= max_tokens:
             raise InvalidRequest(f"the session would hold {num_tokens} tokens and more; it may hold {max_tokens}")
 
-    async def _sample(self, live: LiveCall, question: Question, turn_index: int) -> list[Reply]:
-        """Sample all choices side by side: all of them or none."""
+    async def _sample(self, live: LiveCall, question: Question, number: int) -> list[Reply]:
+        """Sample all choices side by side: all of them or none. `number` is that of choice 0."""
         choices = range(live.chat.num_choices)
-        turns = [self._turn_request(live, question, turn_index, choice_index) for choice_index in choices]
+        turns = [self._turn_request(live, question, number, choice_index) for choice_index in choices]
         if len(turns) == 1:
             return [await self._sample_choice(live, turns[0])]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._sample_choice(live, wanted)) for wanted in turns]
         return [task.result() for task in tasks]
 
-    def _turn_request(self, live: LiveCall, question: Question, turn_index: int, choice_index: int) -> TurnRequest:
+    def _turn_request(self, live: LiveCall, question: Question, number: int, choice_index: int) -> TurnRequest:
         chat, sampling = live.chat, question.sampling
         if sampling.seed is not None and choice_index:
             sampling = replace(sampling, seed=sampling.seed + choice_index)
@@ -375,7 +385,7 @@ class Session:
             request_id=f"{live.call_id}:{choice_index}",
             prompt_ids=question.prompt.ids,
             sampling=sampling,
-            turn_index=turn_index,
+            turn_index=number + choice_index,
             choice_index=choice_index,
             stop=chat.stop,
             tools=chat.tools,

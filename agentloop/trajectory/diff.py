@@ -23,6 +23,8 @@ _TOKENS_BEFORE, _TOKENS_AFTER = 6, 12
 def message_difference(index: int, there: Message | None, came: Message | None, *, is_strict: bool = False) -> str:
     """Message `index` of a history, as the session has it and as it came; None for nothing."""
     old, new = _text(there, is_strict), _text(came, is_strict)
+    if old == new and there is not None and came is not None:
+        return f"messages[{index}]: {_side(there, old, 0)} was there, and came again"[:MAX_DETAIL_CHARS]
     at = 0 if old == new else _first_difference(old, new)
     sides = f"{_side(there, old, at)} was there, {_side(came, new, at)} came"
     return f"messages[{index}]: {sides}"[:MAX_DETAIL_CHARS]

@@ -3,7 +3,8 @@
 A place is a history: a list of messages under one set of tools. A step from place to place is one message, known by
 its canonical key. A reply that a stop string cut leads to its place by two steps, one with the stop string, because
 some clients echo it. So a request can stand at several places at once; nearly always it is one. Several turns that
-said the same in other tokens end at one place: the client's echo of call ids and reasoning tells them apart.
+said the same end at one place: the client's echo of call ids tells them apart, and where their tokens differ, that
+of reasoning too.
 
 Invariants: finding takes a dict look-up or two a message, however many turns there are; turns whose messages are
 not known (raw completions) are in no place, and neither is what follows them.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS
 from agentloop.trajectory.message_key import canonical_role, message_key, tools_key
@@ -25,6 +27,7 @@ _NO_REPLY = Message("assistant")
 _MAX_TOOL_SETS = 8  # remembered of one session, to say what changed
 _MAX_TOOL_NAMES = 4  # of each kind that are named
 _MAX_TOOL_NAME_CHARS = 24
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,9 @@ class HistoryIndex:
         self._steps: dict[tuple[int, bytes], int] = {}
         self._echoes: dict[tuple[int, bytes], tuple[int, ...]] = {}  # steps with a stop string
         self._turns: dict[int, dict[PathKey, str]] = {}  # by place
+        # By place, where turns of equal ids ended: the turns by the digest of all call ids up to there.
+        self._by_calls: dict[int, dict[bytes, dict[PathKey, str]]] = {}
+        self._calls_of: dict[str, bytes] = {}  # that digest of every turn
         self._place_of: dict[str, int] = {}
         self._latest: list[str] = []  # by place: the last node one of whose own messages ends there
         self.openings: dict[bytes, str] = {}  # the latest root by the key of its first message after the system's
@@ -77,8 +83,10 @@ class HistoryIndex:
             self.replies[reply_key] = node.node_id
         if node.reply.stop_text:
             self._add_echo(before, place, reply_key, replace(reply, content=reply.content + node.reply.stop_text))
-        self._turns.setdefault(place, {})[path_key] = node.node_id
         self._place_of[node.node_id] = place
+        before_calls = b"" if node.parent_id is None else self._calls_of[node.parent_id]
+        self._calls_of[node.node_id] = _calls_digest((*node.observed, reply), before_calls)
+        self._add_turn(node.node_id, place, path_key)
 
     def keys(self, messages: Sequence[Message]) -> list[bytes]:
         """The messages' keys, as `walk` takes them."""
@@ -98,6 +106,8 @@ class HistoryIndex:
                 turns: dict[PathKey, str] = {}
                 for place in trail[num_matched]:
                     turns.update(self._turns.get(place, {}))
+                if any(place in self._by_calls for place in trail[num_matched]):
+                    turns = self._named_turns(trail[num_matched], messages[:num_matched]) or turns
                 if turns:
                     return Walk(num_known, trail[-1][0], num_matched, tuple(turns.values()))
         return Walk(num_known, trail[-1][0])
@@ -121,6 +131,24 @@ class HistoryIndex:
             self._latest.append(node_id)
         self._latest[following] = node_id
         return following
+
+    def _add_turn(self, node_id: str, place: int, path_key: PathKey) -> None:
+        turns = self._turns.setdefault(place, {})
+        if path_key in turns and place not in self._by_calls:
+            self._by_calls[place] = {}
+            for known_key, known_id in turns.items():
+                self._by_calls[place].setdefault(self._calls_of[known_id], {})[known_key] = known_id
+        turns[path_key] = node_id
+        if (by_calls := self._by_calls.get(place)) is not None:
+            by_calls.setdefault(self._calls_of[node_id], {})[path_key] = node_id
+
+    def _named_turns(self, places: Sequence[int], messages: Sequence[Message]) -> dict[PathKey, str]:
+        """The turns at some places all of whose call ids the messages echo."""
+        digest = _calls_digest(messages, b"")
+        turns: dict[PathKey, str] = {}
+        for place in places:
+            turns.update(self._by_calls.get(place, {}).get(digest, {}))
+        return turns
 
     def _add_echo(self, before: int, place: int, reply_key: bytes, echo: Message) -> None:
         key = message_key(echo, is_strict=self.is_strict)
@@ -152,6 +180,15 @@ class HistoryIndex:
             if (echoed := self._echoes.get((place, key))) is not None:
                 found += echoed
         return found
+
+
+def _calls_digest(messages: Sequence[Message], before: bytes) -> bytes:
+    """Return a digest of the call ids of messages that follow those of which `before` is the digest."""
+    for message in messages:
+        if message.tool_calls:
+            ids = "\n".join(call.id for call in message.tool_calls).encode("utf-8", "surrogatepass")
+            before = blake2b(before + ids, digest_size=_DIGEST_BYTES).digest()
+    return before
 
 
 def opening_of(messages: Sequence[Message]) -> int | None:

@@ -40,7 +40,7 @@ class Reply:
     """One sampled turn. Arrays have one length; `weight_versions` tile `[0, n)`.
 
     `message` is as clients see it: content ends before a stop string. The ids end with the token that completed the
-    stop string (`stop_text`), with a stop token (`is_closed`), or where `max_tokens` cut them.
+    stop string (`stop_text`), with a stop token (of the model's own: `is_closed`), or where `max_tokens` cut them.
     """
 
     message: Message

@@ -338,8 +338,13 @@ def build_endpoint(
         limits=EndpointLimits(max_open_calls=settings.max_open_calls),
         created_at=int(time.time()),
         router=router,
+        live_version=lambda: _live_version(coordinator),
     )
     return sessions, endpoint
+
+
+async def _live_version(coordinator: FrontPort) -> int | None:
+    return (await coordinator.status()).weight_version
 
 
 def sessions_name(rank: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from agentloop.chat.anthropic import MALFORMED_KEY, MessageWriter, chat_call, error_body, prompt
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
-from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.openai_bodies import read_body
 from agentloop.errors import EngineLost, InvalidRequest, Overloaded, SessionNotFound, UnsupportedParameter
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
@@ -32,6 +32,8 @@ anthropic = pytest.importorskip("anthropic")
 streaming = pytest.importorskip("anthropic.lib.streaming._messages")
 
 HERMES = get_parser("hermes")
+VOCAB_SIZE = 100
+ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort", "date"})
 KEY = "0123456789abcdef" * 2
 LOOKUP = {
     "name": "lookup",
@@ -51,7 +53,7 @@ def body(**fields: Any) -> MessagesBody:
 
 
 def asked(**fields: Any) -> ChatCall:
-    return chat_call(body(**fields), HERMES, 600.0)
+    return chat_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
 
 
 def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text: str = "") -> ChatResult:
@@ -188,9 +190,41 @@ def test_what_claude_code_sends_is_taken():
     )
 
 
+def test_a_thread_is_refused_so_that_the_sdk_goes_on_without():
+    with pytest.raises(UnsupportedParameter) as refused:
+        asked(thread={"type": "create"})
+    error = error_body(refused.value, "r")["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "thread")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert asked(thread=None).messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"enable_thinking": True}),
+        ({"output_config": {"effort": "medium"}}, {"reasoning_effort": "medium"}),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": True}, {"enable_thinking": True}),
+        ({"chat_template_kwargs": {"date": "1 May"}}, {"date": "1 May"}),
+    ],
+)
+def test_thinking_and_effort_are_arguments_of_the_template(fields, given):
+    assert asked(**fields).template_kwargs == given
+
+
+def test_a_search_that_nobody_runs_is_left_out_beside_other_tools():
+    call = asked(tools=[LOOKUP, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}])
+    assert [tool["function"]["name"] for tool in call.tools] == ["lookup"]
+    assert asked(tools=[{**LOOKUP, "defer_loading": True}]).tools
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"compaction": {"type": "auto"}}, "compaction"),
+        ({"tools": [LOOKUP, {"type": "code_execution_20250825", "name": "x"}]}, "tools.1.type"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),

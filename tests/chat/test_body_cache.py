@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentloop.chat.body_cache import BodyCache, CachedMessage, TwoGenerationLru, cache_key
-from agentloop.chat.call import ChatCall
+from agentloop.chat.call import ChatCall, ChatModel
 from agentloop.chat.openai import ChatRequest, read_chat, to_call
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.parsers.by_name import get_parser
@@ -37,7 +37,7 @@ def data_of(messages: list[Any]) -> bytes:
 
 
 def messages_of(request: ChatRequest) -> tuple[tuple[Message, ...], tuple[bytes, ...]]:
-    call = to_call(request, HERMES, 100, 1.0)
+    call = to_call(request, ChatModel(HERMES, 100))
     return call.messages, call.keys
 
 
@@ -157,7 +157,7 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
 
 def call_with(tools: Any, cache: BodyCache, **fields: Any) -> ChatCall:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools, **fields}
-    return to_call(read_chat(json.dumps(body).encode(), cache), HERMES, 100, 1.0)
+    return to_call(read_chat(json.dumps(body).encode(), cache), ChatModel(HERMES, 100))
 
 
 def test_known_tools_are_what_they_were_when_they_were_read() -> None:

@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentloop.chat.body_cache import BodyCache
-from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai import ChatRequest, chat_chunks, read_chat, render_chat, to_call
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, read_body
@@ -38,6 +38,7 @@ from agentloop.types import (
 
 HERMES = get_parser("hermes")
 VOCAB_SIZE = 100
+ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort", "date"})
 STRICT = AsyncOpenAI(api_key="k", _strict_response_validation=True)
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}, "strict": True}}
 FIND = {"type": "function", "function": {"name": "find", "description": "Find it."}}
@@ -69,7 +70,7 @@ def body(**fields: Any) -> ChatBody:
 
 
 def asked(**fields: Any) -> ChatCall:
-    return to_call(request(**fields), HERMES, VOCAB_SIZE, 600.0)
+    return to_call(request(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
 
 
 def result(*messages: Message, finish: FinishReason = FinishReason.STOP, split: Split | None = None) -> ChatResult:
@@ -228,6 +229,49 @@ def test_tool_choices() -> None:
     assert (call.tool_choice, [tool["function"]["name"] for tool in call.tools]) == (ToolChoice.REQUIRED, ["find"])
 
 
+def test_parameters_of_engines() -> None:
+    sampling = asked(stop_token_ids=[5, 6, 5], top_k=3).sampling
+    assert (sampling.stop_token_ids, sampling.top_k) == ((5, 6), 3)
+    assert asked().sampling.stop_token_ids == ()
+    with pytest.raises(InvalidRequest, match="outside") as refused:
+        asked(stop_token_ids=[VOCAB_SIZE])
+    assert refused.value.param == "stop_token_ids"
+
+
+def test_integers_may_be_written_as_floats() -> None:
+    call = asked(max_tokens=5.0, n=2.0, seed=7.0, top_k=4.0, min_tokens=1.0, logprobs=True, top_logprobs=3.0)
+    assert (call.max_tokens, call.num_choices, call.sampling.seed) == (5, 2, 7)
+    assert (call.sampling.top_k, call.sampling.min_tokens, call.sampling.num_top_logprobs) == (4, 1, 3)
+    assert all(type(number) is int for number in (call.max_tokens, call.num_choices, call.sampling.seed))
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({}, {}),
+        ({"chat_template_kwargs": {"date": "1 May", "unread": [1]}}, {"date": "1 May"}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "none", "enable_thinking": True},
+            {"reasoning_effort": "none", "enable_thinking": True},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            {"reasoning_effort": "high"},
+        ),
+    ],
+)
+def test_arguments_of_the_template(fields: dict[str, Any], given: dict[str, Any]) -> None:
+    assert asked(**fields).template_kwargs == given
+
+
+def test_a_template_that_reads_no_arguments_gets_none() -> None:
+    asked_request = request(reasoning_effort="none", enable_thinking=True, chat_template_kwargs={"a": 1})
+    assert to_call(asked_request, ChatModel(HERMES, VOCAB_SIZE)).template_kwargs == {}
+
+
 def test_response_formats() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -300,6 +344,35 @@ async def test_streamed_and_whole_answers_are_the_same(
         assert "token_ids" not in whole["choices"][0]
 
 
+async def test_a_streamed_call_is_one_entry_a_chunk(texts: TokenTexts) -> None:
+    """Clients that read the first entry of a chunk get all of a call, which may come in one piece."""
+    deltas = tuple(
+        delta
+        for index in range(2)
+        for delta in (CallDelta(index, f"c{index}", "look"), CallDelta(index, arguments=f'{{"x":{index}}}'))
+    )
+    piece = TurnPiece(0, "Hm.", "", deltas, (7, 8), (-0.5, -0.5), ((), ()), (WeightVersionSpan(3, 0, 2),))
+
+    async def source() -> AsyncIterator[TurnPiece | ChatResult]:
+        yield piece
+        yield result(PLAIN)
+
+    asked_body = body(return_token_ids=True, logprobs=True)
+    chunks = [chunk async for chunk in chat_chunks(source(), asked_body, texts, 1_700_000_000)][1:-1]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [list(choice["delta"]) for choice in choices] == [["content"], *[["tool_calls"]] * 4]
+    assert [choice.get("token_ids") for choice in choices] == [[7, 8], None, None, None, None]
+    assert [choice["logprobs"] is not None for choice in choices] == [True, False, False, False, False]
+    entries = [choice["delta"]["tool_calls"] for choice in choices[1:]]
+    assert [len(entry) for entry in entries] == [1] * 4
+    assert [(one["index"], one.get("id"), one["function"]["arguments"]) for [one] in entries] == [
+        (0, "c0", ""),
+        (0, None, '{"x":0}'),
+        (1, "c1", ""),
+        (1, None, '{"x":1}'),
+    ]
+
+
 async def test_the_order_of_a_stream(texts: TokenTexts) -> None:
     chunks = await chunks_of(body(), result(PLAIN, finish=FinishReason.LENGTH), texts)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
@@ -363,10 +436,10 @@ def test_a_completion_call(renderer: Renderer) -> None:
     asked_body = completion(stop="x", logprobs=3, max_tokens=4)
     ids = prompt_ids_of(asked_body, renderer)
     assert renderer.decode(ids) == "Hello"
-    call = completion_call(asked_body, ids, renderer.vocab_size, 5.0)
+    call = completion_call(asked_body, ids, ChatModel(HERMES, renderer.vocab_size, timeout_s=5.0))
     assert (call.prompt_ids, call.messages, call.max_tokens, call.stop) == (ids, (), 4, ("x",))
     assert call.sampling.num_top_logprobs == 3
-    assert completion_call(completion(), ids, renderer.vocab_size, 5.0).max_tokens == 16
+    assert completion_call(completion(), ids, ChatModel(HERMES, renderer.vocab_size)).max_tokens == 16
     with pytest.raises(InvalidRequest):
         prompt_ids_of(completion(prompt=[renderer.vocab_size]), renderer)
 

@@ -14,7 +14,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentloop.chat.call import ChatCall, ChatResult, ToolChoice
+from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.openai_bodies import read_body
 from agentloop.chat.responses import ResponseWriter, chat_call
 from agentloop.chat.responses_bodies import ResponsesBody
@@ -33,6 +33,8 @@ from agentloop.types import (
 )
 
 HERMES = get_parser("hermes")
+VOCAB_SIZE = 100
+ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort", "date"})
 KEY = "0123456789abcdef" * 2
 LOOKUP = {
     "type": "function",
@@ -51,7 +53,7 @@ def body(**fields: Any) -> ResponsesBody:
 
 
 def asked(**fields: Any) -> ChatCall:
-    return chat_call(body(**fields), HERMES, 600.0)
+    return chat_call(body(**fields), ChatModel(HERMES, VOCAB_SIZE, ARGUMENTS))
 
 
 def result(message: Message, finish: FinishReason = FinishReason.STOP, stop_text: str = "") -> ChatResult:
@@ -131,6 +133,80 @@ def test_a_history_of_items():
     assert first == Message("tool", "A", tool_call_id="c1", name="lookup")
     assert second == Message("tool", "B", tool_call_id="c2", name="lookup")
     assert last == Message("user", "go on")
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}, "defer_loading": True}],
+}
+SEARCH = {"type": "web_search", "external_web_access": False}
+
+
+def test_the_tools_of_a_namespace_are_tools():
+    call = asked(tools=[LOOKUP, NAMESPACE], tool_choice={"type": "function", "name": "find", "namespace": "crm"})
+    assert [tool["function"]["name"] for tool in call.tools] == ["lookup", "crm.find"]
+    assert call.forced_tool == "crm.find"
+    item = {"type": "function_call", "call_id": "c1", "name": "find", "namespace": "crm", "arguments": "{}"}
+    assert asked(input=[item]).messages[0].tool_calls == (ToolCall("c1", "crm.find", {}),)
+    turn = Message("assistant", "", (ToolCall("call_0_0", "crm.find", {}), ToolCall("call_0_1", "lookup", {})))
+    answer = whole(result(turn), tools=[LOOKUP, NAMESPACE])
+    places = [(one["name"], one.get("namespace")) for one in answer["output"]]
+    assert places == [("find", "crm"), ("lookup", None)]
+    tools = answer["tools"]
+    assert (tools[1]["type"], tools[1]["tools"][0]["name"]) == ("namespace", "find")
+    events = written(body(tools=[LOOKUP, NAMESPACE], stream=True), [*pieces_of(turn), result(turn)])
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [(item["name"], item.get("namespace")) for item in added] == places
+    done = [event["name"] for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done == ["find", "lookup"]
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+
+
+def test_a_search_that_nobody_runs_is_left_out_beside_other_tools():
+    call = asked(tools=[LOOKUP, SEARCH])
+    assert [tool["function"]["name"] for tool in call.tools] == ["lookup"]
+    assert [tool["type"] for tool in whole(result(TURN), tools=[SEARCH, LOOKUP])["tools"]] == ["function"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [SEARCH]}, "tools.0.type"),
+        ({"tools": [LOOKUP, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [LOOKUP, {"type": "file_search", "vector_store_ids": ["v"]}]}, "tools.1.type"),
+        ({"tools": [LOOKUP, {"type": "code_interpreter", "container": {"type": "auto"}}]}, "tools.1.type"),
+        ({"tools": [{**NAMESPACE, "tools": [{"type": "custom", "name": "x"}]}]}, "tools.0.tools.0.type"),
+    ],
+)
+def test_other_tools_that_openai_runs_are_refused(fields, param):
+    with pytest.raises(UnsupportedParameter) as refused:
+        asked(**fields)
+    assert refused.value.param == param
+
+
+def test_what_codex_sends_is_taken():
+    """Of version 0.169, with its default configuration."""
+    asked(
+        tools=[LOOKUP, NAMESPACE, SEARCH],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"summary": "auto"},
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="k",
+        client_metadata={"session_id": "s", "turn_id": "t"},
+        stream=True,
+    )
+
+
+def test_efforts_are_arguments_of_the_template():
+    assert asked(reasoning={"effort": "low"}).template_kwargs == {"reasoning_effort": "low"}
+    assert asked(reasoning={"effort": "none"}).template_kwargs["enable_thinking"] is False
+    assert asked(reasoning={"summary": "auto"}).template_kwargs == {}
+    assert whole(result(TURN), reasoning={"effort": "low"})["reasoning"]["effort"] == "low"
 
 
 def test_results_between_the_calls_of_one_response():

@@ -106,6 +106,27 @@ async def collect(stream):
     return [item async for item in stream]
 
 
+@pytest.mark.parametrize("chosen", [0, 1])
+async def test_choices_that_say_the_same_are_told_apart_by_their_call_ids(chosen):
+    async with started(scripted_engine(CALL, "It is 4.")) as engine:
+        session = make_session(engine)
+        asked = ask("one", num_choices=2, tools=(CALCULATOR,), max_tokens=100)
+        first = await session.call(asked, key("a"))
+        replies = [node.reply.message for node in first.choices]
+        assert [reply.tool_calls[0].id for reply in replies] == ["call_0_0", "call_1_0"]
+        assert (await session.call(asked, key("b"))).choices[1].reply.message.tool_calls[0].id == "call_3_0"
+        for place, reply in enumerate(replies):
+            answer = Message("tool", "4", tool_call_id=reply.tool_calls[0].id, name="calculator")
+            result = await session.call(ask("one", reply, answer, tools=(CALCULATOR,)), key(f"c {place}"))
+            assert result.choices[0].parent_id == first.choices[place].node_id
+            assert result.choices[0].split is None
+        answer = Message("tool", "4", tool_call_id=replies[chosen].tool_calls[0].id, name="calculator")
+        final = result.choices[0].reply.message
+        deeper = ask("one", replies[chosen], answer, final, "and then?", tools=(CALCULATOR,))
+        prompt = await session.preview(deeper.messages, deeper.tools)
+        assert session.graph.node(prompt.parent_id).parent_id == first.choices[chosen].node_id
+
+
 async def test_choices_are_siblings_with_seeds_of_their_own(engine):
     session = make_session(engine)
     first = await session.call(ask("one", seed=3, num_choices=3), key("a"))

@@ -246,6 +246,20 @@ def test_equal_tokens_are_no_ambiguity(played):
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
+def test_call_ids_tell_equal_tokens_apart(played, chosen):
+    replies = [assistant("", call(call_id=f"call_{i}_0")) for i in range(2)]
+    turns = two_equal_replies(played, *replies, ids=([7, 8], [7, 8]))
+    asked = [played.ask(*ASK, reply, tool("3")) for reply in replies]
+    children = [played.commit(match, assistant("5"), ids=[9], observed_ids=[4, 5]) for match in asked]
+    assert [child.parent_id for child in children] == [turn.node_id for turn in turns]
+    assert [child.split for child in children] == [None, None]
+    deeper = played.ask(*ASK, replies[chosen], tool("3"), assistant("5"), user("1"))
+    assert is_extension(deeper, children[chosen], user("1"))
+    unnamed = assistant("", call(call_id="other"))
+    assert played.ask(*ASK, unnamed, tool("3"), assistant("5"), user("1")).parent is children[1]
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
 def test_call_ids_tell_turns_apart(played, chosen):
     replies = [assistant("", call(call_id=f"call_0_{i}")) for i in range(2)]
     turns = two_equal_replies(played, *replies)

@@ -30,6 +30,7 @@ from agentloop_servers.http import (
     error_response,
     in_time,
     json_response,
+    names_session,
     session_name,
     sse,
     unless_client_leaves,
@@ -45,6 +46,7 @@ LONG_CONVERSATION = 512
 """Messages of a body that is turned into a call in a thread."""
 
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
+IDEMPOTENCY_HEADER = "idempotency-key"
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 TURN_HEADER = "x-turn-id"
 
@@ -165,13 +167,28 @@ def typed_events(write: Events[dict[str, Any]]) -> Events[bytes]:
     return events
 
 
+def check_model(request: Request, endpoint: Endpoint, name: str, body_session_id: str | None = None) -> None:
+    """Check that a model is served. In a session every name means its policy: agents have names of their own.
+
+    Raises ModelNotFound.
+    """
+    if body_session_id is None and not names_session(request):
+        endpoint.check_model(name)
+
+
 async def call_key(request: Request) -> CallKey:
-    """Return the identity of this request: its path, its body and the client's count of tries."""
+    """Return the identity of this request: its path, its body and the client's count of tries.
+
+    One with an `Idempotency-Key` is a retry of any with the same key and body, whatever its count.
+    """
     digest = blake2b(request.scope["path"].encode(), digest_size=_DIGEST_BYTES)
     digest.update(b"\0")
     digest.update(await request.body())
     text = request.headers.get(RETRY_COUNT_HEADER, "")
     count = int(text[:6]) if text.isascii() and text.isdecimal() else 0
+    if (idempotency_key := request.headers.get(IDEMPOTENCY_HEADER)) is not None:
+        digest.update(b"\0" + idempotency_key.encode())
+        count = max(count, 1)
     return CallKey(digest.digest(), min(count, _MAX_RETRY_COUNT))
 
 

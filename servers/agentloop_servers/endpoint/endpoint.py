@@ -6,15 +6,17 @@ Ownership: sessions belong to `registry.py`, conversations to `agentloop/session
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from agentloop.errors import ModelNotFound, Overloaded
+from agentloop.chat import ChatModel
+from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
+from agentloop_servers.http import in_time
 
 DEFAULT_MODEL = "default"
 """The name under which every service's model is known, whatever it is."""
@@ -29,6 +31,7 @@ class EndpointLimits:
     keep_alive_s: float = 5.0  # silence of a stream until a comment is sent
     send_timeout_s: float = 30.0  # how long a client may leave what was sent unread
     registry_timeout_s: float = 60.0  # of what only touches the registry
+    status_timeout_s: float = 5.0  # of a question to the coordinator
 
 
 @dataclass(slots=True)
@@ -45,7 +48,25 @@ class Endpoint:
     unix_time: Callable[[], float] = time.time
     router: ShardRouter | None = None  # to the endpoint's other processes, if there are any
     direct_url: str | None = None  # this process's own, where this host reaches it without a proxy
+    live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
     num_open_calls: int = field(default=0, init=False)
+
+    @property
+    def served(self) -> ChatModel:
+        """The model, as dialects must know it."""
+        renderer = self.renderer
+        return ChatModel(
+            self.parser, renderer.vocab_size, renderer.template_arguments, timeout_s=self.limits.timeout_s
+        )
+
+    async def weight_version(self) -> int | None:
+        """Return the version of the weights that are served now; None while nobody can tell."""
+        if self.live_version is None:
+            return None
+        try:
+            return await in_time(self.live_version(), self.limits.status_timeout_s, "no answer in time")
+        except AgentLoopError:
+            return None
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound for a name that this service does not serve."""

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from agentloop.chat import CountTokensBody, MessagesBody, ResponsesBody, anthropic, read_body, responses
 from agentloop.errors import AgentLoopError
-from agentloop_servers.endpoint.call_handler import CallHandler, as_call, session_of, typed_events
+from agentloop_servers.endpoint.call_handler import CallHandler, as_call, check_model, session_of, typed_events
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http import (
     ERROR_SCHEMA,
@@ -55,6 +55,7 @@ _MESSAGES_ERROR: dict[str, Any] = {
                         "message": {"type": "string"},
                         "code": {"type": "string"},
                         "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                        "details": {"type": "object", "description": "Of a refused `thread`, for the SDK."},
                     },
                     "required": ["type", "message", "code", "param"],
                 },
@@ -135,7 +136,7 @@ class DialectRoutes:
 
     async def count_tokens(self, request: Request, body: Counted) -> Response:
         """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
-        self._endpoint.check_model(body.model)
+        check_model(request, self._endpoint, body.model)
         messages, tools = anthropic.prompt(body)
         if names_session(request):
             session = await session_of(request, self._endpoint, None)
@@ -154,8 +155,8 @@ class DialectRoutes:
         error_body: Callable[[AgentLoopError], dict[str, Any]],
     ) -> Response:
         endpoint = self._endpoint
-        endpoint.check_model(body.model)
-        reading = partial(chat_call, body, endpoint.parser, endpoint.limits.timeout_s)
+        check_model(request, endpoint, body.model, body.named_session)
+        reading = partial(chat_call, body, endpoint.served)
         chat = await as_call(reading, num_messages)
         handler = await CallHandler.open(request, endpoint, body.named_session)
         if not body.stream:

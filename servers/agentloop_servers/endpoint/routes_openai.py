@@ -33,7 +33,7 @@ from agentloop.chat import openai as openai_chat
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.generation import TurnPiece
 from agentloop.rendering import off_loop
-from agentloop_servers.endpoint.call_handler import CallHandler, as_call, session_of
+from agentloop_servers.endpoint.call_handler import CallHandler, as_call, check_model, session_of
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http import (
     DONE,
@@ -140,7 +140,7 @@ class OpenAiRoutes:
         tokens), `weight_versions` of each choice, and if asked for `prompt_token_ids` and `token_ids`.
         """
         asked = await read_json_body(request, self._read_chat)
-        call, body = await self._chat_call(asked), asked.body
+        call, body = await self._chat_call(request, asked), asked.body
         handler = await CallHandler.open(request, self._endpoint, body.named_session)
         if body.stream:
             return handler.stream(call, partial(self._chat_events, body), error_event)
@@ -149,10 +149,10 @@ class OpenAiRoutes:
     async def complete(self, request: Request, body: AskedCompletion) -> Response:
         """Continue a raw prompt."""
         endpoint = self._endpoint
-        endpoint.check_model(body.model)
+        check_model(request, endpoint, body.model, body.named_session)
         reading = partial(openai_completions.prompt_ids_of, body, endpoint.renderer)
         prompt_ids = await off_loop(len(body.prompt), reading)
-        call = openai_completions.to_call(body, prompt_ids, endpoint.renderer.vocab_size, endpoint.limits.timeout_s)
+        call = openai_completions.to_call(body, prompt_ids, endpoint.served)
         handler = await CallHandler.open(request, endpoint, body.named_session)
         if body.stream:
             return handler.stream(call, partial(self._completion_events, body), error_event)
@@ -162,12 +162,12 @@ class OpenAiRoutes:
 
     async def models(self) -> Response:
         """The one model that is served."""
-        return json_response({"object": "list", "data": [self._model(self._endpoint.model_name)]})
+        return json_response({"object": "list", "data": [await self._model(self._endpoint.model_name)]})
 
-    async def model(self, model: str) -> Response:
-        """The model, by its name or as `default`."""
-        self._endpoint.check_model(model)
-        return json_response(self._model(model))
+    async def model(self, request: Request, model: str) -> Response:
+        """The model, by its name or as `default`; in a session by any name."""
+        check_model(request, self._endpoint, model)
+        return json_response(await self._model(model))
 
     async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
@@ -175,7 +175,7 @@ class OpenAiRoutes:
         In a named session also how the history is matched with what the session has.
         """
         asked = await read_json_body(request, self._read_chat)
-        call, body = await self._chat_call(asked), asked.body
+        call, body = await self._chat_call(request, asked), asked.body
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
             session = await session_of(request, endpoint, body.named_session)
@@ -188,36 +188,29 @@ class OpenAiRoutes:
         reason, detail = (None, None) if split is None else (split.reason.value, split.detail)
         return json_response(Preview(ids, text, parent, reason, detail))
 
-    async def tokenize(self, body: Tokenize) -> Response:
+    async def tokenize(self, request: Request, body: Tokenize) -> Response:
         """The ids of a text, or of a conversation as the chat template renders it."""
         endpoint = self._endpoint
         if body.model is not None:
-            endpoint.check_model(body.model)
+            check_model(request, endpoint, body.model)
         ids = await asyncio.to_thread(self._ids_of, body)
         strings = [self._texts.of(token_id)[0] for token_id in ids] if body.return_token_strs else None
         return json_response(Tokenized(len(ids), endpoint.max_model_len, ids, strings))
 
-    async def detokenize(self, body: Detokenize) -> Response:
+    async def detokenize(self, request: Request, body: Detokenize) -> Response:
         """The text of ids, control tokens included."""
         if body.model is not None:
-            self._endpoint.check_model(body.model)
+            check_model(request, self._endpoint, body.model)
         renderer = self._endpoint.renderer
         if max(body.tokens, default=0) >= renderer.vocab_size:
             raise InvalidRequest(f"a token id is outside [0, {renderer.vocab_size})", param="tokens")
         text = await asyncio.to_thread(renderer.decode, body.tokens)
         return json_response(Detokenized(text))
 
-    async def _chat_call(self, asked: openai_chat.ChatRequest) -> ChatCall:
+    async def _chat_call(self, request: Request, asked: openai_chat.ChatRequest) -> ChatCall:
         endpoint = self._endpoint
-        endpoint.check_model(asked.body.model)
-        reading = partial(
-            openai_chat.to_call,
-            asked,
-            endpoint.parser,
-            endpoint.renderer.vocab_size,
-            endpoint.limits.timeout_s,
-        )
-        return await as_call(reading, len(asked.messages))
+        check_model(request, endpoint, asked.body.model, asked.body.named_session)
+        return await as_call(partial(openai_chat.to_call, asked, endpoint.served), len(asked.messages))
 
     async def _chat_events(
         self, body: ChatBody, pieces: AsyncIterator[TurnPiece | ChatResult]
@@ -242,7 +235,7 @@ class OpenAiRoutes:
         messages, tools = openai_chat.conversation_of(body.messages or (), body.tools)
         return renderer.render(messages, tools)
 
-    def _model(self, name: str) -> dict[str, Any]:
+    async def _model(self, name: str) -> dict[str, Any]:
         endpoint = self._endpoint
         return {
             "id": name,
@@ -250,6 +243,7 @@ class OpenAiRoutes:
             "created": endpoint.created_at,
             "owned_by": "agentloop",
             "max_model_len": endpoint.max_model_len,
+            "weight_version": await endpoint.weight_version(),
         }
 
 

@@ -11,6 +11,7 @@ from agentloop_servers.http.auth import (
     require_owner,
     session_name,
 )
+from agentloop_servers.http.docs_page import add_docs_page
 from agentloop_servers.http.guard import (
     HttpGuard,
     HttpLimits,
@@ -40,6 +41,7 @@ __all__ = [
     "HttpLimits",
     "Keys",
     "SessionKeys",
+    "add_docs_page",
     "add_error_handlers",
     "admit",
     "answered",

@@ -138,7 +138,7 @@ def add_error_handlers(app: FastAPI, limits: HttpLimits) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         kinds: dict[int, AgentLoopError] = {
-            404: NotFound("no such path"),
+            404: NotFound(f"there is no path {request.url.path[:200]!r}; models are called under /v1"),
             405: MethodNotAllowed(f"{request.method} is not possible here"),
         }
         known = kinds.get(error.status_code)

@@ -18,7 +18,7 @@ from agentloop.api import FrontPort
 from agentloop.engine import Engine
 from agentloop.generation import LeaseConfig, SessionLeases
 from agentloop_servers.endpoint import Endpoint, NotOwner, routes_dialects, routes_openai, routes_sessions
-from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_error_handlers, describe
+from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_docs_page, add_error_handlers, describe
 from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import ROLLOUT_BODIES, RolloutRoutes
 
@@ -56,6 +56,7 @@ def create_app(
         version="1",
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,
         redoc_url=None,
         middleware=[Middleware(HttpGuard, limits=limits)],
     )
@@ -68,6 +69,7 @@ def create_app(
     app.include_router(rollouts.user_routes(keys))
     app.include_router(AdminRoutes(coordinator, limits, tuple(weight_roots), rules).router(keys))
     describe(app, bodies)
+    add_docs_page(app)
     return app
 
 

@@ -1,0 +1,143 @@
+"""Fields that the bodies of all dialects share: how to sample, and the arguments of the chat template.
+
+Integers may be written `1.0`, as JSON Schema has it. An argument that the model's template does not read changes
+nothing, so it is dropped: what an agent wishes for with every call must not split its history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Final, Self, TypeAlias
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from agentloop.api import MAX_PROMPT_TOKENS, MAX_STOP_TOKEN_IDS, Body, Id, Json, TokenId
+from agentloop.checks import (
+    MAX_CHAT_SEED,
+    MAX_CHAT_TEMPERATURE,
+    MAX_SEED,
+    MAX_TOP_K,
+)
+from agentloop.errors import InvalidRequest
+from agentloop.types import JSON, SamplingParams
+
+MAX_TEMPLATE_ARGUMENTS = 32
+MAX_TEMPLATE_ARGUMENT_BYTES = 4096  # of all of them, as JSON
+
+_RESERVED: Final = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+    | {"chat_template", "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}
+)
+_THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
+"""The names by which templates ask whether to think: Qwen3, GLM, Nemotron; DeepSeek-V3.1, Granite."""
+
+_EFFORT: Final = "reasoning_effort"
+_NO_EFFORT: Final = "none"
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _template_arguments(value: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    if reserved := _RESERVED & value.keys():
+        raise ValueError(f"{min(reserved)!r} is not the client's to set")
+    if len(orjson.dumps(value)) > MAX_TEMPLATE_ARGUMENT_BYTES:
+        raise ValueError(f"the arguments have at most {MAX_TEMPLATE_ARGUMENT_BYTES} bytes")
+    return value
+
+
+Whole = BeforeValidator(_whole)
+"""Annotates an integer that may be written as a float without a fraction."""
+
+MaxTokens: TypeAlias = Annotated[int, Whole, Field(ge=1, le=MAX_PROMPT_TOKENS)]
+Effort: TypeAlias = Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
+_ArgumentName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+
+
+class NamesSession(Body):
+    """Base of bodies that may name their session, under one of two names."""
+
+    session: Id | None = None
+    session_id: Id | None = None
+
+    @property
+    def named_session(self) -> str | None:
+        """The session that the body names."""
+        return self.session if self.session is not None else self.session_id
+
+    @model_validator(mode="after")
+    def _names_one_session(self) -> Self:
+        if self.session is not None and self.session_id is not None and self.session != self.session_id:
+            raise ValueError("session and session_id name different sessions")
+        return self
+
+
+class SampledBody(NamesSession):
+    """Fields of every call. What the dialect itself does not have is named as vLLM names it.
+
+    A stop token of the request ends the turn as the model's own does.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Whole, Field(ge=-1, le=MAX_TOP_K)] | None = None
+    seed: Annotated[int, Whole, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    min_tokens: Annotated[int, Whole, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+
+
+class TemplateBody(Body):
+    """Arguments of the chat template, and the switch that most templates have under one of two names."""
+
+    chat_template_kwargs: (
+        Annotated[
+            dict[_ArgumentName, Json],
+            Field(max_length=MAX_TEMPLATE_ARGUMENTS),
+            AfterValidator(_template_arguments),
+        ]
+        | None
+    ) = None
+    enable_thinking: bool | None = None
+
+
+def sampling_params(body: SampledBody, max_tokens: int | None, vocab_size: int) -> SamplingParams:
+    """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest."""
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise InvalidRequest("min_tokens is above the maximum", param="min_tokens")
+    stops = tuple(dict.fromkeys(body.stop_token_ids or ()))
+    if max(stops, default=0) >= vocab_size:
+        raise InvalidRequest(f"token id {max(stops)} is outside [0, {vocab_size})", param="stop_token_ids")
+    return SamplingParams(
+        max_tokens=1 if max_tokens is None else max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=body.top_p or 1.0,
+        top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),
+        min_tokens=body.min_tokens or 0,
+        seed=None if body.seed is None else body.seed % MAX_CHAT_SEED,
+        stop_token_ids=stops,
+    )
+
+
+def template_kwargs(
+    body: TemplateBody, reads: Collection[str], effort: str | None = None, *, is_thinking: bool | None = None
+) -> dict[str, JSON]:
+    """Return the arguments that a body gives a template which reads those of the names `reads`.
+
+    `effort` and `is_thinking` are the dialect's own words for how much to think; the arguments that the body names
+    itself come before them. An effort of `none` switches thinking off.
+    """
+    if body.enable_thinking is not None:
+        is_thinking = body.enable_thinking
+    elif effort == _NO_EFFORT:
+        is_thinking = False
+    wished: dict[str, JSON] = {}
+    if is_thinking is not None:
+        wished |= dict.fromkeys(_THINKING_SWITCHES, is_thinking)
+    if effort is not None:
+        wished[_EFFORT] = effort
+    wished |= body.chat_template_kwargs or {}
+    return {name: value for name, value in wished.items() if name in reads}

@@ -1,0 +1,126 @@
+"""Habits of clients that the dialects say nothing of: names of models, keys of retries, parameters of engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentloop.errors import ServiceUnavailable
+from tests.support.endpoint.chat_service import MODEL, RENDERER, ChatService, chat_service
+from tests.support.endpoint.dialect_app import dialect_service
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "hi"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER], "max_tokens": 4},
+    RESPONSES: {"input": "hi", "max_output_tokens": 4},
+    MESSAGES: {"messages": [USER], "max_tokens": 4},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [USER]},
+    "/tokenize": {"prompt": "hi"},
+}
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChatService]:
+    async with chat_service(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+async def session_of(service: ChatService) -> dict[str, Any]:
+    return (await service.call("POST", "/sessions", json={}))[1]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_in_a_session_every_model_name_means_its_policy(service: ChatService, path: str) -> None:
+    session, body = await session_of(service), {**BODIES[path], "model": "claude-opus-5-5"}
+    assert (await service.call("POST", path, json=body))[1]["error"]["code"] == "model_not_found"
+    named = {
+        "path": (f"/sessions/{session['session_id']}{path}", {}),
+        "key": (path, {"authorization": f"Bearer {session['api_key']}"}),
+        "header": (path, {"x-session-id": session["session_id"]}),
+    }
+    for url, headers in named.values():
+        status, answer, _ = await service.call("POST", url, json=body, headers=headers)
+        assert status == 200, answer
+        assert answer.get("model", body["model"]) == body["model"]
+    assert (await service.call("GET", f"/sessions/{session['session_id']}/v1/models/gpt-9"))[1]["id"] == "gpt-9"
+    assert (await service.call("GET", "/v1/models/gpt-9"))[0] == 404
+
+
+async def test_the_list_of_models_names_the_live_weights(tmp_path: Path) -> None:
+    async with dialect_service(tmp_path, "Hello.") as service:
+        live: list[int] = []
+
+        async def live_version() -> int | None:
+            if not live:
+                raise ServiceUnavailable("the coordinator is starting")
+            return live[-1]
+
+        async def listed() -> Any:
+            async with aiohttp.ClientSession() as http, http.get(f"{service.url}/v1/models") as answer:
+                [model] = (await answer.json())["data"]
+                return model["weight_version"]
+
+        assert await listed() is None
+        service.endpoint.live_version = live_version
+        assert await listed() is None
+        for version in (0, 7):
+            live.append(version)
+            assert await listed() == version
+
+
+async def test_an_idempotency_key_makes_a_repeat_a_retry(service: ChatService) -> None:
+    session_id = (await session_of(service))["session_id"]
+    url, body = f"/sessions/{session_id}{CHAT}", {"model": MODEL, "messages": [USER], "max_tokens": 8}
+
+    async def asked(idempotency_key: str | None, **fields: Any) -> str:
+        headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
+        status, answer, _ = await service.call("POST", url, json={**body, **fields}, headers=headers)
+        assert status == 200
+        return str(answer["id"])
+
+    first = await asked("a")
+    assert await asked("a") == first
+    others = [await asked("b"), await asked(None), await asked(None), await asked("a", max_tokens=9)]
+    assert len({first, *others}) == 5
+    assert await asked("b") == others[0]
+    described = (await service.call("GET", f"/sessions/{session_id}"))[1]
+    assert described["num_turns"] == 5
+
+
+async def test_a_stop_token_of_the_request_ends_a_turn_that_the_template_then_closes(service: ChatService) -> None:
+    session_id = (await session_of(service))["session_id"]
+    url = f"/sessions/{session_id}{CHAT}"
+    asked = {"model": MODEL, "messages": [USER], "seed": 5, "max_tokens": 20, "return_token_ids": True}
+    free = (await service.call("POST", CHAT, json=asked))[1]["choices"][0]["token_ids"]
+    stop = next(token for token in free[2:] if token not in RENDERER.stop_token_ids)
+    status, answer, _ = await service.call("POST", url, json={**asked, "stop_token_ids": [stop]})
+    [choice] = answer["choices"]
+    assert (status, choice["finish_reason"], choice["token_ids"]) == (200, "stop", free[: free.index(stop) + 1])
+    assert choice["message"]["content"] == RENDERER.decode(choice["token_ids"][:-1]).strip()
+    echo = {"role": "assistant", "content": choice["message"]["content"]}
+    again = (await service.call("POST", url, json={**asked, "messages": [USER, echo, USER]}))[1]
+    before = [*answer["prompt_token_ids"], *choice["token_ids"]]
+    assert again["session"]["split_reason"] is None
+    assert again["prompt_token_ids"][: len(before)] == before
+    # The turn was open: the template's own stop token comes first.
+    assert again["prompt_token_ids"][len(before)] in RENDERER.stop_token_ids
+
+
+async def test_an_unknown_path_is_named(service: ChatService) -> None:
+    status, answer, _ = await service.call("POST", "/chat/completions", json={})
+    assert status == 404
+    assert "'/chat/completions'" in answer["error"]["message"]
+    assert "/v1" in answer["error"]["message"]
+
+
+async def test_a_thread_is_refused_as_anthropics_sdk_reads_it(service: ChatService) -> None:
+    body = {"model": MODEL, "messages": [USER], "max_tokens": 4, "thread": {"type": "create"}}
+    status, answer, _ = await service.call("POST", MESSAGES, json=body)
+    assert (status, answer["type"]) == (400, "error")
+    assert answer["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
