@@ -209,6 +209,7 @@ class ToolCall:
     token_start: int = 0  # the call's tokens within the turn's sampled ids: [token_start, token_end)
     token_end: int = 0
     text: str = ""
+    partial_arguments: str | None = None  # of one that the turn's end cut behind its name: JSON as far as it goes
 
 
 @dataclass(frozen=True, slots=True)

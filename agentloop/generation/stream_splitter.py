@@ -13,7 +13,7 @@ from enum import Enum
 
 from agentloop.errors import InvariantBroken
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
-from agentloop.generation.turn_reader import THINK_CLOSE, THINK_OPEN, Reading, TurnReader
+from agentloop.generation.turn_reader import MAX_BLANKS, Reading, TurnReader
 from agentloop.parsers import MAX_CALLS, DecodedText, ParsedTurn
 from agentloop.types import Message, ToolCall, ToolCallStatus
 
@@ -23,8 +23,10 @@ _MAX_PARSES = 6  # of one region: the closing mark may stand inside a string, bu
 class _Phase(Enum):
     START = "start"  # the turn may begin with a thought
     THOUGHT = "thought"
+    HEAD = "head"  # content may begin with a mark that counts only there
     CONTENT = "content"
     CALL = "call"  # behind an opening mark
+    CALL_END = "call end"  # behind a closed call, whose section may end
     WAITING = "waiting"  # what follows is not certain before the end
 
 
@@ -35,8 +37,9 @@ class TurnSplitter:
         self._choice_index = choice_index
         self._reader = reader
         self._reading = reading
-        self._openings = reader.openings if reading.reads_calls else ()
-        self._phase = _Phase.START if reading.reads_thoughts else _Phase.CONTENT
+        self._marks = reader.marks
+        self._in_content = (*self._marks.openings, *self._marks.headers) if reading.reads_calls else ()
+        self._phase = _Phase.START if reading.reads_thoughts else _Phase.HEAD
         if reading.reads_thoughts and reading.is_thinking:
             self._phase = _Phase.THOUGHT
         self._held = ""  # text that may be the beginning of a mark
@@ -62,10 +65,14 @@ class TurnSplitter:
                     rest = self._read_start(rest)
                 case _Phase.THOUGHT:
                     rest = self._read_thought(rest)
+                case _Phase.HEAD:
+                    rest = self._read_head(rest)
                 case _Phase.CONTENT:
                     rest = self._read_content(rest)
                 case _Phase.CALL:
                     rest = self._read_call(rest)
+                case _Phase.CALL_END:
+                    rest = self._read_call_end(rest)
                 case _Phase.WAITING:
                     rest = None
         return self._take()
@@ -94,36 +101,56 @@ class TurnSplitter:
     # Each of these reads `text` in its phase, and returns what the next phase is to read of it.
 
     def _read_start(self, text: str) -> str | None:
-        text = self._held + text
-        if len(text) < len(THINK_OPEN) and THINK_OPEN.startswith(text):
-            self._held = text
+        text, opening = self._held + text, self._marks.thoughts.open
+        bare = text.lstrip()
+        may_be = len(text) - len(bare) <= MAX_BLANKS and opening.startswith(bare[: len(opening)])
+        self._held = text if may_be and len(bare) < len(opening) else ""
+        if self._held:
             return None
-        self._held = ""
-        self._phase = _Phase.THOUGHT if text.startswith(THINK_OPEN) else _Phase.CONTENT
-        return text.removeprefix(THINK_OPEN)
+        self._phase = _Phase.THOUGHT if may_be else _Phase.HEAD
+        return bare.removeprefix(opening) if may_be else text
 
     def _read_thought(self, text: str) -> str | None:
-        before, mark, after = self._until_mark(text, (THINK_CLOSE,))
+        before, mark, after = self._until_mark(text, (self._marks.thoughts.close,))
         self._reasoning.append(self._thought.add(before))
         if mark is None:
             return None
-        self._phase = _Phase.CONTENT
+        self._phase = _Phase.HEAD
         if not self._reading.reads_calls:
             self._segment = _Strip(start=True, end=False)
         return after
 
+    def _read_head(self, text: str) -> str | None:
+        """Tell the marks that count at the content's beginning: those of calls, or headers where none are read."""
+        if self._reading.reads_calls:
+            marks, bare = self._marks.leading, (self._held + text).lstrip()  # blanks there are no content
+        else:
+            marks = self._marks.headers if self._reading.reads_thoughts else ()
+            bare = self._held + (text if self._held else self._segment.add(text))
+        found = max((mark for mark in marks if bare.startswith(mark)), key=len, default="")
+        may_be = bool(bare) and any(len(mark) > len(bare) and mark.startswith(bare) for mark in marks)
+        self._held = bare if may_be or not marks else ""
+        if marks and (may_be or not bare):
+            return None
+        self._held = ""
+        self._phase = _Phase.WAITING if found and self._reading.reads_calls else _Phase.CONTENT
+        return bare.removeprefix(found) if found and not self._reading.reads_calls else bare
+
     def _read_content(self, text: str) -> str | None:
-        before, mark, after = self._until_mark(text, self._openings)
+        before, mark, after = self._until_mark(text, self._in_content)
         self._give_content(before)
         if mark is None:
             return None
-        is_readable = self._reader.closing is not None and self._num_calls < MAX_CALLS
+        if mark in self._marks.headers:
+            self._end_segment()
+            return after
+        is_readable = self._marks.closing is not None and self._num_calls < MAX_CALLS
         self._phase = _Phase.CALL if is_readable else _Phase.WAITING
         self._region, self._num_parses = [], 0
         return mark + after
 
     def _read_call(self, text: str) -> str | None:
-        closing = self._reader.closing or ""
+        closing = self._marks.closing or ""
         window = self._held + text
         self._region.append(text)
         self._held = window[-len(closing) + 1 :]
@@ -133,13 +160,24 @@ class TurnSplitter:
         end, is_settled = self._give_calls(region, closing)
         rest = region[end:]
         if is_settled:
-            self._phase, self._held = _Phase.CONTENT, ""
+            self._held = ""
+            has_end = not self._marks.trailing or region.endswith(self._marks.trailing, 0, end)
+            self._phase = _Phase.CONTENT if has_end else _Phase.CALL_END
             return rest
         self._num_parses = self._num_parses + 1 if end == 0 else 1
         self._region = [rest]
         if self._num_parses >= _MAX_PARSES or self._num_calls >= MAX_CALLS:
             self._phase, self._held, self._region = _Phase.WAITING, "", []
         return None
+
+    def _read_call_end(self, text: str) -> str | None:
+        """Drop the mark that ends a section of calls, and blanks: none stand at the beginning of content."""
+        text, trailing = (self._held + text).lstrip(), self._marks.trailing
+        self._held = text if len(text) < len(trailing) and trailing.startswith(text) else ""
+        if self._held or not text:
+            return None
+        self._phase = _Phase.CONTENT
+        return text.removeprefix(trailing)
 
     def _give_calls(self, region: str, closing: str) -> tuple[int, bool]:
         """Give out the closed calls at the region's beginning and the content between them.
@@ -150,12 +188,13 @@ class TurnSplitter:
         position = 0
         for call in parsed.calls:
             self._give_content(region[position : call.token_start])
-            is_closed = region.startswith(closing, call.token_end - len(closing))
+            written = region[call.token_start : call.token_end].removesuffix(self._marks.trailing)
+            is_closed = written.rstrip().endswith(closing)
             if call.status is not ToolCallStatus.OK or not is_closed or self._num_calls >= MAX_CALLS:
                 return call.token_start, False
             self._give_call(self._num_calls, call)
             self._num_calls += 1
-            self._segment, self._separator = _Strip(start=True, end=True), "\n" if self._has_content else ""
+            self._end_segment()
             position = call.token_end
         return position, bool(parsed.calls)
 
@@ -168,6 +207,10 @@ class TurnSplitter:
             self._content.append(self._separator + given)
             self._has_content, self._separator = True, ""
 
+    def _end_segment(self) -> None:
+        """Begin a new line of content, once there is any."""
+        self._segment, self._separator = _Strip(start=True, end=True), "\n" if self._has_content else ""
+
     def _give_call(self, index: int, call: ToolCall) -> None:
         call_id = f"call_{self._reading.turn_index}_{index}"  # as `Parser.parse` numbers them
         self._calls += [CallDelta(index, call_id, call.name), CallDelta(index, arguments=arguments_text(call))]
@@ -176,16 +219,23 @@ class TurnSplitter:
         """The text before the first mark, the mark, and what follows; a mark's possible beginning is held."""
         text = self._held + text
         self._held = ""
-        found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
-        if found:
-            place, mark = min(found)
-            return text[:place], mark, text[place + len(mark) :]
-        longest = min(max(map(len, marks), default=1) - 1, len(text))
-        for length in range(longest, 0, -1):
-            if any(mark.startswith(text[-length:]) for mark in marks):
-                self._held = text[-length:]
-                return text[:-length], None, ""
-        return text, None, ""
+        found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
+        place, _, mark = min(found, default=(len(text), 0, ""))
+        held = self._possible_mark(text, place, marks)
+        if held < place or (held == place and found):
+            self._held = text[held:]
+            return text[:held], None, ""
+        return (text[:place], mark, text[place + len(mark) :]) if found else (text, None, "")
+
+    def _possible_mark(self, text: str, place: int, marks: Sequence[str]) -> int:
+        """Return where a mark may begin that the end cuts, no later than `place`; past the text if none does."""
+        longest, firsts = max(map(len, marks), default=1) - 1, {mark[:1] for mark in marks}
+        for start in range(max(len(text) - longest, 0), min(place + 1, len(text))):
+            if text[start] in firsts and any(
+                len(mark) > len(text) - start and mark.startswith(text[start:]) for mark in marks
+            ):
+                return start
+        return len(text) + 1
 
 
 class _Strip:

@@ -1,8 +1,8 @@
 """A turn's text to a message: the thought at its beginning, content and tool calls, for loops and sessions alike.
 
-Invariant: nothing that a policy wrote vanishes. A thought is what stands between `<think>`, at the very start of
-the turn or left open by the prompt, and the next `</think>`, or the turn's end; marks of calls inside it are no
-calls, and `<think>` elsewhere is content.
+Invariant: nothing that a policy wrote vanishes but its marks. A thought stands between two marks; the first is at
+the start of the turn, behind a few blanks, or left open by the prompt; without the second it goes to the end.
+Marks of calls inside it are no calls, and marks of thoughts elsewhere are content.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentloop.parsers import DecodedText, ParsedTurn, Parser
+from agentloop.parsers import DecodedText, Marks, ParsedTurn, Parser
 from agentloop.rendering import Renderer, TextDecoder
 from agentloop.types import JSON, Message
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-_PROMPT_TAIL = 16  # tokens: `<think>` is seven characters, and few line breaks follow it
+MAX_BLANKS = 8  # characters before a thought's first mark: GLM-4.5 writes a line break
+_PROMPT_TAIL = 48  # tokens: a mark has at most 30 characters, and few line breaks follow it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,9 @@ class TurnReader:
         self._parser = parser
 
     @property
-    def openings(self) -> tuple[str, ...]:
-        """The marks a call may begin with."""
-        return self._parser.openings
-
-    @property
-    def closing(self) -> str | None:
-        """The mark that ends a call for good; None if its syntax has none."""
-        opening = self._parser.opening
-        return f"</{opening[1:]}" if opening.startswith("<") else None
+    def marks(self) -> Marks:
+        """The marks by which a turn is read while it is sampled."""
+        return self._parser.marks
 
     def ends_turn(self, token_id: int) -> bool:
         """Tell whether a stop token is the model's own: one of a client's own leaves the turn open."""
@@ -61,7 +55,7 @@ class TurnReader:
 
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Tell whether a prompt leaves a thought open: the reply then begins inside it."""
-        return self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip().endswith(THINK_OPEN)
+        return self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip().endswith(self.marks.thoughts.open)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
         """Content and calls of a text behind the thought."""
@@ -72,7 +66,7 @@ class TurnReader:
 
         `decoded` holds neither the stop token nor a stop string.
         """
-        thought = _thought(decoded.text, reading)
+        thought = self._thought(decoded.text, reading)
         if thought is None:
             return self._message(decoded, reading, ""), 0
         start, end, after = thought
@@ -84,15 +78,25 @@ class TurnReader:
 
     def _message(self, decoded: DecodedText, reading: Reading, reasoning: str) -> Message:
         if not reading.reads_calls:
-            return Message("assistant", decoded.text, reasoning=reasoning)
+            header = self._header(decoded.text) if reading.reads_thoughts else ""
+            return Message("assistant", decoded.text[len(header) :], reasoning=reasoning)
         parsed = self.parse(decoded, reading)
-        return Message("assistant", parsed.content, parsed.calls, reasoning=reasoning)
+        thoughts = "\n".join(filter(None, (reasoning, parsed.reasoning)))
+        return Message("assistant", parsed.content, parsed.calls, reasoning=thoughts)
 
+    def _header(self, text: str) -> str:
+        """The header at the text's beginning; empty if it has none."""
+        return max((header for header in self.marks.headers if text.startswith(header)), key=len, default="")
 
-def _thought(text: str, reading: Reading) -> tuple[int, int, int] | None:
-    """The thought's characters `[start, end)`, and where what follows its mark begins."""
-    if not reading.reads_thoughts or not (reading.is_thinking or text.startswith(THINK_OPEN)):
-        return None
-    start = 0 if reading.is_thinking else len(THINK_OPEN)
-    end = text.find(THINK_CLOSE, start)
-    return (start, len(text), len(text)) if end < 0 else (start, end, end + len(THINK_CLOSE))
+    def _thought(self, text: str, reading: Reading) -> tuple[int, int, int] | None:
+        """The thought's characters `[start, end)`, and where what follows its mark begins."""
+        if not reading.reads_thoughts:
+            return None
+        marks, start = self.marks.thoughts, 0
+        if not reading.is_thinking:
+            start = len(text) - len(text[: MAX_BLANKS + 1].lstrip()) - len(text[MAX_BLANKS + 1 :])
+            if start > MAX_BLANKS or not text.startswith(marks.open, start):
+                return None
+            start += len(marks.open)
+        end = text.find(marks.close, start)
+        return (start, len(text), len(text)) if end < 0 else (start, end, end + len(marks.close))

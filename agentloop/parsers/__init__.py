@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from agentloop.parsers.base import MAX_CALLS, DecodedText, ParsedTurn, Parser
-from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.base import MAX_CALLS, DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
+from agentloop.parsers.by_name import PARSER_NAMES, get_parser
+from agentloop.parsers.choose import ChosenParser, choose_parser, parsers_that_read
 from agentloop.parsers.grammar import loads
 from agentloop.parsers.hermes import HermesParser
 
-__all__ = ["MAX_CALLS", "DecodedText", "HermesParser", "ParsedTurn", "Parser", "get_parser", "loads"]
+__all__ = [
+    "MAX_CALLS",
+    "PARSER_NAMES",
+    "ChosenParser",
+    "DecodedText",
+    "HermesParser",
+    "Marks",
+    "ParsedTurn",
+    "Parser",
+    "ThoughtMarks",
+    "choose_parser",
+    "get_parser",
+    "loads",
+    "parsers_that_read",
+]

@@ -35,25 +35,49 @@ class DecodedText:
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A sampled turn: its text outside calls, stripped, and its calls in the order they were written."""
+    """A sampled turn: its text outside calls, stripped, and its calls in the order they were written.
+
+    `reasoning` holds the thoughts of formats that let them stand between other text, behind the first one.
+    """
 
     content: str
     calls: tuple[ToolCall, ...]
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """The marks around the thought at the beginning of a turn. The prompt may end with `open` instead."""
+
+    open: str = "<think>"
+    close: str = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The marks of one family's turns: what can be told of a turn's text before its end.
+
+    Text before the first mark of a call is content. A call behind `closing` that is well-formed stays as it is,
+    whatever follows. All fields agree with the parser's `parse`.
+    """
+
+    openings: tuple[str, ...]  # marks of a call, first that of a well-written one; "" if any text may be one
+    closing: str | None = None  # the mark that ends a call; None: calls are certain at the turn's end only
+    leading: tuple[str, ...] = ()  # marks of a call at the beginning of the content only, behind blanks
+    trailing: str = ""  # belongs to the call before it, blanks between: the end of a section of calls
+    headers: tuple[str, ...] = ()  # stand before content and are none; what is before and behind is two lines
+    thoughts: ThoughtMarks = ThoughtMarks()
 
 
 class Parser(Protocol):
-    """The tool-call syntax of one model family."""
+    """The turn syntax of one model family. `marks` and all results are the same for the same text."""
 
     @property
-    def opening(self) -> str:
-        """The mark a well-written call begins with."""
-
-    @property
-    def openings(self) -> tuple[str, ...]:
-        """All marks a call may begin with, `opening` first: text before the first of any is content."""
+    def marks(self) -> Marks:
+        """The marks by which a turn is read while it is sampled."""
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
-        """Content and calls of a turn whose stop token is already removed. Never raises on any text.
+        """Content and calls of a turn behind its thought, without its stop token. Never raises on any text.
 
         `tools` are definitions in the OpenAI function format. Call ids are `call_{turn_index}_{i}`.
         """
@@ -69,12 +93,16 @@ class Parser(Protocol):
 
 
 class MalformedCall(Exception):
-    """Why a call cannot be read, in one line for the policy; `name` is the tool's, where that was legible."""
+    """The reason why a call cannot be read, in one line for the policy.
 
-    def __init__(self, error: str, name: str = "") -> None:
+    `name` is the tool's, where that was legible; `partial` its arguments as far as they were, as JSON text.
+    """
+
+    def __init__(self, error: str, name: str = "", partial: str = "") -> None:
         super().__init__(error)
         self.error = error
         self.name = name
+        self.partial = partial
 
 
 class TurnBuilder:
@@ -84,6 +112,7 @@ class TurnBuilder:
         self._decoded = decoded
         self._turn_index = turn_index
         self._content: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
 
     @property
@@ -95,23 +124,28 @@ class TurnBuilder:
         if stripped := text.strip():
             self._content.append(stripped)
 
+    def add_reasoning(self, text: str) -> None:
+        if stripped := text.strip():
+            self._reasoning.append(stripped)
+
     def add_call(self, start: int, end: int, name: str, arguments: Mapping[str, JSON]) -> None:
         first, last = self._decoded.token_span(start, end)
         self._calls.append(ToolCall(self._next_id(), name, arguments, token_start=first, token_end=last))
 
-    def add_malformed(self, start: int, end: int, error: str, name: str = "") -> None:
+    def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
+        """Report a call. `is_cut`: nothing ended it but the turn's end."""
         first, last = self._decoded.token_span(start, end)
-        written = self._decoded.text[start:end]
         self._calls.append(
             ToolCall(
                 self._next_id(),
-                name[:MAX_NAME_CHARS],
+                malformed.name[:MAX_NAME_CHARS],
                 {},
                 ToolCallStatus.MALFORMED,
-                error,
+                malformed.error,
                 first,
                 last,
-                text=written,
+                text=self._decoded.text[start:end],
+                partial_arguments=malformed.partial if is_cut and malformed.name else None,
             )
         )
 
@@ -119,10 +153,11 @@ class TurnBuilder:
         """Report all calls from `start` on as one: what a policy repeats without end costs no more than this."""
         text = self._decoded.text
         num_calls = max(1, text.count(open_tag, start))
-        self.add_malformed(start, len(text), f"{num_calls} tool calls after the first {MAX_CALLS} were not read")
+        error = f"{num_calls} tool calls after the first {MAX_CALLS} were not read"
+        self.add_malformed(start, len(text), MalformedCall(error))
 
     def finish(self) -> ParsedTurn:
-        return ParsedTurn("\n".join(self._content), tuple(self._calls))
+        return ParsedTurn("\n".join(self._content), tuple(self._calls), "\n".join(self._reasoning))
 
     def _next_id(self) -> str:
         return f"call_{self._turn_index}_{len(self._calls)}"

@@ -1,24 +1,65 @@
-"""Sampled turns to tool calls: one file a model family, one function to pick it."""
+"""Parsers by their name: our own, and users' by import path."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import Parser
+from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser
+from agentloop.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from agentloop.parsers.glm45 import Glm45Parser
+from agentloop.parsers.gpt_oss import GptOssParser
 from agentloop.parsers.hermes import HermesParser
+from agentloop.parsers.kimi_k2 import KimiK2Parser
+from agentloop.parsers.llama3_json import Llama3JsonParser
+from agentloop.parsers.mistral import MistralParser
 from agentloop.parsers.qwen3_xml import Qwen3XmlParser
+from agentloop.plugins import resolve
 
 _PARSERS: dict[str, Parser] = {
     "hermes": HermesParser(),
     "qwen3_coder": Qwen3XmlParser(),
     "qwen3_xml": Qwen3XmlParser(),
+    "llama3_json": Llama3JsonParser(),
+    "glm45": Glm45Parser(),
+    "deepseek_v3": DeepSeekV3Parser(),
+    "deepseek_v31": DeepSeekV31Parser(),
+    "kimi_k2": KimiK2Parser(),
+    "mistral": MistralParser(),
+    "gpt_oss": GptOssParser(),
 }
 
 PARSER_NAMES = tuple(_PARSERS)
 
 
 def get_parser(name: str) -> Parser:
-    """The parser called `name`; shared, without state. Raises InvalidRequest naming those there are."""
-    parser = _PARSERS.get(name)
-    if parser is None:
-        raise InvalidRequest(f"no parser {name[:64]!r}: there are {', '.join(PARSER_NAMES)}", param="parser")
-    return parser
+    """Return the parser called `name`, or the one at an import path, `package.module:Parser`.
+
+    Own parsers are shared and without state. At an import path stands a parser, or a class or function that makes
+    one without arguments. Raises InvalidRequest, with `parser` as the field at fault.
+    """
+    if (parser := _PARSERS.get(name)) is not None:
+        return parser
+    if ":" in name:
+        return _imported(name)
+    raise InvalidRequest(f"no parser {name[:64]!r}: there are {', '.join(PARSER_NAMES)}", param="parser")
+
+
+def _imported(path: str) -> Parser:
+    found = resolve(path, param="parser")
+    try:
+        parser: Any = found() if callable(found) and not _is_instance(found) else found
+        is_parser = (
+            isinstance(parser.marks, Marks)
+            and callable(parser.call_constraint)
+            and isinstance(parser.parse(DecodedText("", ()), [], 0), ParsedTurn)
+        )
+    except Exception as error:  # a user's code, which may raise anything
+        raise InvalidRequest(f"{path} makes no parser: {type(error).__name__}: {error}", param="parser") from error
+    if not is_parser:
+        raise InvalidRequest(f"{path} is no parser: it must be an agentloop.parsers.Parser", param="parser")
+    return cast(Parser, parser)
+
+
+def _is_instance(found: object) -> bool:
+    return not isinstance(found, type) and hasattr(found, "parse")

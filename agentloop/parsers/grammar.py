@@ -41,41 +41,65 @@ class CallSyntax:
 
     begin: str
     end: str
-    style: str
+    style: str = "json"
+    numbered: str = ""  # if not empty: behind `begin` stand digits and this, before the arguments
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSyntax:
+    """The text around and between the calls of one turn."""
+
+    begin: str = ""
+    separator: str = "\n"
+    end: str = ""
 
 
 def constraint_of_calls(
     tools: Sequence[Mapping[str, JSON]],
     syntax: Callable[[str], CallSyntax],
+    turn: TurnSyntax = TurnSyntax(),
     *,
     forced: str | None,
     is_parallel: bool,
 ) -> Constraint:
-    """See `Parser.call_constraint`. Calls are separated by a line break, as templates write them."""
+    """See `Parser.call_constraint`. By default a line break separates calls, as most templates write them."""
     functions = [tool.get("function", tool) for tool in tools]
     callable_ones = [function for function in functions if forced is None or function.get("name") == forced]
     if not callable_ones:
         wanted = "at least one tool" if forced is None else f"a tool named {forced[:64]!r}"
         raise InvalidRequest(f"this tool_choice needs {wanted} among the tools", param="tool_choice")
-    calls = {
+    calls: dict[str, JSON] = {
         "type": "tags_with_separator",
         "tags": [_tag(function, syntax(str(function.get("name")))) for function in callable_ones],
-        "separator": "\n",
+        "separator": turn.separator,
         "at_least_one": True,
         "stop_after_first": not is_parallel,
     }
+    if turn.begin:
+        calls = {"type": "tag", "begin": turn.begin, "content": calls, "end": turn.end}
     tag = {"type": "structural_tag", "format": calls}
     return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
 
+def either_constraint(one: Constraint, other: Constraint) -> Constraint:
+    """Allow what one of two structural tags allows."""
+    elements = [json.loads(constraint.text)["format"] for constraint in (one, other)]
+    tag = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+
+
 def _tag(function: Mapping[str, JSON], syntax: CallSyntax) -> dict[str, JSON]:
-    arguments = {
+    arguments: dict[str, JSON] = {
         "type": "json_schema",
         "json_schema": _bounded(function.get("parameters") or NO_PARAMETERS),
         "style": syntax.style,
         "max_whitespace_cnt": MAX_CALL_WHITESPACE_CHARS,
     }
-    return {"type": "tag", "begin": syntax.begin, "content": arguments, "end": syntax.end}
+    content: dict[str, JSON] = arguments
+    if syntax.numbered:
+        before = [{"type": "regex", "pattern": "[0-9]{1,4}"}, {"type": "const_string", "value": syntax.numbered}]
+        content = {"type": "sequence", "elements": [*before, arguments]}
+    return {"type": "tag", "begin": syntax.begin, "content": content, "end": syntax.end}
 
 
 def _bounded(schema: JSON) -> JSON:

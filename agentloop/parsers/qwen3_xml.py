@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import DecodedText, MalformedCall, ParsedTurn, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, constraint_of_calls, loads
+from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, TurnBuilder
+from agentloop.parsers.grammar import CallSyntax, constraint_of_calls
+from agentloop.parsers.typed_text import TextArguments, parameter_schemas
 from agentloop.types import JSON, Constraint
-
-MAX_PARAMETERS = 256
 
 _CALL = re.compile(r"<tool_call>|<function=")
 _CALL_OR_END = re.compile(r"</?tool_call>")
@@ -25,20 +24,19 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>")
 _VALUE_END = re.compile(r"</parameter>|(</function>\s*</tool_call>)")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _CALL_END = re.compile(r"\s*</tool_call>")
-_OPEN = "<tool_call>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Qwen3XmlParser:
     """XML-like tags. A missing `<tool_call>` or `</tool_call>` is forgiven, any other missing tag is not."""
 
-    opening = _OPEN
-    openings = (_OPEN, "<function=")
+    marks = Marks((_OPEN, "<function="), _CLOSE)
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
         """See `Parser.parse`."""
         text = decoded.text
         builder = TurnBuilder(decoded, turn_index)
-        schemas = _schemas(tools)
+        schemas = parameter_schemas(tools)
         position = 0
         while (found := _CALL.search(text, position)) is not None:
             start = found.start()
@@ -50,8 +48,8 @@ class Qwen3XmlParser:
             try:
                 name, arguments = reader.read(schemas)
             except MalformedCall as malformed:
-                reader.recover()
-                builder.add_malformed(start, reader.position, malformed.error, malformed.name)
+                is_cut = reader.recover()
+                builder.add_malformed(start, reader.position, malformed, is_cut=is_cut)
             else:
                 builder.add_call(start, reader.position, name, arguments)
             position = reader.position
@@ -83,33 +81,24 @@ class _CallReader:
         if self._text.startswith(_OPEN, self.position):
             self.position += len(_OPEN)
         name = self._name()
-        properties = schemas.get(name, {})
-        arguments: dict[str, JSON] = {}
+        arguments = TextArguments(name, schemas.get(name, {}))
         while (opening := self._take(_PARAMETER)) is not None:
             key = opening[1].strip()
-            value = self._value(key, name)
-            if key in arguments:
-                raise MalformedCall(f"parameter {key!r} twice in one call", name)
-            if len(arguments) == MAX_PARAMETERS:
-                raise MalformedCall(f"more than {MAX_PARAMETERS} parameters", name)
-            try:
-                arguments[key] = _typed(value, properties.get(key))
-            except ValueError as error:
-                raise MalformedCall(f"parameter {key!r} does not have its schema's type: {error}", name) from error
+            arguments.add(key, self._value(key, arguments))
         if self._take(_FUNCTION_END) is None:
-            raise MalformedCall(
-                "the tool call has something else where <parameter=...> or </function> must stand", name
-            )
+            error = "the tool call has something else where <parameter=...> or </function> must stand"
+            raise arguments.malformed(error)
         self._take(_CALL_END)
-        return name, arguments
+        return name, arguments.values
 
-    def recover(self) -> None:
-        """Move past what cannot be read: through the next call end, or up to the next call."""
+    def recover(self) -> bool:
+        """Move past what cannot be read: through the next call end, or up to a call. Tell if nothing ended it."""
         found = _CALL_OR_END.search(self._text, self.position)
         if found is None:
             self.position = len(self._text)
         else:
             self.position = found.start() if found[0] == _OPEN else found.end()
+        return found is None
 
     def _name(self) -> str:
         opening = self._take(_FUNCTION)
@@ -119,7 +108,7 @@ class _CallReader:
             raise MalformedCall("the tool call has an empty function name")
         return name
 
-    def _value(self, key: str, function: str) -> str:
+    def _value(self, key: str, arguments: TextArguments) -> str:
         """The text up to the parameter's end; the template puts a line break before and after it."""
         start = self.position
         found = _VALUE_END.search(self._text, start)
@@ -130,57 +119,11 @@ class _CallReader:
             return self._text[start : found.start()].removeprefix("\n").removesuffix("\n")
         else:
             self.position = found.start()
-        raise MalformedCall(f"parameter {key!r} has no </parameter>", function)
+        value = self._text[start : self.position].removeprefix("\n")
+        raise arguments.malformed(f"parameter {key!r} has no </parameter>", (key, value))
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         found = pattern.match(self._text, self.position)
         if found is not None:
             self.position = found.end()
         return found
-
-
-def _schemas(tools: Sequence[Mapping[str, JSON]]) -> dict[str, Mapping[str, JSON]]:
-    """Parameter schemas by tool name, with references to the tool's own `$defs` replaced."""
-    found: dict[str, Mapping[str, JSON]] = {}
-    for tool in tools:
-        function = tool.get("function", tool)
-        parameters = function.get("parameters") or {}
-        definitions = parameters.get("$defs") or {}
-        found[str(function.get("name"))] = {
-            key: definitions.get(str(schema.get("$ref", "")).removeprefix("#/$defs/"), schema)
-            for key, schema in (parameters.get("properties") or {}).items()
-            if isinstance(schema, dict)
-        }
-    return found
-
-
-def _types(schema: Mapping[str, JSON]) -> set[str]:
-    """The JSON types a schema allows; empty if it does not say."""
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return {declared}
-    if isinstance(declared, list):
-        return {str(name) for name in declared}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if values and all(isinstance(value, str) for value in values):
-        return {"string"}
-    branches = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-    return {name for branch in branches if isinstance(branch, dict) for name in _types(branch)}
-
-
-def _typed(value: str, schema: Mapping[str, JSON] | None) -> JSON:
-    """The value as its schema types it; text where the schema is unknown. Raises ValueError."""
-    types = _types(schema) if schema is not None else {"string"}
-    bare = value.strip()
-    if "null" in types and bare in ("null", "None"):
-        return None
-    if "string" in types:
-        return value
-    if "boolean" in types and bare in ("True", "False"):  # older templates print Python's spelling
-        return bare == "True"
-    try:
-        return loads(bare)
-    except ValueError:
-        if types:
-            raise
-        return value  # any type is allowed, text too

@@ -266,7 +266,7 @@ def _bias_without_calls(chat: ChatCall, parts: SessionParts) -> tuple[tuple[int,
     bias = chat.sampling.logit_bias
     if not chat.tools:
         return bias
-    opening = parts.renderer.ids(parts.parser.opening)
+    opening = parts.renderer.ids(parts.parser.marks.openings[0])
     if len(opening) != 1:
         return bias
     return (*((token_id, value) for token_id, value in bias if token_id != opening[0]), (opening[0], _BAN))

@@ -15,9 +15,10 @@ from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import Message, ToolCallStatus
+from tests.parsers.writing import COMMON_FRAGMENTS, FRAGMENTS, WRITE
 from tests.support.engine.scripted import RENDERER
 
-READERS = {name: TurnReader(RENDERER, get_parser(name)) for name in ("hermes", "qwen3_xml")}
+READERS = {name: TurnReader(RENDERER, get_parser(name)) for name in WRITE}
 HERMES = READERS["hermes"]
 WITH_CALLS = Reading((), 2, True, True, False)
 
@@ -51,27 +52,30 @@ def check(reader: TurnReader, pieces: list[str], reading: Reading) -> None:
     assert deltas == expected
 
 
-parts = st.sampled_from(
-    [
-        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>"),
-        *("</function>", " ", "\n", "\t\n ", "x", "Hello there.", "<", "<to", "</", "é", "\ufffd", "{}", '"', "{"),
-        *(call(), call("é", a="</tool_call>"), call(a="<tool_call>"), xml(), xml(value="</tool_call>")),
-        *('<tool_call>{"name": "add", "arguments": {}}', "<tool_call>{bad}</tool_call>"),
-        "<function=g></function></tool_call>",
-    ]
-)
+def parts(parser: str) -> st.SearchStrategy[str]:
+    marks, write = get_parser(parser).marks, WRITE[parser]
+    calls = (
+        write([("add", {})]),
+        write([("é", {"a": "</tool_call>"}), ("sub", {})]),
+        write([("f", {"a": marks.openings[0]})]),
+    )
+    thoughts = (marks.thoughts.open, marks.thoughts.close, *marks.headers)
+    blanks = ("\t\n ", "Hello there.", "\ufffd", " " * 9)
+    marked = (*marks.openings, *marks.leading, marks.closing or "", marks.trailing)
+    half = tuple(mark[: len(mark) // 2] for mark in (*thoughts, *marked))
+    return st.sampled_from((*FRAGMENTS[parser], *COMMON_FRAGMENTS, *calls * 2, *thoughts, *marked, *half, *blanks))
+
+
 readings = st.builds(Reading, st.just(()), st.just(2), st.booleans(), st.booleans(), st.booleans())
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
-@given(
-    st.lists(parts, max_size=14).map("".join),
-    st.lists(st.integers(0, 12), max_size=60),
-    readings,
-    st.sampled_from(sorted(READERS)),
-)
-def test_increments_concatenate_to_the_turn(text: str, sizes: list[int], reading: Reading, parser: str):
+@pytest.mark.parametrize("parser", READERS)
+@settings(max_examples=200)
+@given(data=st.data())
+def test_increments_concatenate_to_the_turn(parser: str, data: st.DataObject):
+    text = data.draw(st.lists(parts(parser), max_size=14).map("".join))
+    sizes, reading = data.draw(st.lists(st.integers(0, 12), max_size=60)), data.draw(readings)
     pieces = []
     for size in sizes:
         pieces.append(text[:size])
@@ -134,7 +138,7 @@ HOSTILE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-@pytest.mark.parametrize("parser", sorted(READERS))
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_xml"])
 def test_half_a_megabyte_takes_linear_time(text: str, parser: str):
     """Streamed in 125,000 pieces; the bound is far above what linear time needs, and far below quadratic."""
     started = time.process_time()

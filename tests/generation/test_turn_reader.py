@@ -146,7 +146,7 @@ def test_an_unfinished_thought_is_all_there_is(reader: TurnReader, text: str, is
     assert turn == (Message("assistant", "", reasoning="Hm, so"), len(text))
 
 
-@pytest.mark.parametrize("text", ["So <think>hm</think>", "\n<think>hm</think>", "<thinking>", "hm</think>"])
+@pytest.mark.parametrize("text", ["So <think>hm</think>", f"{' ' * 9}<think>hm", "<thinking>", "hm</think>"])
 def test_marks_elsewhere_are_content(reader: TurnReader, text: str):
     assert read(reader, text) == (Message("assistant", text.strip()), 0)
 

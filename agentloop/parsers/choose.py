@@ -1,0 +1,59 @@
+"""The parser of a model, by its chat template and its tokenizer; and the parsers that read a given text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentloop.parsers.base import DecodedText
+from agentloop.parsers.by_name import PARSER_NAMES, get_parser
+from agentloop.types import JSON, ToolCall, ToolCallStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenParser:
+    """A parser's name and why it was chosen, in one line; no name if none reads what the template writes."""
+
+    name: str | None
+    reason: str
+
+
+# What a template holds if it writes a family's calls, with the parser. Of several that are there the first counts.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
+    ("gpt_oss", ("<|channel|>", "<|message|>", "functions")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>")),
+    ("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),
+    ("llama3_json", ("<|start_header_id|>", '"parameters": ', "tool_calls")),
+    ("hermes", ("<tool_call>", '"arguments"')),
+    ("hermes", ("<tool_call>", "tool_calls")),
+)
+
+
+def choose_parser(template_source: str, literals: Collection[str]) -> ChosenParser:
+    """Choose by what the template writes; `literals` are the tokenizer's added tokens, which the reason names."""
+    if "tool" not in template_source:
+        return ChosenParser(None, "the chat template shows no tools")
+    for name, signs in _SIGNS:
+        if all(sign in template_source for sign in signs):
+            tokens = [sign for sign in signs if sign in literals]
+            known = f", and {', '.join(tokens)} in the tokenizer" if tokens else ""
+            return ChosenParser(name, f"the chat template writes {' '.join(signs)}{known}")
+    return ChosenParser(None, f"the chat template writes calls as none of {', '.join(PARSER_NAMES)} reads them")
+
+
+def reads(name: str, text: str, calls: Sequence[ToolCall], tools: Sequence[Mapping[str, JSON]]) -> bool:
+    """Tell if a parser reads these calls, names and arguments, of a turn's text, and no other."""
+    decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
+    found = get_parser(name).parse(decoded, tools, 0).calls
+    expected = [(call.name, dict(call.arguments)) for call in calls]
+    are_sound = all(call.status is ToolCallStatus.OK for call in found)
+    return are_sound and [(call.name, dict(call.arguments)) for call in found] == expected
+
+
+def parsers_that_read(text: str, calls: Sequence[ToolCall], tools: Sequence[Mapping[str, JSON]]) -> tuple[str, ...]:
+    """Return the names of our own parsers that read `calls` of a turn without its thought and stop token."""
+    return tuple(name for name in PARSER_NAMES if reads(name, text, calls, tools))

@@ -1,0 +1,142 @@
+"""Calls as Mistral's models write them behind `[TOOL_CALLS]`: a list of objects, or a name and its arguments.
+
+List: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` (tokenizers to version 7). Named, from version 11 on:
+`[TOOL_CALLS]NAME[ARGS]{...}` for each call, with `[CALL_ID]...` between where the model writes one. Published in
+mistral-common (`InstructTokenizer` of each version).
+
+Linear: arguments end with the bracket that closes their first; it is looked for up to the fourth mark that follows
+(the mark may stand inside a string), so each character is read a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from agentloop.errors import InvalidRequest
+from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
+from agentloop.parsers.grammar import CallSyntax, TurnSyntax, constraint_of_calls, either_constraint
+from agentloop.parsers.json_call import json_end, read_arguments, read_json_call
+from agentloop.types import JSON, Constraint
+
+_CALLS = "[TOOL_CALLS]"
+_MAX_MARKS_INSIDE = 4
+_LIST = re.compile(r"\s*+\[")
+_NAMED = re.compile(r"\s*+([^\[\]{}\s][^\[\]{}\n]{0,255})(?:\[CALL_ID\][^\[\]{}\n]{0,64})?(?:\[ARGS\])?\s*+(?=\{)")
+_NAME_ONLY = re.compile(r"\s*+([^\[\]{}\s][^\[\]{}\n]{0,255})\[")
+_OBJECT = re.compile(r"\s*+(?=\{)")
+_NEXT = re.compile(r"\s*+(?:(,)|(\]))")
+
+
+class MistralParser:
+    """Both forms, told apart call by call. A list without its last bracket is forgiven if its objects are whole."""
+
+    marks = Marks((_CALLS,), thoughts=ThoughtMarks("[THINK]", "[/THINK]"))
+
+    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
+        """See `Parser.parse`. `tools` are not needed: JSON carries its types."""
+        text = decoded.text
+        builder = TurnBuilder(decoded, turn_index)
+        position = 0
+        while (start := text.find(_CALLS, position)) >= 0:
+            builder.add_content(text[position:start])
+            if builder.is_full:
+                builder.add_rest(start, _CALLS)
+                return builder.finish()
+            body = start + len(_CALLS)
+            opening = _LIST.match(text, body)
+            if opening is not None:
+                position = _read_list(text, start, opening.end(), builder)
+            else:
+                position = _read_named(text, start, body, builder)
+        builder.add_content(text[position:])
+        return builder.finish()
+
+    def call_constraint(
+        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
+    ) -> Constraint:
+        """See `Parser.call_constraint`. The policy chooses the form, at the first character behind the mark."""
+        turn = TurnSyntax(f"{_CALLS} [", ", ", "]")
+        listed = constraint_of_calls(tools, _listed_syntax, turn, forced=forced, is_parallel=is_parallel)
+        turn = TurnSyntax(separator="")
+        named = constraint_of_calls(tools, _named_syntax, turn, forced=forced, is_parallel=is_parallel)
+        return either_constraint(named, listed)
+
+
+def _listed_syntax(name: str) -> CallSyntax:
+    return CallSyntax(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}")
+
+
+def _named_syntax(name: str) -> CallSyntax:
+    if _NAMED.fullmatch(f"{name}[ARGS]{{", 0, len(name) + 6) is None and _NAMED.match(f"{name}[ARGS]{{") is None:
+        raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
+    return CallSyntax(f"{_CALLS}{name}[ARGS]", "")
+
+
+def _read_named(text: str, start: int, body: int, builder: TurnBuilder) -> int:
+    """Add one call; return where it ends."""
+    found = _NAMED.match(text, body)
+    if found is None:
+        named = _NAME_ONLY.match(text, body)
+        name = named[1].strip() if named is not None else ""
+        error = f"behind {_CALLS} stands neither a list of calls nor a name with its arguments"
+        return _add_malformed(text, start, body, MalformedCall(error, name), builder)
+    name, begin = found[1].strip(), found.end()
+    end = json_end(text, begin, _limit(text, begin))
+    try:
+        if end < 0:
+            raise MalformedCall("the arguments have no end", name, text[begin : _next_mark(text, begin)])
+        arguments = read_arguments(text[begin:end], name)
+    except MalformedCall as malformed:
+        return _add_malformed(text, start, begin, malformed, builder)
+    builder.add_call(start, end, name, arguments)
+    return end
+
+
+def _read_list(text: str, start: int, position: int, builder: TurnBuilder) -> int:
+    """Add the calls of one list, each with what stands before it; return where the last one ends."""
+    limit = _limit(text, position)
+    while True:
+        if builder.is_full:
+            builder.add_rest(start, '"name"')
+            return len(text)
+        opening = _OBJECT.match(text, position)
+        if opening is None:
+            error = MalformedCall("the list of tool calls has something else where an object must stand")
+            return _add_malformed(text, start, position, error, builder)
+        begin = opening.end()
+        end = json_end(text, begin, limit)
+        try:
+            written = text[begin : end if end >= 0 else _next_mark(text, begin)]
+            name, arguments = read_json_call(written, "arguments")
+        except MalformedCall as malformed:
+            return _add_malformed(text, start, begin, malformed, builder)
+        following = _NEXT.match(text, end)
+        is_last = following is None or following[1] is None
+        after = end if following is None else following.end()
+        builder.add_call(start, after, name, arguments)
+        if is_last:
+            return after
+        start = position = after
+
+
+def _add_malformed(text: str, start: int, body: int, malformed: MalformedCall, builder: TurnBuilder) -> int:
+    """Report what stands before the next mark; return where that is."""
+    end = _next_mark(text, body)
+    builder.add_malformed(start, end, malformed, is_cut=end == len(text))
+    return end
+
+
+def _next_mark(text: str, position: int) -> int:
+    found = text.find(_CALLS, position)
+    return found if found >= 0 else len(text)
+
+
+def _limit(text: str, position: int) -> int:
+    """Return how far a value that begins there may reach."""
+    for _ in range(_MAX_MARKS_INSIDE + 1):
+        position = _next_mark(text, position) + len(_CALLS)
+        if position >= len(text):
+            return len(text)
+    return position - len(_CALLS)

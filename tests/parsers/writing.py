@@ -1,0 +1,156 @@
+"""Calls written as each family's chat template writes them, and what its hostile texts are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentloop.parsers.base import DecodedText, ParsedTurn
+from agentloop.parsers.by_name import get_parser
+
+Arguments = Mapping[str, Any]
+Call = tuple[str, Arguments]
+
+
+def parse(parser: str, text: str, tools: Any = (), turn_index: int = 0) -> ParsedTurn:
+    """One token a character, so that spans are offsets into the text."""
+    return get_parser(parser).parse(DecodedText(text, tuple(range(1, len(text) + 1))), tools, turn_index)
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def _hermes(calls: list[Call]) -> str:
+    return "\n".join(f"<tool_call>\n{dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
+
+
+def _qwen3_xml(calls: list[Call]) -> str:
+    def one(name: str, arguments: Arguments) -> str:
+        inner = "".join(f"<parameter={k}>\n{_text(v)}\n</parameter>\n" for k, v in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def _glm45(calls: list[Call]) -> str:
+    def one(name: str, arguments: Arguments) -> str:
+        inner = "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{_text(v)}</arg_value>\n" for k, v in arguments.items()
+        )
+        return f"<tool_call>{name}\n{inner}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def _deepseek_v3(calls: list[Call]) -> str:
+    one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{chr(10).join(one.format(n, dumps(a)) for n, a in calls)}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v31(calls: list[Call]) -> str:
+    one = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{''.join(one.format(n, dumps(a)) for n, a in calls)}<｜tool▁calls▁end｜>"
+
+
+def _kimi_k2(calls: list[Call]) -> str:
+    one = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    inner = "".join(one.format(name, index, dumps(a)) for index, (name, a) in enumerate(calls))
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def _mistral(calls: list[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
+
+
+def mistral_list(calls: list[Call]) -> str:
+    listed = [
+        {"name": name, "arguments": arguments, "id": f"call0000{i}"} for i, (name, arguments) in enumerate(calls)
+    ]
+    return f"[TOOL_CALLS] {dumps(listed)}"
+
+
+def _llama3_json(calls: list[Call]) -> str:
+    return "; ".join(f'{{"name": {dumps(name)}, "parameters": {dumps(a)}}}' for name, a in calls)
+
+
+def _gpt_oss(calls: list[Call]) -> str:
+    one = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}"
+    return "<|call|>".join(one.format(name, dumps(arguments)) for name, arguments in calls)
+
+
+WRITE: dict[str, Callable[[list[Call]], str]] = {
+    "hermes": _hermes,
+    "qwen3_xml": _qwen3_xml,
+    "llama3_json": _llama3_json,
+    "glm45": _glm45,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+    "kimi_k2": _kimi_k2,
+    "mistral": _mistral,
+    "gpt_oss": _gpt_oss,
+}
+
+FRAGMENTS: dict[str, tuple[str, ...]] = {
+    "hermes": (
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "a", "arguments": {}}',
+        '{"name": "',
+        '{"name": "a", "arguments": {"b',
+    ),
+    "qwen3_xml": (
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "</function>",
+        "<parameter=count>",
+        "</parameter>",
+        "1",
+    ),
+    "llama3_json": (
+        "<|python_tag|>",
+        '{"name": "a", "parameters": {}}',
+        '{"name": "',
+        '"}',
+        ";",
+        '{"a": 1}',
+        '{"name": 1}',
+    ),
+    "glm45": ("<tool_call>", "</tool_call>", "f\n", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "1"),
+    "deepseek_v3": (
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        *("function<｜tool▁sep｜>f\n", "```json\n", "\n```", "{}"),
+    ),
+    "deepseek_v31": (
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        *("f<｜tool▁sep｜>", "{}", '{"a": "'),
+    ),
+    "kimi_k2": (
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+        *("functions.f:0<|tool_call_argument_begin|>", "{}", '{"a": "'),
+    ),
+    "mistral": (
+        "[TOOL_CALLS]",
+        "f[ARGS]",
+        "{}",
+        "[{",
+        '[{"name": "f", "arguments": {}}',
+        ", ",
+        "]",
+        "[CALL_ID]abc",
+    ),
+    "gpt_oss": (
+        *("<|start|>assistant", "<|channel|>", "<|channel|>final<|message|>", "<|message|>", "<|end|>", "<|call|>"),
+        *(" to=functions.f", "<|channel|>analysis<|message|>", "<|channel|>commentary json<|message|>", "{}"),
+        *("<|constrain|>", "<|start|>", "commentary"),
+    ),
+}
+"""Parts of well-written and broken calls: any row of them is a text that a policy could write."""
+
+COMMON_FRAGMENTS = ("\n", " ", "é", "x ", "\\", '"', "{", "}", "[", "]", "<", "<|", "</", "<think>", "</think>")
