@@ -97,48 +97,52 @@ def score_of(value: object) -> Score:
     return Score(reward=_number(value, "a reward"))
 
 
+def checked(score: Score) -> Score:
+    """Return the score with its numbers as floats and its arrays as they are stored. Raises RewardError, one line.
+
+    Nothing is compared with a trajectory: see `resolved`.
+    """
+    return Score(
+        reward=None if score.reward is None else _number(score.reward, "a reward"),
+        components=_named(score.components, "component"),
+        metrics=_named(score.metrics, "metric"),
+        main=None if score.main is None else _checked_path(score.main, "the main path"),
+        paths={name: _checked_path(one, f"path {name}") for name, one in score.paths.items()},
+        turn_rewards={
+            turn_id: _number(reward, f"the reward of turn {turn_id!r}")
+            for turn_id, reward in score.turn_rewards.items()
+        },
+        untrainable_turns=tuple(score.untrainable_turns),
+    )
+
+
 def resolved(score: Score, trajectory: Trajectory) -> Score:
     """Return the score, checked against the trajectory, its paths named by their last turns and turns by their ids.
 
     So it can travel, and stays right while a session goes on. Raises RewardError, one line, for what does not fit.
     """
-    paths = trajectory.paths
+    score, paths = checked(score), trajectory.paths
     known = {turn.turn_id for path in paths for turn in path.turns}
     for turn_id in (*score.turn_rewards, *score.untrainable_turns):
         if turn_id not in known:
             raise RewardError(f"there is no turn {str(turn_id)[:MAX_SCORE_NAME_CHARS]!r}")
-    turn_rewards = {
-        turn_id: _number(reward, f"the reward of turn {turn_id!r}")
-        for turn_id, reward in score.turn_rewards.items()
-    }
-    path_scores: dict[int | str, PathScore] = {}
     places: dict[int | str, int] = {place: place for place in range(len(paths))}
     places |= {path.turns[-1].turn_id: place for place, path in enumerate(paths) if path.turns}
     if unknown := [name for name in score.paths if name not in places]:
-        raise RewardError(f"there is no path {str(unknown[0])[:MAX_SCORE_NAME_CHARS]!r} among {len(paths)}")
+        raise RewardError(f"no path of {len(paths)} is {str(unknown[0])[:MAX_SCORE_NAME_CHARS]!r}, or ends with it")
     named = [(places[name], one) for name, one in score.paths.items()]
     if score.main is not None:
         if not paths:
             raise RewardError("there is no main path to score: nothing was rendered")
         named.append((trajectory.main_conversation[-1], score.main))
+    turn_rewards, path_scores = dict(score.turn_rewards), dict[int | str, PathScore]()
     for place, one in named:
         path, label = paths[place], f"path {place}"
-        if not path.turns:
-            raise RewardError(f"{label} has no turn to score")
-        turn_rewards.update(_turns_of(one, path, label))
-        path_scores[path.turns[-1].turn_id] = PathScore(
-            reward=None if one.reward is None else _number(one.reward, f"the reward of {label}"),
-            tokens=None if one.tokens is None else _tokens_of(one.tokens, path, label),
-            is_trainable=one.is_trainable,
-        )
-    return Score(
-        reward=None if score.reward is None else _number(score.reward, "a reward"),
-        components=_named(score.components, "component"),
-        metrics=_named(score.metrics, "metric"),
-        paths=path_scores,
-        turn_rewards=turn_rewards,
-        untrainable_turns=tuple(score.untrainable_turns),
-    )
+        _check_lengths(one, path, label)
+        pairs = zip(path.turns, one.turns, strict=False)
+        turn_rewards.update({turn.turn_id: reward for turn, reward in pairs if reward is not None})
+        path_scores[path.turns[-1].turn_id] = replace(one, turns=())
+    return replace(score, main=None, paths=path_scores, turn_rewards=turn_rewards)
 
 
 def scored(trajectory: Trajectory, score: Score) -> Trajectory:
@@ -180,26 +184,37 @@ def _scored_path(path: TokenPath, score: Score, untrainable: set[str]) -> TokenP
     )
 
 
-def _turns_of(score: PathScore, path: TokenPath, label: str) -> dict[str, float]:
-    if score.turns and len(score.turns) != len(path.turns):
-        raise RewardError(f"{label} has {len(path.turns)} turns, its score {len(score.turns)}")
-    return {
-        turn.turn_id: _number(reward, f"the reward of turn {index} of {label}")
-        for index, (turn, reward) in enumerate(zip(path.turns, score.turns, strict=False))
-        if reward is not None
-    }
+def _check_lengths(score: PathScore, path: TokenPath, label: str) -> None:
+    num_turns, num_tokens = len(path.turns), len(path.response_ids)
+    if not path.turns:
+        raise RewardError(f"{label} has no turn to score")
+    if score.turns and len(score.turns) != num_turns:
+        raise RewardError(f"{label} has {num_turns} turns, its score {len(score.turns)}")
+    if score.tokens is not None and len(score.tokens) != num_tokens:
+        raise RewardError(f"{label} has {num_tokens} response tokens, its score {len(score.tokens)} token rewards")
 
 
-def _tokens_of(tokens: FloatArray, path: TokenPath, label: str) -> FloatArray:
+def _checked_path(score: PathScore, label: str) -> PathScore:
+    if not isinstance(score, PathScore):
+        raise RewardError(f"the score of {label} is a PathScore, not {type(score).__name__}")
+    return PathScore(
+        reward=None if score.reward is None else _number(score.reward, f"the reward of {label}"),
+        turns=tuple(
+            None if reward is None else _number(reward, f"the reward of turn {index} of {label}")
+            for index, reward in enumerate(score.turns)
+        ),
+        tokens=None if score.tokens is None else _tokens(score.tokens, label),
+        is_trainable=bool(score.is_trainable),
+    )
+
+
+def _tokens(tokens: FloatArray, label: str) -> FloatArray:
     try:
         array = np.asarray(tokens, np.float32)
     except (TypeError, ValueError) as error:
         raise RewardError(f"the token rewards of {label} are no array of numbers") from error
-    if array.shape != (len(path.response_ids),):
-        shape = " x ".join(map(str, array.shape)) or "no"
-        raise RewardError(f"{label} has {len(path.response_ids)} response tokens, its score {shape} token rewards")
-    if not np.isfinite(array).all():
-        raise RewardError(f"the token rewards of {label} are not all finite")
+    if array.ndim != 1 or not np.isfinite(array).all():
+        raise RewardError(f"the token rewards of {label} are not finite numbers in one row")
     return array
 
 
@@ -217,7 +232,10 @@ def _named(numbers: Mapping[str, float], kind: str) -> dict[str, float]:
 def _number(value: Any, label: str) -> float:
     if not isinstance(value, Real):
         raise RewardError(f"{label} is a number, not {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise RewardError(f"{label} is finite, not {number}")
     return number

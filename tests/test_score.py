@@ -93,13 +93,21 @@ def test_a_turn_takes_the_paths_away_that_own_it():
         (Score(components={f"c{i}": 0.0 for i in range(257)}), "257 components are more than 256"),
         (Score(turn_rewards={"7": 1.0}), "there is no turn '7'"),
         (Score(untrainable_turns=("7",)), "there is no turn '7'"),
-        (Score(paths={3: PathScore()}), "there is no path '3' among 3"),
-        (Score(paths={"0": PathScore()}), "there is no path '0' among 3"),
+        (Score(paths={3: PathScore()}), "no path of 3 is '3', or ends with it"),
+        (Score(paths={"0": PathScore()}), "no path of 3 is '0', or ends with it"),
+        (Score(10**400), "a reward is finite, not inf"),
+        (Score(paths={0: 1.0}), "the score of path 0 is a PathScore, not float"),
         (Score(main=PathScore(turns=(1.0,))), "path 1 has 2 turns, its score 1"),
-        (Score(main=PathScore(turns=(1.0, float("nan")))), "the reward of turn 1 of path 1 is finite, not nan"),
+        (
+            Score(main=PathScore(turns=(1.0, float("nan")))),
+            "the reward of turn 1 of the main path is finite, not nan",
+        ),
         (Score(main=PathScore(tokens=TOKENS[1:])), "path 1 has 8 response tokens, its score 7 token rewards"),
-        (Score(main=PathScore(tokens=TOKENS * np.nan)), "the token rewards of path 1 are not all finite"),
-        (Score(main=PathScore(tokens=["a"] * 8)), "the token rewards of path 1 are no array of numbers"),
+        (
+            Score(main=PathScore(tokens=TOKENS * np.nan)),
+            "the token rewards of the main path are not finite numbers in one row",
+        ),
+        (Score(main=PathScore(tokens=["a"] * 8)), "the token rewards of the main path are no array of numbers"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(score, problem):

@@ -35,6 +35,7 @@ from agentloop import codec
 from agentloop.aio import in_daemon_thread, ordinary, settle
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.plugins import resolve
+from agentloop.score import Score
 from agentloop.types import RolloutTask
 
 AGENT_GRACE_S = 5.0
@@ -123,8 +124,11 @@ class AgentProgram:
             raise InvalidRequest(f"no such command: {template!r}", param="agent_command")
         return cls(template, _Command(arguments, grace_s, withheld))
 
-    async def run(self, place: AgentPlace) -> float | None:
-        """One run; the reward that it returned. Raises what the agent raised, and AgentLoopError for what else."""
+    async def run(self, place: AgentPlace) -> float | Score | None:
+        """One run; the reward that it returned, or a `Score` that nobody has checked.
+
+        Raises what the agent raised, and AgentLoopError for what else.
+        """
         return _checked(await self._runner.run(place))
 
     def close(self) -> None:
@@ -332,13 +336,13 @@ def _filled(argument: str, place: AgentPlace) -> str:
     return _MARK.sub(lambda mark: values[mark[1]], argument)
 
 
-def _checked(value: object) -> float | None:
-    if value is None:
-        return None
+def _checked(value: object) -> float | Score | None:
+    if value is None or isinstance(value, Score):
+        return value
     if inspect.iscoroutine(value):
         value.close()  # a plain def gave it: nobody would ever await it
     if not isinstance(value, Real):
-        raise AgentLoopError(f"the agent returned a {type(value).__name__}; a reward is a number, or None")
+        raise AgentLoopError(f"the agent returned a {type(value).__name__}; a reward is a number, a Score, or None")
     reward = float(value)
     if not math.isfinite(reward):
         raise AgentLoopError(f"the agent returned {reward}; a reward is finite")

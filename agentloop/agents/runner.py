@@ -19,8 +19,9 @@ import structlog
 from agentloop.agents.program import AGENT_GRACE_S, AgentPlace, AgentProgram
 from agentloop.api import MAX_TIMEOUT_S
 from agentloop.client import AgentSession, RolloutClient, SessionEnd, describe
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, RewardError
 from agentloop.rollout import RewardFunction, load_reward, score
+from agentloop.score import Score, resolved, score_of
 from agentloop.types import RolloutTask, Trajectory
 
 __all__ = ["AgentLimits", "AgentProgram", "AgentRecord", "AgentRun", "run_agents"]
@@ -115,7 +116,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class _RunEnd:
-    value: float | None = None
+    value: float | Score | None = None
     error: str = ""
     end: SessionEnd = "completed"
 
@@ -215,19 +216,30 @@ class _SampleRunner:
     ) -> tuple[Trajectory, str | None]:
         if run_end.error:
             return await session.finish(error=run_end.error, stop_reason=run_end.end), None
-        reward, reward_error = run_end.value, None
-        if reward is None and task.reward is not None:
-            reward, reward_error = await self._score(session, task, self._rewards[task.reward])
+        reward, reward_error = await self._reward(session, task, run_end.value)
         settle_s = self._limits.settle_s
         trajectory = await session.finish(
             reward=reward, reward_error=reward_error or "", stop_reason=run_end.end, wait_s=settle_s
         )
         return trajectory, reward_error
 
+    async def _reward(
+        self, session: AgentSession, task: RolloutTask, returned: float | Score | None
+    ) -> tuple[Score | None, str | None]:
+        """Return what is to be said at the end: what the agent returned, or else what the task's function says."""
+        if returned is not None:
+            try:
+                return resolved(score_of(returned), await session.trajectory()), None
+            except RewardError as error:
+                return None, f"the agent's score: {error}"
+        if task.reward is None:
+            return None, None
+        return await self._score(session, task, self._rewards[task.reward])
+
     async def _score(
         self, session: AgentSession, task: RolloutTask, function: RewardFunction
-    ) -> tuple[float | None, str | None]:
+    ) -> tuple[Score | None, str | None]:
         trajectory = await session.trajectory()
         if trajectory.reward is not None:
-            return trajectory.reward, None  # the agent has set it
-        return await score(function, task, trajectory.messages, self._limits.reward_timeout_s)
+            return None, None  # the agent has set it
+        return await score(function, task, trajectory, self._limits.reward_timeout_s)

@@ -56,6 +56,7 @@ from agentloop.api.sessions import (
     SessionAnswer,
     decode_trajectories,
     encode_trajectories,
+    score_values,
 )
 
 __all__ = [
@@ -112,4 +113,5 @@ __all__ = [
     "invalid_request",
     "parse_body",
     "rollout_status",
+    "score_values",
 ]

@@ -7,17 +7,24 @@ alike: a JSON list of trajectories, or with `Accept: application/msgpack` the bi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field
+import numpy as np
+from pydantic import BaseModel, Field, model_validator
 
 from agentloop import codec
-from agentloop.api.requests import MAX_TIMEOUT_S, MAX_WAIT_S, Body, Id, Name, Text
-from agentloop.types import StopReason, Trajectory
+from agentloop.api.requests import MAX_PROMPT_TOKENS, MAX_TIMEOUT_S, MAX_WAIT_S, Body, Id, Name, Text
+from agentloop.score import MAX_NAMES, MAX_SCORE_NAME_CHARS, PathScore, Score
+from agentloop.types import JSON, StopReason, Trajectory
 
 SESSIONS_ROLLOUT_ID = "sessions"  # of sessions that name no rollout
 DEFAULT_TTL_S = 3600.0
 MAX_SAMPLE_INDEX = (1 << 31) - 1
+MAX_SCORED_TURNS = 10_000
+
+ScoreName = Annotated[str, Field(min_length=1, max_length=MAX_SCORE_NAME_CHARS)]
+TokenRewards = Annotated[list[float], Field(max_length=MAX_PROMPT_TOKENS)]
+TurnId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class NewSessionBody(Body):
@@ -34,20 +41,81 @@ class NewSessionBody(Body):
     sample_index: int = Field(default=0, ge=0, le=MAX_SAMPLE_INDEX)
 
 
-class RewardBody(Body):
-    """The body of `POST /sessions/{id}/reward`. A later reward replaces it."""
+class PathScoreBody(Body):
+    """`PathScore`, its turns apart: they have ids."""
 
-    reward: float
+    reward: float | None = None
+    tokens: TokenRewards | None = None
+    is_trainable: bool = True
 
 
-class FinishBody(Body):
+class ScoreBody(Body):
+    """`Score`, each path named by the id of its last turn."""
+
+    reward: float | None = None
+    components: dict[ScoreName, float] = Field(default_factory=dict, max_length=MAX_NAMES)
+    metrics: dict[ScoreName, float] = Field(default_factory=dict, max_length=MAX_NAMES)
+    turn_rewards: dict[TurnId, float] = Field(default_factory=dict, max_length=MAX_SCORED_TURNS)
+    paths: dict[TurnId, PathScoreBody] = Field(default_factory=dict, max_length=MAX_SCORED_TURNS)
+    untrainable_turns: list[TurnId] = Field(default_factory=list, max_length=MAX_SCORED_TURNS)
+
+    def to_score(self) -> Score:
+        """Return the score as the service holds it."""
+        paths: dict[int | str, PathScore] = {
+            turn_id: PathScore(
+                path.reward,
+                tokens=None if path.tokens is None else np.array(path.tokens, np.float32),
+                is_trainable=path.is_trainable,
+            )
+            for turn_id, path in self.paths.items()
+        }
+        return Score(
+            self.reward,
+            self.components,
+            self.metrics,
+            paths=paths,
+            turn_rewards=self.turn_rewards,
+            untrainable_turns=tuple(self.untrainable_turns),
+        )
+
+
+def score_values(score: Score) -> dict[str, JSON]:
+    """Return the values of a `ScoreBody` that says the same. The score is a `resolved` one."""
+    paths = {
+        turn_id: {
+            "reward": path.reward,
+            "tokens": None if path.tokens is None else path.tokens.tolist(),
+            "is_trainable": path.is_trainable,
+        }
+        for turn_id, path in score.paths.items()
+    }
+    return {
+        "reward": score.reward,
+        "components": dict(score.components),
+        "metrics": dict(score.metrics),
+        "turn_rewards": dict(score.turn_rewards),
+        "paths": paths,
+        "untrainable_turns": list(score.untrainable_turns),
+    }
+
+
+class RewardBody(ScoreBody):
+    """The body of `POST /sessions/{id}/reward`. What a later one says of the same replaces it."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.to_score().is_empty:
+            raise ValueError("a reward, or something else to score, is missing")
+        return self
+
+
+class FinishBody(ScoreBody):
     """The body of `POST /sessions/{id}/finish`; with an `error` the record is incomplete.
 
     `reward_error`: why there is no reward, where a reward function failed. `wait_s`: how long open calls may go on;
     those that are open then are lost.
     """
 
-    reward: float | None = None
     reward_error: Text = ""
     error: Text = ""
     wait_s: float = Field(default=0.0, ge=0, le=MAX_WAIT_S)
@@ -82,6 +150,8 @@ class SessionAnswer(BaseModel):
     task_id: str
     sample_index: int
     reward: float | None
+    components: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
     stop_reason: str | None
     error: str
     num_turns: int

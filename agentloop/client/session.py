@@ -23,11 +23,13 @@ from agentloop.api import (
     SessionAnswer,
     check_body,
     decode_trajectories,
+    score_values,
 )
 from agentloop.checks import is_loopback
 from agentloop.client.transport import Transport
 from agentloop.codec import MSGPACK
 from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.score import Score, checked, resolved
 from agentloop.types import Trajectory
 
 A = TypeVar("A", bound=BaseModel)
@@ -108,9 +110,13 @@ class AgentSession:
             )
         return self._openai
 
-    async def reward(self, reward: float) -> None:
-        """Set the reward; a later one replaces it. Raises SessionFinished, InvalidRequest if it is not finite."""
-        body = check_body({"reward": float(reward)}, RewardBody)
+    async def reward(self, reward: float | Score) -> None:
+        """Set the reward, or what a `Score` has beside it; later ones replace it.
+
+        Raises SessionFinished, InvalidRequest for a number that is not finite or an unknown turn, and RewardError
+        for a score that does not fit the session's trajectory.
+        """
+        body = check_body(score_values(await self._resolved(reward)), RewardBody)
         await self._transport.call("POST", f"{self._path}/reward", body=body)
 
     async def status(self) -> SessionAnswer:
@@ -129,7 +135,7 @@ class AgentSession:
     async def finish(
         self,
         *,
-        reward: float | None = None,
+        reward: float | Score | None = None,
         reward_error: str = "",
         error: str = "",
         stop_reason: SessionEnd | None = None,
@@ -141,7 +147,7 @@ class AgentSession:
         Idempotent: a repeat gets the same record.
         """
         values = {
-            "reward": None if reward is None else float(reward),
+            **score_values(Score() if reward is None else await self._resolved(reward)),
             "reward_error": reward_error[:MAX_ERROR_CHARS],
             "error": error[:MAX_ERROR_CHARS],
             "stop_reason": stop_reason,
@@ -153,6 +159,13 @@ class AgentSession:
         )
         self._is_finished = True
         return _only(decode_trajectories(content))
+
+    async def _resolved(self, reward: float | Score) -> Score:
+        """Return the score as it can travel: what names paths by their places is looked up in the trajectory."""
+        if not isinstance(reward, Score):
+            return Score(float(reward))
+        needs_paths = reward.main is not None or any(isinstance(name, int) for name in reward.paths)
+        return resolved(reward, await self.trajectory()) if needs_paths else checked(reward)
 
     @property
     def _path(self) -> str:

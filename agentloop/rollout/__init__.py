@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.loops import AgentLoop, SingleTurn, ToolLoop, load_loop
 from agentloop.rollout.rewards import RewardFunction, exact_match, load_reward, score
-from agentloop.rollout.tool import ToolSpec, arguments_model, parameters_schema, tool, validated
+from agentloop.rollout.tool import ScoringSession, ToolSpec, arguments_model, parameters_schema, tool, validated
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
 
@@ -13,6 +13,7 @@ __all__ = [
     "AgentLoop",
     "LoopContext",
     "RewardFunction",
+    "ScoringSession",
     "SingleTurn",
     "ToolLoop",
     "ToolSpec",

@@ -7,10 +7,11 @@ Sampled ids are never rendered again; only what is new is. Long renders leave th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from structlog.contextvars import bind_contextvars
 
+from agentloop.errors import RewardError
 from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader, TurnRequest, sample_turn
 from agentloop.images import ImageSpan
 from agentloop.rendering import Renderer, off_loop
@@ -18,6 +19,7 @@ from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.score import Score
 from agentloop.trajectory import GrowingPath, Reply
 from agentloop.types import (
     JSON,
@@ -68,6 +70,7 @@ class LoopContext:
         self._path = GrowingPath(task.messages)
         self._is_closed = True  # whether the last turn sampled its stop token
         self._kv_version: int | None = None  # the weight version at the trajectory's start
+        self._score = Score()
         self.has_lost_call = False  # a generation was begun whose tokens never came
         self.num_tool_errors = 0
         self.generate_s = 0.0
@@ -87,6 +90,41 @@ class LoopContext:
     def budget(self) -> Budget:
         """The limits, and what has been used of them."""
         return self._budget
+
+    @property
+    def score(self) -> Score:
+        """The score that the loop has given so far."""
+        return self._score
+
+    @property
+    def turn_id(self) -> str:
+        """The id of the turn that was sampled last. Raises RewardError before the first."""
+        turn_id = self._path.last_turn_id
+        if turn_id is None:
+            raise RewardError("no turn was sampled yet")
+        return turn_id
+
+    def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
+        """Set the trajectory's reward, and the named parts it is made of; later ones replace them.
+
+        A reward function that the task names has the last word on the number. Nothing of a score is checked before
+        the end: what is wrong with it is in the record's `reward_error`.
+        """
+        self._score = self._score.updated(Score(reward, components or {}))
+
+    def set_metrics(self, **metrics: float) -> None:
+        """Set named numbers that are recorded and not trained on; later ones replace them."""
+        self._score = self._score.updated(Score(metrics=metrics))
+
+    def set_turn_reward(self, reward: float, turn_id: str | None = None) -> None:
+        """Set the reward of one turn alone, by default of the last. Raises RewardError before the first turn."""
+        self._score = self._score.updated(
+            Score(turn_rewards={self.turn_id if turn_id is None else turn_id: reward})
+        )
+
+    def exclude_path(self) -> None:
+        """Keep the path of the last turn from being trained on. Raises RewardError before the first turn."""
+        self._score = self._score.updated(Score(untrainable_turns=(self.turn_id,)))
 
     async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> Reply:
         """Sample one turn of the policy, appended to the conversation.

@@ -1,27 +1,31 @@
 """Reward functions: the shipped ones, finding one by name, and running one safely.
 
-A reward function sees the task (with its `reference`) and the whole conversation, and returns a number. `score`
-turns whatever it does into a reward or one line that says why there is none: a failed reward never loses a
-trajectory.
+A reward function sees the task (with its `reference`) and the whole conversation, and returns a number or a
+`Score`. `score` turns whatever it does into a checked score or one line that says why there is none: a failed
+reward never loses a trajectory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from numbers import Real
 from typing import Any, TypeAlias, cast
 
 from agentloop.aio import in_daemon_thread
 from agentloop.errors import InvalidRequest, RewardError
 from agentloop.plugins import resolve
-from agentloop.types import Message, RolloutTask
+from agentloop.score import Score, resolved, score_of
+from agentloop.types import Message, RolloutTask, Trajectory
 
-RewardFunction: TypeAlias = Callable[[RolloutTask, Sequence[Message]], "float | Awaitable[float]"]
-"""Synchronous functions run in a thread of their own, asynchronous ones on the worker's event loop."""
+RewardFunction: TypeAlias = Callable[..., "float | Score | Awaitable[float | Score]"]
+"""A function of the task and the main conversation's messages, called as `function(task, messages)`.
+
+One with a parameter named `trajectory` gets the record too, as it will be but for the score: its paths, and what
+the loop and the tools said of it. Synchronous functions run in a thread of their own, asynchronous ones on the
+worker's event loop.
+"""
 
 _QUOTES_AND_SPACE = " \t\r\n\"'`\u201c\u201d\u2018\u2019"
 _ANSWER_IS = re.compile(r"answer is\s*:?", re.IGNORECASE)
@@ -85,14 +89,15 @@ _abandoned: set[asyncio.Task[Any]] = set()
 
 
 async def score(
-    function: RewardFunction, task: RolloutTask, messages: Sequence[Message], timeout_s: float = 10.0
-) -> tuple[float | None, str | None]:
-    """The reward, or None and one line that says what failed: it raised, took too long, or gave no finite number.
+    function: RewardFunction, task: RolloutTask, trajectory: Trajectory, timeout_s: float = 10.0
+) -> tuple[Score | None, str | None]:
+    """Return the score, `resolved`, or None and one line that says what failed: it raised, took too long, or gave
+    what is no score of this trajectory.
 
     Raises nothing but a cancellation. A synchronous function that overruns is abandoned in its thread: it takes
     no other call's place and does not hold up the end of the process.
     """
-    evaluation = asyncio.create_task(_evaluate(function, task, messages), name=f"reward {task.task_id}")
+    evaluation = asyncio.create_task(_evaluate(function, task, trajectory), name=f"reward {task.task_id}")
     try:
         await asyncio.wait({evaluation}, timeout=timeout_s)
         if evaluation.done() and not evaluation.cancelled():
@@ -106,25 +111,25 @@ async def score(
 
 
 async def _evaluate(
-    function: RewardFunction, task: RolloutTask, messages: Sequence[Message]
-) -> tuple[float | None, str | None]:
+    function: RewardFunction, task: RolloutTask, trajectory: Trajectory
+) -> tuple[Score | None, str | None]:
     try:
+        given = {"trajectory": trajectory} if _takes_trajectory(function) else {}
         if inspect.iscoroutinefunction(function):
-            value = await function(task, messages)
+            value = await function(task, trajectory.messages, **given)
         else:
-            value = await in_daemon_thread(function, task, messages)
+            value = await in_daemon_thread(function, task, trajectory.messages, **given)
             if inspect.isawaitable(value):
                 value = await value
-        return _checked(value), None
+        return resolved(score_of(value), trajectory), None
     except (Exception, SystemExit) as error:  # user code raises anything, and SystemExit would stop the loop
         first_line = next(iter(str(error).splitlines()), "")
         return None, f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
-def _checked(value: object) -> float:
-    if not isinstance(value, Real):
-        raise RewardError(f"a reward is a number, not {type(value).__name__}")
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise RewardError(f"a reward is finite, not {reward}")
-    return reward
+def _takes_trajectory(function: RewardFunction) -> bool:
+    """Tell if a function has a parameter named so; one without a signature, as some builtins, has none."""
+    try:
+        return "trajectory" in inspect.signature(function).parameters
+    except ValueError:
+        return False

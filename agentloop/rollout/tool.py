@@ -11,14 +11,15 @@ import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, overload
+from typing import Any, Protocol, cast, overload, runtime_checkable
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from agentloop.aio import in_daemon_thread
 from agentloop.errors import InvalidRequest, ToolError
-from agentloop.types import JSON
+from agentloop.score import Score
+from agentloop.types import JSON, RolloutTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ToolSpec:
     timeout_s: float = 10.0
     max_output_bytes: int = 65_536
     max_concurrency: int = 64
+    score_timeout_s: float | None = None  # of its session's `score`; None: its sessions do not score
 
     def definition(self) -> dict[str, JSON]:
         """The tool in the OpenAI function format: the one canonical form that templates see."""
@@ -50,6 +52,18 @@ class ToolSession(Protocol):
 
     async def close(self) -> None:
         """Free what the session holds. Called once, also after a timeout or a cancellation."""
+
+
+@runtime_checkable
+class ScoringSession(ToolSession, Protocol):
+    """A session that scores its trajectory when that has ended, before it is closed: an environment.
+
+    One whose tool has a `score_timeout_s` is asked once, also in a trajectory that never called it: it is opened
+    for that. After a timeout a session is replaced, and it is the new one that is asked.
+    """
+
+    async def score(self, task: RolloutTask) -> float | Score:
+        """Return a number, or a `Score`. What it raises is in the record's `reward_error`."""
 
 
 class Tool(Protocol):

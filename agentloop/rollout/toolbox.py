@@ -19,10 +19,11 @@ from typing import Any, cast
 
 import structlog
 
-from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, ToolError
+from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, RewardError, ToolError
 from agentloop.plugins import resolve
-from agentloop.rollout.tool import Tool, ToolSession, ToolSpec
-from agentloop.types import JSON, ToolCall, ToolCallStatus, ToolResult
+from agentloop.rollout.tool import ScoringSession, Tool, ToolSession, ToolSpec
+from agentloop.score import Score, score_of
+from agentloop.types import JSON, RolloutTask, ToolCall, ToolCallStatus, ToolResult
 
 _log = structlog.get_logger(__name__)
 
@@ -157,7 +158,7 @@ class ToolScope:
         self._trajectory_id = trajectory_id
         self._seed = seed
         self._sessions: dict[str, _OpenSession] = {}
-        self._running: set[asyncio.Task[_Answer]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
 
     async def run(self, calls: Sequence[ToolCall], max_response_bytes: int) -> list[ToolResult]:
@@ -172,6 +173,25 @@ class ToolScope:
             tasks = [group.create_task(self._result(call, max_response_bytes)) for call in calls]
         return [task.result() for task in tasks]
 
+    async def score(self, task: RolloutTask) -> tuple[Score, str | None]:
+        """Ask the sessions that score, side by side, each within its deadline: what they say, joined.
+
+        The text, where there is one, says in a line what went wrong; nothing but a cancellation is raised.
+        """
+        scoring = [tool for tool in self._tools.values() if tool.spec.score_timeout_s is not None]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._score_of(tool, task)) for tool in scoring]
+        joined, problem = Score(), None
+        for tool, found in zip(scoring, tasks, strict=True):
+            said = found.result()
+            try:
+                if isinstance(said, RewardError):
+                    raise said
+                joined = joined.joined(said)
+            except RewardError as error:
+                problem = problem or f"tool {tool.spec.name!r}: {error}"
+        return joined, problem
+
     async def close(self) -> None:
         """End calls in flight and close every session. Idempotent; finishes even if the caller is cancelled."""
         if self._closing is None:
@@ -185,6 +205,36 @@ class ToolScope:
             await asyncio.gather(*(self._close_session(name, open_) for name, open_ in opened.items()))
         finally:
             self._toolbox.forget(self)
+
+    async def _score_of(self, tool: Tool, task: RolloutTask) -> Score | RewardError:
+        """Return what one tool's session says, or why it says nothing: raising would end the others' scores."""
+        spec = tool.spec
+        async with self._toolbox.slot(spec.name):
+            asking = asyncio.create_task(self._asked(tool, task), name=f"score {spec.name} {self._trajectory_id}")
+            self._running.add(asking)
+            asking.add_done_callback(self._running.discard)
+            try:
+                await asyncio.wait({asking}, timeout=spec.score_timeout_s)
+                if asking.done():
+                    return RewardError("cancelled itself") if asking.cancelled() else asking.result()
+                await self._toolbox.stop([asking], tool=spec.name, during="score")
+                return RewardError(f"no score within {spec.score_timeout_s:g} s")
+            finally:
+                if not asking.done():
+                    asking.cancel()
+                    self._toolbox.keep(asking)
+
+    async def _asked(self, tool: Tool, task: RolloutTask) -> Score | RewardError:
+        try:
+            session = self._session(tool).session
+            if not isinstance(session, ScoringSession):
+                return RewardError(f"a {type(session).__name__} has no score()")
+            return score_of(await session.score(task))
+        except RewardError as error:
+            return error
+        except (Exception, SystemExit) as error:  # SystemExit would stop the worker's event loop
+            first_line = next(iter(str(error).splitlines()), "")
+            return RewardError(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
 
     async def _result(self, call: ToolCall, max_response_bytes: int) -> ToolResult:
         started_s = time.monotonic()

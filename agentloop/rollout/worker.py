@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 from structlog.contextvars import bind_contextvars
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from agentloop.api import WorkerPort, WorkerReport
-from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest
+from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest, RewardError
 from agentloop.generation import AssignedLease, Connect, ImagePlacer, LeasedEngine, NewestVersion, TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
@@ -27,6 +27,7 @@ from agentloop.rollout.loops import AgentLoop, load_loop
 from agentloop.rollout.rewards import RewardFunction, load_reward, score
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import Toolbox, ToolScope
+from agentloop.score import Score, ended, scored
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -233,8 +234,9 @@ class _Rollout:
         self._scope: ToolScope | None = None
         self._guard: StalenessGuard | None = None
         self._reward_function: RewardFunction | None = None
-        self._reward: float | None = None
-        self._reward_error: str | None = None
+        self._tools_score = Score()
+        self._tools_problem: str | None = None
+        self._record: Trajectory | None = None  # without its timings, once it has ended
         self._reward_s = 0.0
 
     def prepare(self) -> bool:
@@ -256,11 +258,15 @@ class _Rollout:
         return True
 
     async def drive(self) -> None:
-        """Run the loop, and close its tools."""
+        """Run the loop, let its environments score, and close its tools."""
         assert self._scope is not None, "not prepared"
         try:
             self._ctx = self._context(self._scope)
             self._outcome = await self._driven(self._ctx)
+            if self._is_ended_well:
+                started = time.perf_counter()
+                self._tools_score, self._tools_problem = await self._scope.score(self._task)
+                self._reward_s = time.perf_counter() - started
         finally:
             await self._scope.close()
 
@@ -275,21 +281,36 @@ class _Rollout:
         self._running.is_dropped = self._outcome.is_dropped
 
     async def score(self) -> None:
-        """Ask the task's reward function, if the trajectory ended well."""
-        if self._reward_function is None or self._ctx is None or not self._is_ended_well:
+        """Put the score of the loop, the tools and the task's reward function into the record.
+
+        The reward function sees what the others said, and has the last word. Of a trajectory that failed, only the
+        loop's metrics are kept.
+        """
+        if self._ctx is None or self._outcome.is_dropped:
             return
-        started = time.perf_counter()
-        self._reward, self._reward_error = await score(
-            self._reward_function, self._task, self._ctx.messages, self._shared.config.reward_timeout_s
-        )
-        self._reward_s = time.perf_counter() - started
+        record, said, problems = self._ended(), self._ctx.score, [self._tools_problem]
+        try:
+            said = said.joined(self._tools_score) if self._is_ended_well else Score(metrics=said.metrics)
+            record = scored(record, said)
+        except RewardError as error:
+            problems.append(str(error))
+        if self._reward_function is not None and self._is_ended_well:
+            started = time.perf_counter()
+            found, problem = await score(
+                self._reward_function, self._task, record, self._shared.config.reward_timeout_s
+            )
+            self._reward_s += time.perf_counter() - started
+            problems.append(problem)
+            # Without its score there is no reward: what the others said may be of another scale.
+            record = replace(record, reward=None) if found is None else scored(record, found)
+        reward_error = "; ".join(problem for problem in problems if problem) or None
+        self._record = replace(record, reward_error=reward_error)
 
     def record(self) -> Trajectory:
         """Return the terminal record; of a dropped trajectory nothing is kept."""
-        assignment, outcome, limit = self._assignment, self._outcome, self._assignment.staleness
-        timed, ctx = self._ctx, None if outcome.is_dropped else self._ctx
+        record, timed = self._record or self._ended(), self._ctx
         timings = Timings(
-            queue_s=assignment.queue_s,
+            queue_s=self._assignment.queue_s,
             generate_s=timed.generate_s if timed else 0.0,
             tool_s=timed.tool_s if timed else 0.0,
             reward_s=self._reward_s,
@@ -297,15 +318,21 @@ class _Rollout:
         )
         self._shared.log.info(
             "trajectory_finished",
-            stop_reason=outcome.stop_reason,
-            error=outcome.error,
-            reward=self._reward,
+            stop_reason=record.stop_reason,
+            error=record.error,
+            reward=record.reward,
             num_turns=timed.budget.num_turns if timed else 0,
             total_s=round(timings.total_s, 3),
         )
+        return replace(record, timings=timings)
+
+    def _ended(self) -> Trajectory:
+        """Return the record without its score and its timings."""
+        assignment, outcome, limit = self._assignment, self._outcome, self._assignment.staleness
+        ctx = None if outcome.is_dropped else self._ctx
         paths = ctx.path.paths() if ctx else ()
         messages = ctx.messages if ctx else self._task.messages
-        return Trajectory(
+        trajectory = Trajectory(
             task_id=self._task.task_id,
             group_id=assignment.group_id,
             sample_index=assignment.sample_index,
@@ -313,18 +340,16 @@ class _Rollout:
             task_messages=() if paths else messages,
             stop_reason=outcome.stop_reason,
             is_complete=self._is_complete,
-            reward=self._reward,
-            reward_error=self._reward_error,
             error=outcome.error,
             num_tool_calls=ctx.budget.num_tool_calls if ctx else 0,
             num_tool_errors=ctx.num_tool_errors if ctx else 0,
             attempt=assignment.attempt,
-            timings=timings,
             rollout_id=assignment.rollout_id,
             num_masked_tokens=sum(path.num_masked_tokens for path in paths),
             num_stale_attempts=assignment.num_stale_attempts,
             max_staleness=limit.max_staleness if limit is not None else None,
         )
+        return ended(trajectory)
 
     @property
     def _is_ended_well(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import structlog
 
 from agentloop.api import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, ServiceUnavailable
+from agentloop.score import Score
 from agentloop.trajectory import CallRecord, Node
 from agentloop.types import StopReason
 
@@ -43,7 +44,7 @@ class SessionRecord:
     group_id: str = ""  # empty: a group of its own, named as the session
     task_id: str = ""
     sample_index: int = 0
-    reward: float | None = None
+    score: Score = field(default_factory=Score)
     reward_error: str = ""  # why there is none, where a reward function failed
     stop_reason: StopReason | None = None
     error: str = ""
@@ -53,11 +54,11 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """The end of a session, as its agent tells it: the reason, the fault if there was one, and the reward."""
+    """The end of a session, as its agent tells it: the reason, the fault if there was one, and the score."""
 
     stop_reason: StopReason = StopReason.COMPLETED
     error: str = ""  # the record is incomplete then
-    reward: float | None = None  # None: the one that was set before, if any
+    score: Score = field(default_factory=Score)  # over the one that was set before
     reward_error: str = ""  # why there is no reward
     wait_s: float = 0.0  # for calls that run
 

@@ -15,7 +15,6 @@ nodes and with an error.
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -30,10 +29,12 @@ from agentloop.errors import (
     InvalidRequest,
     InvariantBroken,
     Overloaded,
+    RewardError,
     ServiceUnavailable,
     SessionFinished,
 )
 from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
+from agentloop.score import Score, checked, ended, scored
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
 from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
@@ -170,13 +171,16 @@ class Session:
 
     # --- its end ------------------------------------------------------------------------------------------
 
-    async def set_reward(self, reward: float) -> None:
-        """Keep the reward, durably; a later one replaces it. Raises SessionFinished and InvalidRequest."""
-        _check_reward(reward)
+    async def set_score(self, score: Score) -> None:
+        """Keep a score, durably; what a later one says of the same replaces it.
+
+        Raises SessionFinished, and InvalidRequest for numbers that are none and turns that there are not.
+        """
+        self._check_score(score)
         if self._closed is not None:
             raise self._closed
         self._require_open("its reward stays as it is")
-        await run_to_end(self._save(lambda record: replace(record, reward=reward)))
+        await run_to_end(self._save(lambda record: replace(record, score=record.score.updated(score))))
 
     async def finish(self, end: SessionEnd = SessionEnd()) -> Trajectory:  # noqa: B008 - frozen
         """Take no more calls, give those that run `end.wait_s`, and return the trajectory; durable on return.
@@ -184,8 +188,7 @@ class Session:
         A call that is open then is lost. Finishing again returns the same trajectory and changes nothing. It
         goes on if its caller leaves. Raises ServiceUnavailable if the journal fails: the session is open again.
         """
-        if end.reward is not None:
-            _check_reward(end.reward)
+        self._check_score(end.score)
         if self._record.state is SessionState.OPEN:
             if self._closed is not None:
                 raise self._closed
@@ -217,7 +220,6 @@ class Session:
             paths=token_paths(self._graph),
             stop_reason=record.stop_reason if record.stop_reason is not None else StopReason.COMPLETED,
             is_complete=self.is_complete,
-            reward=record.reward,
             reward_error=record.reward_error or None,
             error=self._error(),
             num_tool_calls=self._num_tool_calls,
@@ -227,6 +229,7 @@ class Session:
             ),
             rollout_id=record.rollout_id,
         )
+        trajectory = _with_score(ended(trajectory), record.score)
         if record.state is SessionState.FINISHED:
             self._trajectory = trajectory
         return trajectory
@@ -251,7 +254,7 @@ class Session:
                     state=SessionState.FINISHED,
                     stop_reason=end.stop_reason,
                     error=end.error,
-                    reward=record.reward if end.reward is None else end.reward,
+                    score=record.score.updated(end.score),
                     reward_error=end.reward_error,
                     finished_at=self._parts.unix_time(),
                 )
@@ -266,6 +269,16 @@ class Session:
             saving = self._journal.save(record)
             await run_to_end(write(saving, self.session_id, self._parts.limits.journal_timeout_s))
             self._record = record
+
+    def _check_score(self, score: Score) -> None:
+        """Raises InvalidRequest. The lengths of paths, which may still grow, are looked at in the end."""
+        try:
+            checked(score)
+        except RewardError as error:
+            raise InvalidRequest(str(error), param="reward") from error
+        for turn_id in (*score.turn_rewards, *score.untrainable_turns, *score.paths):
+            if not self._graph.has_turn(turn_id):
+                raise InvalidRequest(f"there is no turn {str(turn_id)[:128]!r}", param="reward")
 
     def _require_open(self, so: str) -> None:
         if self._finishing is not None or self._record.state is SessionState.FINISHED:
@@ -490,9 +503,13 @@ class Session:
         return ChatResult(call.call_id, call.created_at, self.session_id, prompt_ids, nodes)
 
 
-def _check_reward(reward: float) -> None:
-    if not math.isfinite(reward):
-        raise InvalidRequest(f"a reward of {reward} is not a finite number", param="reward")
+def _with_score(trajectory: Trajectory, score: Score) -> Trajectory:
+    """Put the score into a record; one that fits no more, since a path has gone on, is told in `reward_error`."""
+    try:
+        return scored(trajectory, score)
+    except RewardError as error:
+        problems = (trajectory.reward_error, str(error))
+        return replace(trajectory, reward_error="; ".join(problem for problem in problems if problem))
 
 
 def _cut_off() -> ServiceUnavailable:

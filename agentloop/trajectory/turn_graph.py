@@ -86,6 +86,10 @@ class TurnGraph:
             + len(self._nodes) * BYTES_PER_TURN
         )
 
+    def has_turn(self, node_id: object) -> bool:
+        """Tell if there is a node of this id."""
+        return node_id in self._nodes
+
     def node(self, node_id: str) -> Node:
         """Return the node of this id. Raises KeyError."""
         return self._nodes[node_id]

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 
 import agentloop.client.session
 from agentloop.client.client import RolloutClient
 from agentloop.client.session import AgentSession
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, RewardError
+from agentloop.score import PathScore, Score
 from agentloop.types import StopReason, Trajectory
 from tests.support.endpoint.fake_sessions import FakeSessions, session_service
 
@@ -50,6 +52,25 @@ async def test_a_session_records_what_its_openai_client_does(service: FakeSessio
     assert key == ("sessions", "g", "t", 3)
     assert (record.reward, record.is_complete, record.stop_reason) == (1.0, True, StopReason.COMPLETED)
     assert session.openai.is_closed()
+
+
+async def test_a_score_travels_by_the_ids_of_its_turns(service: FakeSessions, client: RolloutClient) -> None:
+    async with client.session() as session:
+        await ask(session)
+        await session.reward(Score(metrics={"n": 1}, turn_rewards={"0": 0.5}))
+        await session.finish(reward=Score(1, main=PathScore(turns=(None, 2.0), tokens=np.ones(8, np.float32))))
+    [record] = service.records
+    assert (record.reward, record.metrics, record.reward_error) == (1.0, {"n": 1.0}, None)
+    assert [turn.reward for turn in record.path.turns] == [0.5, 2.0]
+    assert record.path.token_rewards.tolist() == [1.0] * 8
+
+
+async def test_a_score_that_does_not_fit_is_told(service: FakeSessions, client: RolloutClient) -> None:
+    async with client.session() as session:
+        with pytest.raises(RewardError, match="path 0 has 2 turns, its score 1"):
+            await session.reward(Score(main=PathScore(turns=(1.0,))))
+        with pytest.raises(RewardError, match="a reward is finite"):
+            await session.reward(Score(float("inf")))
 
 
 @pytest.mark.parametrize(

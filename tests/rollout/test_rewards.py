@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import pytest
 
 from agentloop.errors import InvalidRequest, RewardError
 from agentloop.rollout.rewards import contains_reference, exact_match, load_reward, score
-from agentloop.types import Message, RolloutTask
+from agentloop.score import PathScore, Score
+from agentloop.types import Message, RolloutTask, Trajectory
+from tests.support.records.samples import make_path, make_trajectory
 
 
 def task(reference: object = "42") -> RolloutTask:
@@ -21,6 +24,10 @@ def task(reference: object = "42") -> RolloutTask:
 
 def conversation(*answers: str) -> tuple[Message, ...]:
     return (Message("user", "The answer is 42."), *(Message("assistant", answer) for answer in answers))
+
+
+def record() -> Trajectory:
+    return make_trajectory(paths=(replace(make_path(), messages=conversation("42")),), reward=None)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,8 @@ def test_load_reward() -> None:
 
 
 async def score_of(function: Any, timeout_s: float = 10.0) -> tuple[float | None, str | None]:
-    return await score(function, task(), conversation("42"), timeout_s)
+    found, problem = await score(function, task(), record(), timeout_s)
+    return None if found is None else found.reward, problem
 
 
 async def test_score_runs_sync_and_async_functions() -> None:
@@ -122,16 +130,36 @@ async def test_numbers_are_rewards(value: object, reward: float) -> None:
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (None, "RewardError: a reward is a number, not NoneType"),
-        ("1", "RewardError: a reward is a number, not str"),
-        (1j, "RewardError: a reward is a number, not complex"),
+        (None, "RewardError: a reward is a number or a Score, not NoneType"),
+        ("1", "RewardError: a reward is a number or a Score, not str"),
+        (1j, "RewardError: a reward is a number or a Score, not complex"),
         (float("nan"), "RewardError: a reward is finite, not nan"),
         (float("-inf"), "RewardError: a reward is finite, not -inf"),
-        (10**400, "OverflowError: int too large to convert to float"),
+        (10**400, "RewardError: a reward is finite, not inf"),
     ],
 )
 async def test_other_values_are_failed_rewards(value: object, error: str) -> None:
     assert await score_of(lambda task, messages: value) == (None, error)
+
+
+async def test_a_score_is_checked_against_the_trajectory() -> None:
+    whole = Score(1.0, {"a": 0.5}, main=PathScore(turns=(0.0, 1.0)))
+    found, problem = await score(lambda task, messages: whole, task(), record())
+    assert (found, problem) == (
+        Score(1.0, {"a": 0.5}, paths={"1": PathScore()}, turn_rewards={"0": 0, "1": 1}),
+        None,
+    )
+    short = replace(whole, main=PathScore(turns=(0.0,)))
+    assert await score_of(lambda task, messages: short) == (None, "RewardError: path 0 has 2 turns, its score 1")
+
+
+async def test_a_function_that_asks_for_the_trajectory_gets_it() -> None:
+    def per_token(task: RolloutTask, messages: Sequence[Message], trajectory: Trajectory) -> Score:
+        return Score(main=PathScore(tokens=np.where(trajectory.path.response_mask, 0.5, 0.0)))
+
+    found, problem = await score(per_token, task(), record())
+    assert problem is None
+    assert found.paths["1"].tokens.tolist() == [0.5, 0.5, 0.5, 0.0, 0.0, 0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from agentloop.engine import WeightUpdate
 from agentloop.errors import EngineLost, ServiceUnavailable, TemplateNotPrefixStable
 from agentloop.rendering.renderer import OnUnstable, Renderer
 from agentloop.rollout.context import LoopContext
+from agentloop.rollout.tool import ToolSpec
+from agentloop.score import PathScore, Score
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import (
@@ -246,6 +248,145 @@ async def test_a_failing_reward_loses_no_trajectory():
 
 def broken_reward(task, messages):
     return 1 / 0
+
+
+class ScoresItself:
+    """A loop that says all that a loop may say."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        ctx.set_turn_reward(0.25)
+        ctx.set_reward(3.0, {"form": 1.0})
+        ctx.observe(Message("user", "Are you sure?"))
+        await ctx.sample()
+        ctx.set_turn_reward(0.5)
+        ctx.set_turn_reward(-0.25, "0")
+        ctx.set_metrics(num_turns=2)
+        if task.task_id == "bad":
+            ctx.set_metrics(num_turns=float("nan"))
+        if task.task_id == "out":
+            ctx.exclude_path()
+        if task.task_id == "raises":
+            raise ValueError("the loop's own bug")
+
+
+def from_the_record(task, messages, trajectory):
+    """A reward of what the loop has said."""
+    return Score(trajectory.reward / 2, main=PathScore(tokens=trajectory.path.response_mask * 0.5))
+
+
+LOOP = {"loop": "tests.rollout.test_worker:ScoresItself", "reward": None}
+
+
+async def test_a_loop_scores_its_trajectory():
+    found = await one(task(**LOOP), "Perhaps 4.", ANSWER)
+    assert (found.reward, found.reward_error, found.components) == (3.0, None, {"form": 1.0})
+    assert (found.metrics, found.is_truncated, found.path.is_trainable) == ({"num_turns": 2.0}, False, True)
+    assert [(turn.turn_id, turn.reward) for turn in found.path.turns] == [("0", -0.25), ("1", 0.5)]
+    assert not (await one(task("out", **LOOP), "Perhaps 4.", ANSWER)).path.is_trainable
+
+
+async def test_a_reward_function_has_the_last_word():
+    found = await one(task(**{**LOOP, "reward": "tests.rollout.test_worker:from_the_record"}), "Perhaps 4.", ANSWER)
+    assert (found.reward, found.components, found.reward_error) == (1.5, {"form": 1.0}, None)
+    assert found.path.token_rewards.tolist() == (found.path.response_mask * 0.5).tolist()
+    lost = await one(task(**{**LOOP, "reward": "tests.rollout.test_worker:broken_reward"}), "Perhaps 4.", ANSWER)
+    assert (lost.reward, lost.components) == (None, {"form": 1.0})
+    assert lost.reward_error.startswith("ZeroDivisionError")
+
+
+async def test_what_a_loop_says_wrongly_is_told_and_what_failed_is_not_trainable():
+    found = await one(task("bad", **LOOP), "Perhaps 4.", ANSWER)
+    assert (found.reward, found.metrics, found.is_complete) == (None, {}, True)
+    assert found.reward_error == "the metric 'num_turns' is finite, not nan"
+    failed = await one(task("raises", **LOOP), "Perhaps 4.", ANSWER)
+    assert (failed.reward, failed.components, failed.metrics) == (None, {}, {"num_turns": 2.0})
+    assert not failed.path.is_trainable
+
+
+class Counter:
+    """An environment: its tool counts up, and its score is how near the count is to the task's reference."""
+
+    def __init__(self, fate: str = "") -> None:
+        self.spec = ToolSpec("count", "Count up.", {"type": "object"}, score_timeout_s=0.1)
+        self.fate = fate
+        self.num_closed = 0
+
+    def open_session(self, trajectory_id: str, seed: int) -> "Counting":
+        return Counting(self)
+
+    async def close(self) -> None:
+        return None
+
+
+class Counting:
+    def __init__(self, tool: Counter) -> None:
+        self.tool = tool
+        self.count = 0
+
+    async def call(self, arguments) -> str:
+        self.count += 1
+        return str(self.count)
+
+    async def score(self, task: RolloutTask):
+        assert not self.tool.num_closed
+        if self.tool.fate == "raises":
+            raise OSError("the disk is full\nreally")
+        if self.tool.fate == "hangs":
+            await asyncio.sleep(60)
+        return {"nonsense": "much"}.get(
+            self.tool.fate, Score(self.count / int(task.reference), {"count": self.count})
+        )
+
+    async def close(self) -> None:
+        self.tool.num_closed += 1
+
+
+async def with_counter(tool: Counter, *replies: str, **fields):
+    feeder = FakeCoordinator([task(**{"tools": ("count",), "reward": None, **fields})])
+    async with running_worker(feeder, {"sim://a": scripted_engine(*replies)}, tools=[tool]), asyncio.timeout(60):
+        await feeder.is_done.wait()
+    return feeder.records["t/0"]
+
+
+async def test_an_environment_scores_before_it_is_closed():
+    tool = Counter()
+    found = await with_counter(tool, call("count"), call("count"), "Done.")
+    assert (found.reward, found.components, found.reward_error) == (0.4, {"count": 2.0}, None)
+    assert tool.num_closed == 1
+    assert found.timings.reward_s > 0
+
+
+async def test_an_environment_that_was_never_called_scores_too():
+    tool = Counter()
+    assert (await with_counter(tool, "I will not.")).reward == 0.0
+    assert tool.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("fate", "problem"),
+    [
+        ("raises", "tool 'count': OSError: the disk is full"),
+        ("hangs", "tool 'count': no score within 0.1 s"),
+        ("nonsense", "tool 'count': a reward is a number or a Score, not str"),
+    ],
+)
+async def test_an_environment_that_cannot_score_loses_no_trajectory(fate: str, problem: str):
+    tool = Counter(fate)
+    found = await with_counter(tool, call("count"), "Done.")
+    assert (found.reward, found.is_complete, found.reward_error) == (None, True, problem)
+    assert tool.num_closed == 1
+
+
+async def test_a_loop_and_an_environment_must_not_both_give_the_reward():
+    found = await with_counter(Counter(), "Perhaps 4.", ANSWER, loop=LOOP["loop"])
+    assert (found.reward, found.reward_error) == (None, "two scores have a reward; let a reward function choose")
+
+
+async def test_a_tool_without_a_score_is_told():
+    tool = Counter()
+    tool.open_session = lambda trajectory_id, seed: calculator
+    assert (await with_counter(tool, "Done.")).reward_error == "tool 'count': a FunctionTool has no score()"
 
 
 async def test_a_lost_replica_costs_a_retry_elsewhere():

@@ -2,10 +2,12 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
 from agentloop.errors import Gone, InvalidRequest, ServiceUnavailable, SessionFinished
+from agentloop.score import PathScore, Score
 from agentloop.sessions.journal import SessionEnd, SessionState
 from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
@@ -37,9 +39,9 @@ async def test_finish_gives_the_record(engine):
     journal, wall = MemoryJournal(), Wall()
     session = make_session(engine, journal, unix_time=wall)
     await session.call(CHAT, key("a"))
-    await session.set_reward(0.25)
+    await session.set_score(Score(0.25))
     wall.now_s += 7.0
-    trajectory = await session.finish(SessionEnd(reward=1.0))
+    trajectory = await session.finish(SessionEnd(score=Score(1.0)))
     assert (trajectory.reward, trajectory.is_complete, trajectory.error) == (1.0, True, None)
     assert (trajectory.rollout_id, trajectory.group_id, trajectory.task_id) == ("sessions", "s", "t")
     assert trajectory.stop_reason is StopReason.COMPLETED
@@ -47,7 +49,8 @@ async def test_finish_gives_the_record(engine):
     assert trajectory.timings.generate_s > 0
     wall.now_s += 7.0
     assert (
-        await session.finish(SessionEnd(reward=0.0, error="late", stop_reason=StopReason.LOOP_FAILED)) is trajectory
+        await session.finish(SessionEnd(score=Score(0.0), error="late", stop_reason=StopReason.LOOP_FAILED))
+        is trajectory
     )
     restored = journal.restored(session, engine)
     assert trajectory.reward_error is None
@@ -67,7 +70,7 @@ async def test_a_late_call_is_refused(engine, call):
     with pytest.raises(SessionFinished):
         await streamed(session, CHAT, call)
     with pytest.raises(SessionFinished):
-        await session.set_reward(1.0)
+        await session.set_score(Score(1.0))
     assert session.num_turns == 1
 
 
@@ -148,10 +151,38 @@ async def test_a_failed_reward_leaves_a_complete_record(engine):
 async def test_a_reward_is_a_number(engine, reward):
     session = make_session(engine)
     with pytest.raises(InvalidRequest):
-        await session.set_reward(reward)
+        await session.set_score(Score(reward))
     with pytest.raises(InvalidRequest):
-        await session.finish(SessionEnd(reward=reward))
+        await session.finish(SessionEnd(score=Score(reward)))
     assert (await session.finish()).reward is None
+
+
+async def test_a_score_of_turns_and_paths_is_kept_and_restored(engine):
+    journal = MemoryJournal()
+    session = make_session(engine, journal)
+    turn_id = (await session.call(CHAT, key("a"))).choices[0].node_id
+    await session.set_score(Score(components={"form": 1.0}, turn_rewards={turn_id: 0.5}))
+    await session.set_score(
+        Score(0.25, {"form": 0.0}, {"length": 7.0}, paths={turn_id: PathScore(is_trainable=False)})
+    )
+    for trajectory in (journal.restored(session, engine).trajectory(), await session.finish()):
+        assert (trajectory.reward, trajectory.components) == (0.25, {"form": 0.0})
+        assert (trajectory.metrics, trajectory.reward_error) == ({"length": 7.0}, None)
+        assert [(turn.turn_id, turn.reward) for turn in trajectory.path.turns] == [(turn_id, 0.5)]
+        assert not trajectory.path.is_trainable
+    with pytest.raises(InvalidRequest, match="there is no turn 'x'"):
+        await session.finish(SessionEnd(score=Score(turn_rewards={"x": 1.0})))
+
+
+async def test_a_path_that_went_on_after_its_score_is_told(engine):
+    session = make_session(engine)
+    result = await session.call(CHAT, key("a"))
+    await session.set_score(Score(1.0, paths={result.choices[0].node_id: PathScore(reward=1.0)}))
+    went_on = (*CHAT.messages, result.choices[0].reply.message, Message("user", "Go on."))
+    await session.call(replace(CHAT, messages=went_on, keys=()), key("b"))
+    trajectory = await session.finish()
+    assert (trajectory.reward, trajectory.is_complete) == (None, True)
+    assert trajectory.reward_error == f"no path of 1 is '{result.choices[0].node_id}', or ends with it"
 
 
 # --- journals that fail -----------------------------------------------------------------------------------
@@ -220,8 +251,8 @@ async def test_a_journal_that_hangs_is_given_up(engine):
     assert (session.num_turns, journal.states) == (0, [ModelCallState.OPEN])
     assert not session.is_complete  # as the next process may find it
     with pytest.raises(ServiceUnavailable):
-        await session.set_reward(1.0)
-    assert session.record.reward is None
+        await session.set_score(Score(1.0))
+    assert session.record.score.reward is None
     with pytest.raises(ServiceUnavailable):
         await session.finish()
     assert session.record.state is SessionState.OPEN
@@ -289,7 +320,7 @@ async def test_a_restored_session_goes_on_and_answers_again(engine):
     first = await session.call(ask("one", num_choices=2), key("a"))
     reply = first.choices[1].reply.message
     second = await session.call(ask("one", reply, "two"), key("b"))
-    await session.set_reward(0.5)
+    await session.set_score(Score(0.5))
     restored = journal.restored(session, engine)
     assert restored.trajectory().reward == 0.5
     assert restored.trajectory().timings.generate_s == session.trajectory().timings.generate_s > 0

@@ -9,6 +9,7 @@ from agentloop.chat.call import ToolChoice
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
 from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
@@ -188,7 +189,7 @@ async def test_a_title_call_after_the_main_conversation_does_not_replace_it(engi
     session = make_session(engine)
     messages = await converse(session, "one", "two", "three")
     await session.call(ask(Message("system", "Name this."), "a chat about numbers", max_tokens=100), key("title"))
-    trajectory = await session.finish(SessionEnd(reward=0.5))
+    trajectory = await session.finish(SessionEnd(score=Score(0.5)))
     assert [path.split_reason for path in trajectory.paths] == [None, SplitReason.NEW_CONVERSATION]
     assert trajectory.main_conversation == (0,)
     assert trajectory.path is trajectory.paths[0]

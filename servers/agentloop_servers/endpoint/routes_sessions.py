@@ -120,15 +120,15 @@ class SessionRoutes:
         return await _written(request, await asyncio.to_thread(session.trajectory))
 
     async def reward(self, request: Request, body: Reward) -> Response:
-        """Set the reward; a later one replaces it until the session is finished."""
+        """Set the reward, or another part of the score; a later one replaces it until the session is finished."""
         session = await self._found(request)
-        await self._in_time(session.set_reward(body.reward))
+        await self._in_time(session.set_score(body.to_score()))
         return json_response(_described(session))
 
     async def finish(self, request: Request, body: Finish) -> Response:
         """End it; the record is durable when the answer leaves. A repeat gets the same record."""
         session_id, owner = self._named(request)
-        end = SessionEnd(body.reason, body.error, body.reward, body.reward_error, body.wait_s)
+        end = SessionEnd(body.reason, body.error, body.to_score(), body.reward_error, body.wait_s)
         finishing = self._endpoint.sessions.finish(session_id, owner, end)
         trajectory = await unless_client_leaves(request, self._in_time(finishing, body.wait_s))
         if trajectory is None:
@@ -198,7 +198,9 @@ def _described(session: Session) -> dict[str, Any]:
         group_id=record.group_id or record.session_id,
         task_id=record.task_id,
         sample_index=record.sample_index,
-        reward=record.reward,
+        reward=record.score.reward,
+        components=dict(record.score.components),
+        metrics=dict(record.score.metrics),
         stop_reason=None if record.stop_reason is None else record.stop_reason.value,
         error=record.error,
         num_turns=session.num_turns,

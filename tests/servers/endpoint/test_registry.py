@@ -13,6 +13,7 @@ import pytest
 from agentloop.clock import RealClock
 from agentloop.codec import to_builtins
 from agentloop.errors import Conflict, InvalidRequest, Overloaded, SessionNotFound
+from agentloop.score import Score
 from agentloop.sessions.session import Session
 from agentloop.types import Message
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
@@ -157,7 +158,7 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
 ) -> None:
     session = await sessions.find_or_create("s", "")
     history = await talk(session, 3)
-    await session.set_reward(0.5)
+    await session.set_score(Score(0.5))
     before = session.trajectory()
     assert len(site.coordinator.leases) == 1
     await site.clock.sleep(65.0)

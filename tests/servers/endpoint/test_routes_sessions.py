@@ -86,6 +86,44 @@ async def test_a_raw_constraint_is_named_as_it_came(service: ChatService) -> Non
     assert (status, answer["error"]["param"]) == (400, "constraint")
 
 
+async def test_a_score_is_posted_part_by_part_and_is_in_the_record(service: ChatService) -> None:
+    await service.call("POST", "/sessions", json={"session_id": "scored"})
+    chat = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    _, answer, _ = await service.call("POST", "/sessions/scored/v1/chat/completions", json=chat)
+    [turn_id] = answer["session"]["turn_ids"]
+    status, seen, _ = await service.call("POST", "/sessions/scored/reward", json={"components": {"form": 1}})
+    assert (status, seen["reward"], seen["components"]) == (200, None, {"form": 1.0})
+    path = {"reward": 2.0, "tokens": [0.5] * 4}
+    body = {"reward": 1.0, "metrics": {"n": 3}, "turn_rewards": {turn_id: -1.0}, "paths": {turn_id: path}}
+    status, [record], _ = await service.call("POST", "/sessions/scored/finish", json=body)
+    assert (status, record["reward"], record["components"], record["metrics"]) == (
+        200,
+        1.0,
+        {"form": 1.0},
+        {"n": 3.0},
+    )
+    [kept] = record["paths"]
+    assert (kept["reward"], kept["token_rewards"], kept["turns"][0]["reward"]) == (2.0, [0.5] * 4, -1.0)
+    assert (record["is_truncated"], kept["is_trainable"]) == (True, True)  # `max_tokens` cut its last turn
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"turn_rewards": {"no-such-turn": 1.0}},
+        {"components": {"": 1.0}},
+        {"reward": "1"},
+        {"main": {"reward": 1}},
+    ],
+    ids=str,
+)
+async def test_what_is_no_score_is_refused(service: ChatService, body) -> None:
+    await service.call("POST", "/sessions", json={"session_id": "unscored"})
+    status, answer, _ = await service.call("POST", "/sessions/unscored/reward", json=body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
 async def test_a_failed_reward_is_in_the_record(service: ChatService) -> None:
     await service.call("POST", "/sessions", json={"session_id": "unrewarded"})
     body = {"reward_error": "ZeroDivisionError: division by zero"}

@@ -21,6 +21,7 @@ import pytest
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
+from agentloop.score import Score
 from agentloop.sessions.journal import SessionState
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
@@ -132,13 +133,13 @@ async def test_facts_are_replaced_and_a_finished_session_stays_finished(path: Pa
     async with opened(path) as store:
         record = make_record()
         await store.create(record)
-        assert not await store.save(replace(record, reward=1.0))
-        finished = replace(record, reward=2.0, state=SessionState.FINISHED)
+        assert not await store.save(replace(record, score=Score(1.0)))
+        finished = replace(record, score=Score(2.0), state=SessionState.FINISHED)
         assert await store.save(finished)
-        assert not await store.save(replace(finished, reward=3.0))
+        assert not await store.save(replace(finished, score=Score(3.0)))
         with pytest.raises(SessionFinished):
             await store.save(record)
-        assert (await loaded(store)).record == replace(finished, reward=3.0)
+        assert (await loaded(store)).record == replace(finished, score=Score(3.0))
         assert await store.owed("", 10) == ["s"]
         assert await store.owed("s", 10) == []
         assert not await store.is_recorded("s")

@@ -19,6 +19,7 @@ from agentloop.errors import (
     SessionFinished,
     SessionNotFound,
 )
+from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
@@ -32,8 +33,8 @@ from tests.support.endpoint.session_site import LIMITS, SessionSite, say, talk, 
 async def test_a_finished_session_is_recorded_once_and_can_be_read(site: SessionSite, sessions: Sessions) -> None:
     session = await sessions.create(NewSession("s", rollout_id="run", group_id="g", sample_index=2), "")
     await talk(session, 2)
-    trajectory = await sessions.finish("s", "", SessionEnd(reward=0.5))
-    again = await sessions.finish("s", "", SessionEnd(reward=0.7))
+    trajectory = await sessions.finish("s", "", SessionEnd(score=Score(0.5)))
+    again = await sessions.finish("s", "", SessionEnd(score=Score(0.7)))
     assert to_builtins(again) == to_builtins(trajectory)
     assert (trajectory.reward, trajectory.is_complete, trajectory.stop_reason) == (0.5, True, StopReason.COMPLETED)
     (record,) = site.coordinator.finished["run"]

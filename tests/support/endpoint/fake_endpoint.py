@@ -16,6 +16,7 @@ from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, Se
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
+from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import Prompt
 from agentloop.trajectory.node import Node, Reply
@@ -76,8 +77,8 @@ class FakeSession:
     def trajectory(self) -> Trajectory:
         return make_trajectory(self.record.session_id)
 
-    async def set_reward(self, reward: float) -> None:
-        self.record = replace(self.record, reward=reward)
+    async def set_score(self, score: Score) -> None:
+        self.record = replace(self.record, score=score)
 
     def _enter(self, chat: ChatCall, key: CallKey) -> None:
         if self.record.state is SessionState.FINISHED:
@@ -143,7 +144,7 @@ class FakeRegistry:
             state=SessionState.FINISHED,
             stop_reason=reason,
             error=end.error,
-            reward=end.reward,
+            score=end.score,
             reward_error=end.reward_error,
         )
         return found.trajectory()

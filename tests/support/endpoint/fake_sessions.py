@@ -16,6 +16,7 @@ from agentloop.api.coordinator import Page, ReplicaUpdate, RolloutStatus, Update
 from agentloop.api.requests import check_body
 from agentloop.api.sessions import FinishBody, NewSessionBody, RewardBody, encode_trajectories
 from agentloop.errors import AgentLoopError, NotFound, SessionFinished, SessionNotFound
+from agentloop.score import Score, ended, scored
 from agentloop.types import KVPolicy, Message, StopReason, Trajectory
 from tests.support.records.samples import make_path, make_trajectory
 
@@ -43,7 +44,7 @@ class ServedSession:
     facts: NewSessionBody
     messages: tuple[Message, ...] = ()
     num_calls: int = 0
-    reward: float | None = None
+    score: Score = field(default_factory=Score)
     record: Trajectory | None = None
 
 
@@ -106,12 +107,13 @@ class FakeSessions:
         state = "open" if session.record is None else "finished"
         facts = {**session.facts.model_dump(), "session_id": request.match_info["id"], "state": state}
         counts = {"num_turns": session.num_calls, "num_open_calls": 0, "num_bytes": 0, "is_complete": True}
-        outcome = {"created_at": 1.0, "reward": session.reward, "stop_reason": None, "error": ""}
+        outcome = {"created_at": 1.0, "reward": session.score.reward, "stop_reason": None, "error": ""}
         return _json({**facts, **counts, **outcome, "group_id": session.facts.group_id or "", "task_id": ""})
 
     async def set_reward(self, request: web.Request) -> web.Response:
         session = self._find(request)
-        session.reward = check_body(orjson.loads(await request.read()), RewardBody).reward
+        said = check_body(orjson.loads(await request.read()), RewardBody).to_score()
+        session.score = session.score.updated(said)
         return await self.status(request)
 
     async def trajectories(self, request: web.Request) -> web.Response:
@@ -148,16 +150,17 @@ class FakeSessions:
     def _trajectory(self, session: ServedSession, body: FinishBody) -> Trajectory:
         facts = session.facts
         path = replace(make_path(), messages=session.messages)
-        return replace(
+        record = replace(
             make_trajectory(facts.group_id or str(facts.session_id), facts.sample_index, paths=(path,)),
             rollout_id=facts.rollout_id,
             task_id=facts.task_id or "",
-            reward=body.reward if body.reward is not None else session.reward,
+            reward=None,
             reward_error=body.reward_error or None,
             error=body.error or None,
             stop_reason=body.reason,
             is_complete=not body.error and body.reason is StopReason.COMPLETED,
         )
+        return scored(ended(record), session.score.updated(body.to_score()))
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Any) -> web.StreamResponse:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from agentloop.engine import Engine
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
+from agentloop.rollout.tool import Tool
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
 from agentloop.types import Message, RolloutTask
@@ -25,12 +26,16 @@ def task(task_id: str = "t", **fields: object) -> RolloutTask:
 
 @asynccontextmanager
 async def running_worker(
-    coordinator: FakeCoordinator, engines: Mapping[str, Engine], renderer: Renderer = RENDERER, **config: object
+    coordinator: FakeCoordinator,
+    engines: Mapping[str, Engine],
+    renderer: Renderer = RENDERER,
+    tools: Sequence[Tool] = (),
+    **config: object,
 ):
-    """A worker at work on what the coordinator hands out, over started engines by URL."""
+    """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
     for engine in engines.values():
         await engine.start()
-    toolbox = Toolbox(load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS))
+    toolbox = Toolbox([*load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS), *tools])
     worker = Worker(
         "w",
         coordinator,
