@@ -18,6 +18,7 @@ from agentloop.errors import (
     MalformedEngineResponse,
     UnsupportedParameter,
 )
+from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, GenerateRequest, Generation, SamplingParams, tiling_problem
 
 LOGPROB_TOLERANCE = 1e-3
@@ -183,6 +184,10 @@ def _token_problem(request: GenerateRequest, piece: Delta | Generation, vocab_si
     # NaN compares false to everything, so it fails here too, as do both infinities.
     if not all(LOGPROB_SENTINEL < logprob <= LOGPROB_TOLERANCE for logprob in logprobs):
         return "a logprob is not a finite number <= 0"
+    if len(piece.raw_logprobs) != (len(ids) if piece.logprobs_mode is LogprobsMode.BOTH else 0):
+        return f"{len(ids)} ids but {len(piece.raw_logprobs)} raw logprobs in mode {piece.logprobs_mode}"
+    if not all(LOGPROB_SENTINEL < logprob <= LOGPROB_TOLERANCE for logprob in piece.raw_logprobs):
+        return "a raw logprob is not a finite number <= 0"
     return _span_problem(piece) or _top_problem(request, piece, vocab_size)
 
 

@@ -6,7 +6,7 @@ a model. The rules that all adapters share are in `engine_lifecycle.py`. One con
 proves every engine:
 
 - prompt ids go in exactly, sampled ids come out exactly, the stop token included; one logprob an id, under the
-  sampling distribution; version spans tile the ids;
+  distribution that its `logprobs_mode` names; version spans tile the ids;
 - `pause` and `resume` are idempotent; a pause(KEEP) loses, repeats and changes no token; `abort` works while
   paused; a request sent while paused is held until the resume or refused with `EnginePaused`, never lost;
 - a cancelled `generate` aborts in the engine;
@@ -27,6 +27,7 @@ from typing import Protocol
 
 from agentloop.errors import InvalidRequest
 from agentloop.images import Image, ImageTokens
+from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     GenerateRequest,
     Generation,
@@ -53,6 +54,7 @@ class EngineInfo:
     can_sleep: bool = False
     can_constrain: bool = False  # `SamplingParams.constraint` is honoured
     takes_images: bool = False  # `GenerateRequest.images` are seen by the model
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,9 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_versions: tuple[WeightVersionSpan, ...]  # offsets within this piece
-    top_logprobs: TopLogprobs = ()  # as `Generation.top_logprobs`
+    top_logprobs: TopLogprobs = ()  # this and the following as in `Generation`
+    raw_logprobs: tuple[float, ...] = ()
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest
+from agentloop.sampling import TurnSampling
 from agentloop.storage import TrajectoryReader
 from agentloop.types import Message, TokenPath, ToolCall, ToolCallStatus, Trajectory, Turn, WeightVersionSpan
 
@@ -29,6 +31,24 @@ _ROW_GROUP_TOKENS = 1 << 20
 _ROW_GROUP_ROWS = 512
 
 _SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+_SAMPLING = pa.struct(
+    [
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("top_k", pa.int32()),
+        ("min_p", pa.float64()),
+        ("frequency_penalty", pa.float64()),
+        ("presence_penalty", pa.float64()),
+        ("repetition_penalty", pa.float64()),
+        ("logit_bias", pa.list_(pa.struct([("token_id", pa.int32()), ("bias", pa.float64())]))),
+        ("min_tokens", pa.int32()),
+        ("stop_token_ids", pa.list_(pa.int32())),
+        ("constraint_kind", pa.string()),
+        ("constraint_text", pa.string()),
+        ("constraint_digest", pa.string()),
+        ("logprobs_mode", pa.string()),
+    ]
+)
 _TURN = pa.struct(
     [
         ("prompt_len", pa.int32()),
@@ -37,10 +57,13 @@ _TURN = pa.struct(
         ("finish_reason", pa.string()),
         ("replica_id", pa.string()),
         ("cached_tokens", pa.int32()),
+        ("sampling", _SAMPLING),
+        ("seed", pa.int64()),
         ("turn_id", pa.string()),
         ("reward", pa.float64()),
     ]
 )
+_TURN_FIELDS, _SAMPLING_FIELDS = ([field.name for field in kind] for kind in (_TURN, _SAMPLING))
 _TIMINGS = pa.struct([(f"{part}_s", pa.float64()) for part in ("queue", "generate", "tool", "reward", "total")])
 
 _COLUMNS: dict[str, pa.DataType] = {
@@ -82,11 +105,14 @@ _COLUMNS: dict[str, pa.DataType] = {
     "parent": pa.int32(),
     "num_shared": pa.int32(),
     "split_detail": pa.string(),
+    "raw_logprobs": pa.list_(pa.float32()),
+    "constrained": pa.list_(pa.bool_()),
 }
 
 SCHEMA = pa.schema(_COLUMNS)
 """The columns. Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones
-that staleness took out of the mask keep theirs. `messages` are the path's own. `reward`, `components` and
+that were taken out of the mask keep theirs. `raw_logprobs` are null unless the engine gave both, and say NaN of a
+sampled token without one. `messages` are the path's own. `reward`, `components` and
 `metrics` are those of the trajectory's main conversation, `path_reward` is the number to train this path with
 (`Trajectory.reward_of`), and `num_masked_tokens` is of all paths."""
 
@@ -104,9 +130,16 @@ Row = dict[str, Any]
 
 
 def export(
-    store_path: str | Path, out_path: str | Path, format: ExportFormat, rollout_id: str | None = None
+    store_path: str | Path,
+    out_path: str | Path,
+    format: ExportFormat,
+    rollout_id: str | None = None,
+    *,
+    mask_constrained: bool = False,
 ) -> int:
     """Write the store's trajectories, of one rollout or of all; returns the number of rows.
+
+    `mask_constrained` takes constrained tokens out of the mask, and counts them (`Trajectory.without_constrained`).
 
     May run while the service writes: it sees what was committed so far. Raises InvalidRequest for an unknown
     format or a path that is no store, NotFound for an unknown rollout.
@@ -118,7 +151,7 @@ def export(
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.part")
     store = TrajectoryReader(store_path)
     try:
-        num_rows = writers[format](_rows(store, rollout_id), unfinished)
+        num_rows = writers[format](_rows(store, rollout_id, mask_constrained), unfinished)
         os.replace(unfinished, out)
     finally:
         store.close()
@@ -150,6 +183,8 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "response_ids": path.response_ids,
             "response_mask": path.response_mask,
             "logprobs": path.logprobs,
+            "raw_logprobs": path.raw_logprobs,
+            "constrained": path.constrained,
             "weight_versions": [_span(span) for span in path.weight_versions],
             "turns": [_turn(turn) for turn in path.turns],
             "messages": _openai_json(path.messages if trajectory.paths else trajectory.task_messages),
@@ -221,12 +256,27 @@ def _span(span: WeightVersionSpan) -> Row:
 
 
 def _turn(turn: Turn) -> Row:
-    return {**dataclasses.asdict(turn), "finish_reason": turn.finish_reason.value}
+    row = {name: getattr(turn, name) for name in _TURN_FIELDS}
+    return {**row, "finish_reason": turn.finish_reason.value, "sampling": _sampling(turn.sampling)}
 
 
-def _rows(store: TrajectoryReader, rollout_id: str | None) -> Iterator[Row]:
+@lru_cache(maxsize=256)
+def _sampling(sampling: TurnSampling | None) -> Row | None:
+    """Return the row of a turn's sampling, one for all turns that share it."""
+    if sampling is None:
+        return None
+    kind = sampling.constraint_kind
+    return {
+        **{name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
+        "logit_bias": [{"token_id": token_id, "bias": bias} for token_id, bias in sampling.logit_bias],
+        "constraint_kind": None if kind is None else kind.value,
+        "logprobs_mode": sampling.logprobs_mode.value,
+    }
+
+
+def _rows(store: TrajectoryReader, rollout_id: str | None, mask_constrained: bool) -> Iterator[Row]:
     for trajectory in read_all(store, rollout_id):
-        yield from rows_of(trajectory)
+        yield from rows_of(trajectory.without_constrained() if mask_constrained else trajectory)
 
 
 def _write_parquet(rows: Iterator[Row], path: Path) -> int:

@@ -1,8 +1,9 @@
-"""The accumulator of sampled tokens: ids, logprobs, alternatives and weight versions that grow together.
+"""The accumulator of sampled tokens: ids, logprobs, raw logprobs, alternatives and weight versions grow together.
 
 Engines, the way to an engine and the turn sampler keep what was sampled in one of these and nowhere else.
-Invariants, checked as tokens come in (InvariantBroken otherwise): one logprob an id; alternatives for every id or
-for none; version spans tile the ids, neighbours of one version are one span.
+Invariants, checked as tokens come in (InvariantBroken otherwise): one logprob an id, all of one mode; a raw one too
+in mode BOTH; alternatives for every id or for none; version spans tile the ids, neighbours of one version are one
+span.
 
 An engine uses one of two ways to fill it. The simulator appends token by token, each with its version; an adapter
 whose engine keeps its own record of versions calls `extend` with what an output brings, and `set_spans` with all
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from agentloop.engine import Delta
 from agentloop.errors import InvariantBroken
+from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     FinishReason,
     Generation,
@@ -29,11 +31,23 @@ from agentloop.types import (
 class SampledTokens:
     """The tokens of one request or one turn so far. Its lists are for reading; methods alone change them."""
 
-    __slots__ = ("_firsts", "_has_versions", "_versions", "logprobs", "token_ids", "top_logprobs")
+    __slots__ = (
+        "_firsts",
+        "_has_versions",
+        "_versions",
+        "logprobs",
+        "logprobs_mode",
+        "raw_logprobs",
+        "token_ids",
+        "top_logprobs",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED) -> None:
+        """`logprobs_mode` is for an engine; who adds pieces takes theirs."""
+        self.logprobs_mode = logprobs_mode
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []  # nats, one an id
+        self.raw_logprobs: list[float] = []  # empty, or one an id
         self.top_logprobs: list[tuple[tuple[int, float], ...]] = []  # empty, or one an id
         self._versions: list[int] = []  # of the spans
         self._firsts: list[int] = []  # and their first tokens
@@ -43,28 +57,45 @@ class SampledTokens:
         return len(self.token_ids)
 
     def append(
-        self, token_id: int, logprob: float, version: int, alternatives: tuple[tuple[int, float], ...] | None = None
+        self,
+        token_id: int,
+        logprob: float,
+        version: int,
+        alternatives: tuple[tuple[int, float], ...] | None = None,
+        raw_logprob: float | None = None,
     ) -> None:
-        """Append one token. `alternatives` are for every token of a request, or for none."""
+        """Append one token. `alternatives` are for every token of a request, or for none; so is `raw_logprob`."""
         if not self._versions or self._versions[-1] != version:
             self._begin_span(version, len(self.token_ids))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         if alternatives is not None:
             self.top_logprobs.append(alternatives)
+        if raw_logprob is not None:
+            self.raw_logprobs.append(raw_logprob)
 
     def add(self, piece: Delta | Generation) -> None:
         """Append the tokens of a piece, or of a whole generation; offsets of its spans are within it."""
         start, spans = len(self.token_ids), piece.weight_versions
         if (problem := tiling_problem(spans, len(piece.token_ids))) is not None:
             raise InvariantBroken(problem)
-        self._append_all(piece.token_ids, piece.logprobs, piece.top_logprobs)
+        if not self.token_ids:
+            self.logprobs_mode = piece.logprobs_mode
+        elif piece.token_ids and piece.logprobs_mode is not self.logprobs_mode:
+            raise InvariantBroken(f"logprobs of mode {piece.logprobs_mode} after {self.logprobs_mode}")
+        self._append_all(piece.token_ids, piece.logprobs, piece.top_logprobs, piece.raw_logprobs)
         for span in spans:
             self._begin_span(span.version, start + span.start)
 
-    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs = ()) -> None:
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: TopLogprobs = (),
+        raw_logprobs: Sequence[float] = (),
+    ) -> None:
         """Append tokens whose versions are not known yet: `set_spans` comes before anything is read back."""
-        self._append_all(token_ids, logprobs, tops)
+        self._append_all(token_ids, logprobs, tops, raw_logprobs)
         self._has_versions = self._has_versions and not token_ids
 
     def set_spans(self, spans: Iterable[WeightVersionSpan]) -> None:
@@ -78,7 +109,8 @@ class SampledTokens:
 
     def cut(self, num_tokens: int) -> None:
         """Drop what comes after the first `num_tokens`."""
-        del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.top_logprobs[num_tokens:]
+        del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
+        del self.top_logprobs[num_tokens:], self.raw_logprobs[num_tokens:]
         while self._firsts and self._firsts[-1] >= num_tokens:
             del self._firsts[-1], self._versions[-1]
 
@@ -103,6 +135,8 @@ class SampledTokens:
             tuple(self.logprobs[start:stop]),
             clip_spans(self.weight_versions, start, stop),
             tuple(self.top_logprobs[start:stop]),
+            tuple(self.raw_logprobs[start:stop]),
+            self.logprobs_mode,
         )
 
     def generation(
@@ -125,10 +159,17 @@ class SampledTokens:
             replica_id,
             load,
             tuple(self.top_logprobs),
+            tuple(self.raw_logprobs),
+            self.logprobs_mode,
         )
 
-    def _append_all(self, token_ids: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs) -> None:
+    def _append_all(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs, raw_logprobs: Sequence[float]
+    ) -> None:
         num_tokens = len(token_ids)
+        num_raw = num_tokens if self.logprobs_mode is LogprobsMode.BOTH else 0
+        if len(raw_logprobs) != num_raw:
+            raise InvariantBroken(f"{len(raw_logprobs)} raw logprobs for {num_tokens} sampled ids")
         if len(logprobs) != num_tokens:
             raise InvariantBroken(f"{len(logprobs)} logprobs for {num_tokens} sampled ids")
         if tops and len(tops) != num_tokens:
@@ -136,6 +177,7 @@ class SampledTokens:
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.top_logprobs.extend(tops)
+        self.raw_logprobs.extend(raw_logprobs)
 
     def _begin_span(self, version: int, first: int) -> None:
         """Note that tokens from `first` on are of `version`."""

@@ -2,12 +2,13 @@
 
 Token ids are plain `int`s while a turn is
 built and `int32` arrays in a finished trajectory. A weight version is the trainer's counter: an integer; 0 is one.
+How tokens are sampled is in `sampling.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -15,6 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from agentloop.images import Image, ImageRef, ImageSpan
+from agentloop.sampling import Constraint as Constraint
+from agentloop.sampling import ConstraintKind as ConstraintKind
+from agentloop.sampling import LogprobsMode, TurnSampling
+from agentloop.sampling import SamplingParams as SamplingParams
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """For each sampled token the likeliest (id, logprob), best first."""
@@ -49,64 +54,6 @@ class KVPolicy(StrEnum):
     KEEP = "keep"  # a trajectory goes on with the KV it has; new trajectories never see old KV
     FRESH = "fresh"  # every turn starts from KV of the current version
     RECOMPUTE = "recompute"  # KV of requests in flight too is dropped and prefilled under the new weights
-
-
-class ConstraintKind(StrEnum):
-    """The language that the `text` of a Constraint is in."""
-
-    JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON: one JSON value that fits it
-    JSON_OBJECT = "json_object"  # any JSON object; `text` is empty
-    STRUCTURAL_TAG = "structural_tag"  # xgrammar's structural tag, as JSON: text with marked regions
-    REGEX = "regex"
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A language that a generation's text must be in; the engine masks every token that would leave it."""
-
-    kind: ConstraintKind
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The sampling distribution and its limits.
-
-    From the model's logits every engine makes it in this order, which is vLLM's: the constraint's mask; biases; the
-    ban on `stop_token_ids` of the first `min_tokens` tokens; the repetition penalty (a logit above 0 is divided by
-    it, another one multiplied) over ids of prompt and reply; frequency and presence penalties over the reply's;
-    temperature; min-p (ids of less than `min_p` times the likeliest one's probability go); top-k; top-p.
-
-    At temperature 0 the likeliest id is taken, and there is no truncation: `top_p`, `top_k` and `min_p` change
-    nothing. The logprob reported then is that of the softmax at temperature 1 over the logits with all but
-    temperature and truncation applied, not 0.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_tokens: int = 0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
-    num_top_logprobs: int = 0  # alternatives reported beside each sampled token
-    constraint: Constraint | None = None
-    min_p: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # 1: off
-    ignore_eos: bool = False
-    """The model's own stop tokens are not added to `stop_token_ids`: it is for a session, which fills them in.
-    Engines stop at `stop_token_ids` alone in any case."""
-
-    @property
-    def looks_back(self) -> bool:
-        """True if what comes next depends on which ids are the reply's: no new request can go on in its middle.
-
-        A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt too.
-        """
-        return self.constraint is not None or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +122,8 @@ class Load:
 class Generation:
     """Token ids out: `token_ids` includes the stop token; one logprob (nats) an id; spans tile `[0, n)`.
 
-    `top_logprobs` is empty unless asked for; else it has one entry an id.
+    `top_logprobs` is empty unless asked for; else it has one entry an id, of the distribution that `logprobs` are
+    under. `raw_logprobs` has one an id in mode BOTH, and is empty else.
     """
 
     request_id: str
@@ -187,6 +135,8 @@ class Generation:
     replica_id: str = ""  # stamped by the replica, not by the engine
     load: Load = Load()
     top_logprobs: TopLogprobs = ()
+    raw_logprobs: tuple[float, ...] = ()
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
 
 
 class ToolCallStatus(StrEnum):
@@ -395,6 +345,8 @@ class Turn:
     cached_tokens: int
     turn_id: str = ""  # unique in the trajectory; a turn that paths share has one
     reward: float | None = None  # of this turn alone
+    sampling: TurnSampling | None = None  # None in records of a service that did not keep it
+    seed: int | None = None
 
 
 class SplitReason(StrEnum):
@@ -413,9 +365,11 @@ class SplitReason(StrEnum):
 class TokenPath:
     """One root-to-leaf token sequence, the unit a trainer trains on. All response arrays have one length.
 
-    `response_mask` is true where the policy sampled, but for tokens taken out for their staleness. `logprobs` hold
-    0.0 where it did not. `weight_versions` tile the sampled tokens, masked ones too: spans are over the response,
-    and observed tokens belong to no span.
+    `response_mask` is true where the policy sampled, but for tokens taken out: for their staleness, or by
+    `without_constrained`. `logprobs` hold 0.0 where it did not, and are under the distribution that the turn's
+    `sampling` names. `raw_logprobs` are under the plain softmax, and NaN for the sampled tokens of a turn without
+    them; None unless an engine gave both. `weight_versions` tile the sampled tokens, masked ones too: spans are
+    over the response, and observed tokens belong to no span.
 
     Paths of one trajectory may branch: the first `num_shared` tokens of prompt and response are then those of path
     `parent`, and what of them was sampled is in the mask of the first path that has it, and in no other.
@@ -436,6 +390,25 @@ class TokenPath:
     token_rewards: FloatArray | None = None  # one for each response token, where they were given
     is_trainable: bool = True  # false: for the record only, whatever is in the mask
     images: tuple[ImageSpan, ...] = ()  # offsets into prompt and response together
+    raw_logprobs: FloatArray | None = None
+
+    @property
+    def constrained(self) -> BoolArray:
+        """The sampled tokens whose distribution was bent from outside the model, as a mask over the response.
+
+        No temperature makes that distribution of the policy's logits, so its ratio to another policy's softmax says
+        nothing of the two policies. Marked are all tokens of a turn under a grammar (a response format, a forced
+        call), where it left one id or nearly all: engines do not say which; all tokens of a turn with a bias other
+        than 0 (the ban on calls of `tool_choice: none` is one); and the first `min_tokens` of a turn with stop
+        tokens, which are banned there. Penalties and truncation bend too and are not marked: the turn's `sampling`
+        has them, and a trainer leaves them alone.
+        """
+        constrained = np.zeros(len(self.response_ids), np.bool_)
+        for turn in self.turns:
+            if turn.sampling is not None:
+                num_constrained = turn.sampling.num_constrained(turn.end - turn.start)
+                constrained[turn.start : turn.start + num_constrained] = True
+        return constrained
 
     @property
     def begins_conversation(self) -> bool:
@@ -514,7 +487,7 @@ class Trajectory:
     attempt: int = 0
     timings: Timings = Timings()
     rollout_id: str = ""
-    num_masked_tokens: int = 0  # sampled tokens that are out of the mask for their staleness
+    num_masked_tokens: int = 0  # sampled tokens that were taken out of the mask
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their staleness
     max_staleness: int | None = None  # what its run allows
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
@@ -578,6 +551,12 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens the policy sampled, over all paths, masked ones too."""
         return sum(int(path.response_mask.sum()) for path in self.paths) + self.num_masked_tokens
+
+    def without_constrained(self) -> Trajectory:
+        """Return the record with its constrained tokens out of the mask, and counted in `num_masked_tokens`."""
+        paths = tuple(replace(path, response_mask=path.response_mask & ~path.constrained) for path in self.paths)
+        num_masked = self.num_sampled_tokens - sum(int(path.response_mask.sum()) for path in paths)
+        return replace(self, paths=paths, num_masked_tokens=num_masked)
 
 
 def _conversations(paths: Sequence[TokenPath]) -> list[tuple[int, ...]]:

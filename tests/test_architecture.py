@@ -24,6 +24,7 @@ MAY_IMPORT_ENGINES = {"agentloop_servers.engines.vllm", "agentloop_servers.weigh
 COMMON = (
     "errors",
     "images",
+    "sampling",
     "types",
     "score",
     "codec",

@@ -19,6 +19,7 @@ from agentloop.errors import (
     MalformedEngineResponse,
     UnsupportedParameter,
 )
+from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -182,6 +183,10 @@ def test_a_good_generation_passes(generation: Generation) -> None:
         {"token_ids": (5, 6, 8, 7), "logprobs": (0.0,) * 4, "weight_versions": (WeightVersionSpan(0, 0, 4),)},
         {"cached_tokens": -1},
         {"cached_tokens": 4},
+        {"raw_logprobs": (-0.5, 0.0, -3.0)},
+        {"logprobs_mode": LogprobsMode.BOTH},
+        {"logprobs_mode": LogprobsMode.BOTH, "raw_logprobs": (-0.5, 0.0)},
+        {"logprobs_mode": LogprobsMode.BOTH, "raw_logprobs": (-0.5, 0.0, math.nan)},
         {"weight_versions": ()},
         {"weight_versions": (WeightVersionSpan(0, 0, 2),)},
         {"weight_versions": (WeightVersionSpan(0, 0, 4),)},

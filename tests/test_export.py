@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.export import export
-from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus
+from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams, TurnSampling, turn_sampling
+from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus, Trajectory
 from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory
 
 ISSUE_COLUMNS = [
@@ -71,7 +73,10 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "cached_tokens": 8,
         "turn_id": "1",
         "reward": None,
+        "sampling": None,
+        "seed": None,
     }
+    assert (row["raw_logprobs"], row["constrained"]) == (None, [False] * 8)
     assert row["timings"] == {"queue_s": 0.1, "generate_s": 0.2, "tool_s": 0.3, "reward_s": 0.4, "total_s": 1.0}
     assert (row["complete"], row["reward"], row["stop_reason"]) == (True, 1.0, "completed")
 
@@ -197,3 +202,47 @@ def test_failures_leave_no_file_behind(store_path: Path, tmp_path: Path) -> None
     with pytest.raises(InvalidRequest):
         export(store_path, tmp_path / "out.csv", "csv")  # type: ignore[arg-type]
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))} == set()
+
+
+BIASED = TurnSampling(temperature=0.5, top_k=3, logit_bias=((7, -100.0),), stop_token_ids=(2,), min_p=0.25)
+FORCED = turn_sampling(
+    SamplingParams(9, constraint=Constraint(ConstraintKind.REGEX, "a|b"), stop_token_ids=(2,)), LogprobsMode.BOTH
+)
+
+
+def with_sampling(*samplings: TurnSampling | None) -> Trajectory:
+    path = make_path()
+    turns = [
+        replace(turn, sampling=sampling, seed=place)
+        for place, (turn, sampling) in enumerate(zip(path.turns, samplings, strict=True))
+    ]
+    raw_logprobs = np.array([np.nan, np.nan, np.nan, 0, 0, -1, -2, -3], np.float32)
+    return make_trajectory(paths=(replace(path, turns=tuple(turns), raw_logprobs=raw_logprobs),))
+
+
+def test_a_row_says_the_distribution_of_every_turn_and_token(tmp_path: Path) -> None:
+    store, out = tmp_path / "store.sqlite", tmp_path / "out.parquet"
+    fill_store(store, {"r": [make_group()]}, [with_sampling(None, FORCED)])
+    assert export(store, out, "parquet") == 1
+    [row] = pq.read_table(out).to_pylist()
+    first, second = row["turns"]
+    assert (first["sampling"], first["seed"], second["seed"]) == (None, 0, 1)
+    told = second["sampling"]
+    assert (told["constraint_kind"], told["constraint_text"], told["logprobs_mode"]) == ("regex", "a|b", "both")
+    assert told["constraint_digest"] == hashlib.sha256(b"a|b").hexdigest()
+    assert (told["temperature"], told["stop_token_ids"], told["logit_bias"]) == (1.0, [2], [])
+    assert row["constrained"] == [False] * 5 + [True] * 3
+    assert row["response_mask"] == [True] * 3 + [False] * 2 + [True] * 3
+    assert np.isnan(row["raw_logprobs"][0])
+    assert row["raw_logprobs"][3:] == [0, 0, -1, -2, -3]
+
+
+def test_constrained_tokens_leave_the_mask_where_asked_for_and_are_counted(tmp_path: Path) -> None:
+    store, out = tmp_path / "store.sqlite", tmp_path / "out.parquet"
+    fill_store(store, {"r": [make_group()]}, [with_sampling(BIASED, None)])
+    export(store, out, "parquet", mask_constrained=True)
+    [row] = pq.read_table(out).to_pylist()
+    assert row["response_mask"] == [False] * 5 + [True] * 3
+    assert row["num_masked_tokens"] == 3
+    bias = row["turns"][0]["sampling"]["logit_bias"]
+    assert bias == [{"token_id": 7, "bias": -100.0}]

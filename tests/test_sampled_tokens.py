@@ -5,6 +5,7 @@ import pytest
 from agentloop.engine import Delta
 from agentloop.errors import InvariantBroken
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     FinishReason,
     Load,
@@ -96,6 +97,9 @@ def test_a_generation_has_all_of_it():
         Delta((1, 2), (-1.0, -1.0), spans((0, 0, 1))),
         Delta((1, 2), (-1.0, -1.0), spans((0, 1, 2))),
         Delta((1, 2), (-1.0, -1.0), spans((0, 0, 2)), (((1, -1.0),),)),
+        Delta((1, 2), (-1.0, -1.0), spans((0, 0, 2)), (), (-1.0, -1.0)),
+        Delta((1, 2), (-1.0, -1.0), spans((0, 0, 2)), (), (-1.0, -1.0), LogprobsMode.BOTH),
+        Delta((1, 2), (-1.0, -1.0), spans((0, 0, 2)), (), (), LogprobsMode.RAW),
     ],
 )
 def test_what_is_not_aligned_is_not_added(piece):
@@ -116,3 +120,17 @@ def test_span_arithmetic():
     assert tiling_problem((), 0) is None
     assert "cover 2 of 3" in tiling_problem(spans((1, 0, 2)), 3)
     assert "do not tile" in tiling_problem(spans((1, 0, 2), (2, 3, 4)), 4)
+
+
+def test_raw_logprobs_grow_with_their_tokens():
+    engines = SampledTokens(LogprobsMode.BOTH)
+    for token_id in range(3):
+        engines.append(token_id, -1.0, 3, raw_logprob=-2.0 - token_id)
+    callers = SampledTokens()
+    callers.add(engines.since(0, 2))
+    callers.add(engines.since(2))
+    callers.cut(2)
+    whole = callers.generation("r", FinishReason.LENGTH)
+    assert (whole.raw_logprobs, whole.logprobs_mode) == ((-2.0, -3.0), LogprobsMode.BOTH)
+    with pytest.raises(InvariantBroken):
+        engines.extend([7], [-1.0])

@@ -284,6 +284,8 @@ class _Call:
             finish_reason,
             replica_id=self._replica_id,
             top_logprobs=own.top_logprobs,
+            raw_logprobs=own.raw_logprobs,
+            logprobs_mode=own.logprobs_mode,
         )
 
 

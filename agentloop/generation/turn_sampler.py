@@ -30,6 +30,7 @@ from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.images import Image, ImageSpan
 from agentloop.parsers import DecodedText
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import turn_sampling
 from agentloop.trajectory import Reply
 from agentloop.types import JSON, FinishReason, GenerateRequest, Generation, SamplingParams, TopLogprobs
 
@@ -230,6 +231,7 @@ class _Turn:
         has_stop_token = has_stop_token and stopped_at is None
         message, num_reasoning_tokens = self._reader.read(self._text.shown, self._reading)
         finish_reason = FinishReason.ABORT if self._is_left else FinishReason.LENGTH
+        raw_logprobs = self.sampled.raw_logprobs
         return Reply(
             message=message,
             token_ids=np.array(self.sampled.token_ids, np.int32),
@@ -242,6 +244,9 @@ class _Turn:
             cached_tokens=first.cached_tokens if first is not None else 0,
             replica_id=last.replica_id if last is not None else "",
             top_logprobs=_rounded(self.sampled.top_logprobs),
+            raw_logprobs=np.array(raw_logprobs, np.float32) if raw_logprobs else None,
+            sampling=turn_sampling(self._wanted.sampling, self.sampled.logprobs_mode),
+            seed=self._wanted.sampling.seed,
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:

@@ -41,6 +41,8 @@ from agentloop.errors import (
     UnsupportedParameter,
 )
 from agentloop.images import Image, ImageTokens
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 from agentloop.simulation.policy import (
     Faults,
@@ -73,6 +75,7 @@ class SimulatedSpec:
     num_workers: int = 1
     can_sleep: bool = True
     can_constrain: bool = False  # its policy is trusted to honour constraints
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
 
     @property
     def info(self) -> EngineInfo:
@@ -86,6 +89,7 @@ class SimulatedSpec:
             num_workers=self.num_workers,
             can_sleep=self.can_sleep,
             can_constrain=self.can_constrain,
+            logprobs_mode=self.logprobs_mode,
         )
 
 
@@ -287,6 +291,7 @@ class SimulatedEngine:
             malformation=self.faults.malformed.pop(0) if self.faults.malformed else None,
             has_progress=asyncio.Event() if is_streamed else None,
             sequence=KVSequence(version),
+            sampled=SampledTokens(self._spec.logprobs_mode),
         )
         is_hung = self.faults.num_hung > 0
         if is_hung:

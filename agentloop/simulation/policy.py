@@ -27,6 +27,7 @@ _MULTIPLIER = 0xD1342543DE82EF95  # odd, from Steele and Vigna's table of good 6
 _VERSION_STEP = 0x9E3779B97F4A7C15
 _LOGITS = (3.0, 2.0, 1.0, 0.0)  # of the ids HashPolicy can sample at any position
 _OTHER_LOGIT = -17.0  # of all other ids: they are sampled only where a bias lifts them, or a ban leaves no other
+_RAW_FACTOR = 2.0  # of a script's logprobs, which are made up
 _pair = struct.Struct("<QQ").pack
 
 
@@ -39,8 +40,16 @@ class TokenStream(Protocol):
     def sample(self, state: int, weight_version: int) -> tuple[int, float]:
         """Return the next id and its logprob. Called once a sampled token, in order."""
 
-    def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
-        """Return what `sample`, called next with the same arguments, chooses from: ids and logprobs, best first."""
+    def alternatives(
+        self, state: int, weight_version: int, *, is_raw: bool = False
+    ) -> tuple[tuple[int, float], ...]:
+        """Return what `sample`, called next with the same arguments, chooses from: ids and logprobs, best first.
+
+        `is_raw`: under the plain softmax, whatever the request asks for.
+        """
+
+    def raw_logprob(self, state: int, weight_version: int, token_id: int) -> float:
+        """Return the plain softmax's logprob of what `sample` gave, called before with the same arguments."""
 
 
 class TokenPolicy(Protocol):
@@ -111,12 +120,19 @@ class _HashStream:
             self._adjustment.add(token_id)
         return token_id, logprobs[choice]
 
-    def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
+    def alternatives(
+        self, state: int, weight_version: int, *, is_raw: bool = False
+    ) -> tuple[tuple[int, float], ...]:
         place = xxhash.xxh3_64_intdigest(_pair(state, weight_version & _MASK))
-        ids, (_, logprobs) = self._candidates(place)
+        ids, (_, logprobs) = (None, _distribution(self._logits)) if is_raw else self._candidates(place)
         if ids is None:
             ids = tuple((place + index) % self._vocab_size for index in range(len(logprobs)))
         return tuple(zip(ids, logprobs, strict=False))
+
+    def raw_logprob(self, state: int, weight_version: int, token_id: int) -> float:
+        place = xxhash.xxh3_64_intdigest(_pair(state, weight_version & _MASK))
+        index, (_, logprobs) = (token_id - place) % self._vocab_size, _distribution(self._logits)
+        return logprobs[index] if index < len(logprobs) else logprobs[0] + _OTHER_LOGIT - self._logits[0]
 
     def _candidates(self, place: int) -> tuple[tuple[int, ...] | None, _Distribution]:
         """Return ids best first (None: those from `place` on, in order), and how likely the first of them are."""
@@ -178,7 +194,7 @@ _Distribution: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 
 @lru_cache(maxsize=1024)
 def _distribution(
-    logits: tuple[float, ...], temperature: float, top_p: float, top_k: int, min_p: float
+    logits: tuple[float, ...], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> _Distribution:
     """Return cumulative probabilities of the ids that can be drawn, best first, and the logprobs to report."""
     if temperature == 0:
@@ -232,13 +248,23 @@ class _ScriptedStream:
         self._num_sampled += 1
         return token_id, logprob
 
-    def alternatives(self, state: int, weight_version: int) -> tuple[tuple[int, float], ...]:
-        return (self._next(),)
+    def alternatives(
+        self, state: int, weight_version: int, *, is_raw: bool = False
+    ) -> tuple[tuple[int, float], ...]:
+        token_id, logprob = self._next()
+        return ((token_id, logprob * (_RAW_FACTOR if is_raw else 1)),)
+
+    def raw_logprob(self, state: int, weight_version: int, token_id: int) -> float:
+        return _made_up(self._num_sampled - 1) * _RAW_FACTOR
 
     def _next(self) -> tuple[int, float]:
         position = self._num_sampled
         token_id = self._reply[position] if position < len(self._reply) else self._after
-        return token_id, -(1 + position % 7) / 8
+        return token_id, _made_up(position)
+
+
+def _made_up(position: int) -> float:
+    return -(1 + position % 7) / 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
 from agentloop.simulation.kv_cache import KVCache, KVSequence
 from agentloop.simulation.policy import Malformation, TokenStream
 from agentloop.types import FinishReason, GenerateRequest, Generation
@@ -31,7 +32,7 @@ class LiveRequest:
     malformation: Malformation | None
     has_progress: asyncio.Event | None  # set for a streamed request whenever there is something to read
     sequence: KVSequence
-    sampled: SampledTokens = field(default_factory=SampledTokens)
+    sampled: SampledTokens
     has_run: bool = False
     cached_tokens: int = 0
     num_lost_tokens: int = 0  # tokens whose KV the last preemption took
@@ -39,11 +40,16 @@ class LiveRequest:
     def sample(self, version: int) -> FinishReason | None:
         """Append one sampled token. Returns how the request ended, if it did."""
         sampling, state, sampled = self.request.sampling, self.sequence.state, self.sampled
-        alternatives = None
+        alternatives, raw_logprob, mode = None, None, sampled.logprobs_mode
         if sampling.num_top_logprobs:
-            alternatives = self.stream.alternatives(state, version)[: sampling.num_top_logprobs]
+            likeliest = self.stream.alternatives(state, version, is_raw=mode is LogprobsMode.RAW)
+            alternatives = likeliest[: sampling.num_top_logprobs]
         token_id, logprob = self.stream.sample(state, version)
-        sampled.append(token_id, logprob, version, alternatives)
+        if mode is LogprobsMode.BOTH:
+            raw_logprob = self.stream.raw_logprob(state, version, token_id)
+        elif mode is LogprobsMode.RAW:
+            logprob = self.stream.raw_logprob(state, version, token_id)
+        sampled.append(token_id, logprob, version, alternatives, raw_logprob)
         if self.has_progress is not None:
             self.has_progress.set()
         num_tokens = len(sampled.token_ids)

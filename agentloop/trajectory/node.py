@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agentloop.images import ImageSpan
+from agentloop.sampling import TurnSampling
 from agentloop.types import (
     JSON,
     FinishReason,
@@ -54,6 +55,9 @@ class Reply:
     cached_tokens: int = 0
     replica_id: str = ""
     top_logprobs: TopLogprobs = ()
+    raw_logprobs: FloatArray | None = None  # under the plain softmax; None unless the engine gave both
+    sampling: TurnSampling | None = None  # None where an earlier service wrote it down
+    seed: int | None = None
 
     @property
     def content(self) -> str:

@@ -7,7 +7,7 @@ path, or one after the other, and its last turn may still be open: that is the `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from agentloop.trajectory.diff import message_difference
 from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.trajectory.turn_graph import TurnGraph
 from agentloop.types import (
+    FloatArray,
     IntArray,
     Message,
     SplitReason,
@@ -168,15 +169,14 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         logprobs.append(reply.logprobs)
         for span in shifted_spans(reply.weight_versions, at):
             append_span(spans, span)
-        turns.append(
-            Turn(num_prompt + at, at, end, reply.finish_reason, reply.replica_id, reply.cached_tokens, turn_id)
-        )
+        turns.append(_turn(turn_id, reply, num_prompt + at, at))
         at = end
         if index < line.num_shared:
             num_shared_ids = num_prompt + end
+    response_ids = np.concatenate(ids)
     return TokenPath(
         prompt_ids=prompt_ids,
-        response_ids=np.concatenate(ids),
+        response_ids=response_ids,
         response_mask=np.concatenate(masks),
         logprobs=np.concatenate(logprobs),
         weight_versions=tuple(spans),
@@ -187,6 +187,7 @@ def _path(line: _Line, parent: int | None, split: Split | None) -> TokenPath:
         split_detail=None if split is None else split.detail,
         messages=_messages(line),
         images=_images(line),
+        raw_logprobs=_raw_logprobs(line, turns, len(response_ids)),
     )
 
 
@@ -200,6 +201,31 @@ def _images(line: _Line) -> tuple[ImageSpan, ...]:
         found += shifted_images(spans, num_ids)
         num_ids += len(observed_ids) + (0 if reply is None else len(reply.token_ids))
     return tuple(found)
+
+
+def _turn(turn_id: str, reply: Reply, prompt_len: int, start: int) -> Turn:
+    return Turn(
+        prompt_len,
+        start,
+        start + len(reply.token_ids),
+        reply.finish_reason,
+        reply.replica_id,
+        reply.cached_tokens,
+        turn_id,
+        sampling=reply.sampling,
+        seed=reply.seed,
+    )
+
+
+def _raw_logprobs(line: _Line, turns: Sequence[Turn], num_tokens: int) -> FloatArray | None:
+    """Return `TokenPath.raw_logprobs` of a response."""
+    replies = [reply for _, _, reply in line.turns if reply is not None]
+    if all(reply.raw_logprobs is None for reply in replies):
+        return None
+    raw_logprobs = np.zeros(num_tokens, np.float32)
+    for turn, reply in zip(turns, replies, strict=True):
+        raw_logprobs[turn.start : turn.end] = np.nan if reply.raw_logprobs is None else reply.raw_logprobs
+    return raw_logprobs
 
 
 def _messages(line: _Line) -> tuple[Message, ...]:

@@ -10,12 +10,13 @@ first matched after them, so a rollout, which matches none, has no index.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from agentloop.errors import InvalidRequest, InvariantBroken
 from agentloop.images import ImageSpan, shifted_images
+from agentloop.sampling import shared
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS, Decode, message_difference, token_difference
 from agentloop.trajectory.history_match import HistoryIndex, ToolSets, Walk, disambiguate, opening_of
 from agentloop.trajectory.message_key import tools_key as key_of_tools
@@ -25,6 +26,7 @@ from agentloop.types import JSON, IntArray, Message, SplitReason, tiling_problem
 
 # What a graph takes up, as `tests/trajectory/test_prefix_index.py` measures it.
 BYTES_PER_TOKEN = 8  # an id and, of a sampled token, its logprob
+BYTES_PER_RAW_LOGPROB = 4
 BYTES_PER_ALTERNATIVE = 120  # a pair of two numbers
 BYTES_PER_CHAR = 2
 BYTES_PER_TURN = 2000  # the node, its arrays, and its places in the indexes
@@ -48,7 +50,7 @@ class TurnGraph:
     def __init__(self) -> None:
         self._nodes: dict[str, Node] = {}
         self._last_child: dict[str, str] = {}
-        self._num_tokens = self._num_chars = self._num_alternatives = 0
+        self._num_tokens = self._num_chars = self._num_alternatives = self._num_raw = 0
         self._not_indexed: list[Node] = []  # added since a request was last matched
         self._prefixes = PrefixIndex(self._nodes)
         self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
@@ -82,6 +84,7 @@ class TurnGraph:
         return (
             self._num_tokens * BYTES_PER_TOKEN
             + self._num_alternatives * BYTES_PER_ALTERNATIVE
+            + self._num_raw * BYTES_PER_RAW_LOGPROB
             + self._num_chars * BYTES_PER_CHAR
             + len(self._nodes) * BYTES_PER_TURN
         )
@@ -114,12 +117,16 @@ class TurnGraph:
         if node.parent_id is not None and node.parent_id not in self._nodes:
             raise InvariantBroken(f"turn {node.node_id} follows {node.parent_id}, which is not there")
         check_reply(node.reply, node.node_id)
+        sampling = node.reply.sampling
+        if sampling is not None and shared(sampling) is not sampling:  # it was read from a disk
+            node = replace(node, reply=replace(node.reply, sampling=shared(sampling)))
         self._nodes[node.node_id] = node
         if node.parent_id is not None:
             self._last_child[node.parent_id] = node.node_id
         reply = node.reply
         self._num_tokens += len(node.observed_ids) + len(reply.token_ids)
         self._num_alternatives += sum(map(len, reply.top_logprobs))
+        self._num_raw += 0 if reply.raw_logprobs is None else len(reply.raw_logprobs)
         self._num_chars += sum(map(message_chars, node.observed)) + message_chars(reply.message)
         self._not_indexed.append(node)
 
@@ -342,6 +349,8 @@ def check_reply(reply: Reply, node_id: str) -> None:
     num_ids = len(reply.token_ids)
     if len(reply.logprobs) != num_ids:
         raise InvariantBroken(f"turn {node_id} has {len(reply.logprobs)} logprobs for {num_ids} ids")
+    if reply.raw_logprobs is not None and len(reply.raw_logprobs) != num_ids:
+        raise InvariantBroken(f"turn {node_id} has {len(reply.raw_logprobs)} raw logprobs for {num_ids} ids")
     if reply.top_logprobs and len(reply.top_logprobs) != num_ids:
         raise InvariantBroken(f"turn {node_id} has alternatives for {len(reply.top_logprobs)} of {num_ids} ids")
     if (problem := tiling_problem(reply.weight_versions, num_ids)) is not None:

@@ -9,6 +9,7 @@ from agentloop.chat.call import ToolChoice
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
 from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
@@ -53,6 +54,32 @@ async def test_a_call_that_ignores_eos_stops_at_its_own_stop_tokens_only(engine)
         sampling = replace(chat.sampling, ignore_eos=ignores, stop_token_ids=(own,))
         await session.call(replace(chat, sampling=sampling), key(f"ignores {ignores}"))
         assert engine.requests[-1].sampling.stop_token_ids == stops
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_record_says_how_each_turn_was_sampled_also_after_a_restart(is_streamed):
+    spec = replace(SPEC, logprobs_mode=LogprobsMode.BOTH)
+    async with started(scripted_engine(spec=spec)) as running:
+        engine, journal = RecordingEngine(running), MemoryJournal()
+        session = make_session(engine, journal=journal)
+        for number, shape in enumerate(({"seed": 5, "temperature": 0.5}, {"logit_bias": ((9, -100.0),)})):
+            chat = ask(Message("user", f"{number}"), max_tokens=6)
+            chat = replace(chat, sampling=replace(chat.sampling, **shape))
+            if is_streamed:
+                await streamed(session, chat, key(f"{number}"))
+            else:
+                await session.call(chat, key(f"{number}"))
+        for kept in (session, journal.restored(session, engine)):
+            paths = kept.trajectory().paths
+            for path, request in zip(paths, engine.requests, strict=True):
+                [turn] = path.turns
+                assert turn.sampling == turn_sampling(request.sampling, LogprobsMode.BOTH)
+                assert turn.seed == request.sampling.seed
+                assert path.raw_logprobs is not None
+                assert (path.raw_logprobs < 0).all()
+            assert not paths[0].constrained.any()
+            assert paths[1].constrained.all()
+            assert (paths[0].raw_logprobs != paths[0].logprobs).any()
 
 
 async def test_a_conversation_is_one_path_of_what_the_engine_saw(engine):

@@ -34,7 +34,7 @@ def definition(name: str) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
 
 
-def reply_of(message: Message, ids: Sequence[int], *, stop_text: str = "", spans=None) -> Reply:
+def reply_of(message: Message, ids: Sequence[int], *, stop_text: str = "", spans=None, **fields) -> Reply:
     return Reply(
         message=message,
         token_ids=np.array(ids, np.int32),
@@ -44,6 +44,7 @@ def reply_of(message: Message, ids: Sequence[int], *, stop_text: str = "", spans
         is_closed=not stop_text,
         stop_text=stop_text,
         replica_id="a",
+        **fields,
     )
 
 
@@ -66,10 +67,11 @@ class Played:
     def ask(self, *messages: Message, tools=(), is_strict: bool = False) -> Match:
         return self.graph.match(messages, tools, is_strict=is_strict)
 
-    def turn(self, reply: Message, *messages: Message, tools=(), ids=None, stop_text: str = "") -> Node:
-        return self.commit(self.ask(*messages, tools=tools), reply, tools=tools, ids=ids, stop_text=stop_text)
+    def turn(self, reply: Message, *messages: Message, tools=(), **given) -> Node:
+        return self.commit(self.ask(*messages, tools=tools), reply, tools=tools, **given)
 
-    def commit(self, match: Match, reply: Message, *, tools=(), ids=None, observed_ids=None, stop_text="") -> Node:
+    def commit(self, match: Match, reply: Message, *, tools=(), ids=None, observed_ids=None, **fields) -> Node:
+        """`fields` are the reply's (`reply_of`)."""
         num = len(self.graph.nodes)
         node = Node(
             node_id=f"n{num}",
@@ -80,7 +82,7 @@ class Played:
             observed_ids=np.array(
                 self.ids(2 * len(match.appended)) if observed_ids is None else observed_ids, np.int32
             ),
-            reply=reply_of(reply, self.ids(3) if ids is None else ids, stop_text=stop_text),
+            reply=reply_of(reply, self.ids(3) if ids is None else ids, **fields),
             tools_key=tools_key(tools),
             split=match.split,
         )

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop import codec
+from agentloop.errors import InvariantBroken
+from agentloop.sampling import TurnSampling
 from agentloop.trajectory.node import Node, Split
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import Match, TurnGraph
-from agentloop.types import SplitReason, TokenPath, Turn, WeightVersionSpan
+from agentloop.types import SplitReason, StopReason, TokenPath, Trajectory, Turn, WeightVersionSpan
 from tests.trajectory.sessions import Played, assistant, messages_of, reply_of, system, user
 
 ASK = (system("be brief"), user("what is 1+1?"))
@@ -229,3 +231,39 @@ def test_a_faithful_echo_always_finds_its_turn(turns, data):
     match = graph.match((*messages_of(graph, chosen.node_id), user("next")), ())
     assert match == Match(chosen, (user("next"),), match.split)
     assert (match.split is not None) == graph.has_children(chosen.node_id)
+
+
+def test_a_path_says_how_each_turn_was_sampled_and_which_tokens_that_constrained():
+    played = Played()
+    biased, ended = TurnSampling(logit_bias=((9, -100.0),)), TurnSampling(min_tokens=2, stop_token_ids=(0,))
+    first = played.turn(assistant("a"), *ASK, sampling=biased, seed=5)
+    played.turn(assistant("b"), *ASK, assistant("a"), user("left"), sampling=ended, seed=6)
+    played.turn(assistant("c"), *ASK, assistant("a"), user("right"))
+    left, right = token_paths(played.graph)
+    assert [(turn.sampling, turn.seed) for turn in left.turns] == [(biased, 5), (ended, 6)]
+    assert left.turns[0].sampling is first.reply.sampling
+    assert left.constrained.tolist() == [True] * 3 + [False] * 2 + [True, True, False]
+    assert right.constrained.tolist() == [True] * 3 + [False] * 5
+    whole = Trajectory("t", "g", 0, (left, right), StopReason.COMPLETED, True, num_masked_tokens=1)
+    cut = whole.without_constrained()
+    assert [path.response_mask.tolist() for path in cut.paths] == [[False] * 7 + [True], [False] * 5 + [True] * 3]
+    assert (cut.num_masked_tokens, cut.num_sampled_tokens) == (1 + 5, whole.num_sampled_tokens)
+    assert cut.without_constrained().num_masked_tokens == cut.num_masked_tokens
+
+
+def test_raw_logprobs_are_there_if_a_turn_has_them():
+    played = Played()
+    played.turn(assistant("a"), *ASK)
+    played.turn(assistant("b"), *ASK, assistant("a"), user("1"), raw_logprobs=np.full(3, -2.0, np.float32))
+    (path,) = token_paths(played.graph)
+    assert path.raw_logprobs is not None
+    assert np.isnan(path.raw_logprobs[:3]).all()
+    assert path.raw_logprobs[3:].tolist() == [0.0, 0.0, -2.0, -2.0, -2.0]
+    after = codec.decode(codec.encode(path), TokenPath)
+    assert after.raw_logprobs is not None
+    assert after.raw_logprobs.tobytes() == path.raw_logprobs.tobytes()
+
+
+def test_raw_logprobs_that_do_not_align_are_refused():
+    with pytest.raises(InvariantBroken, match="raw"):
+        Played().turn(assistant("a"), *ASK, raw_logprobs=np.zeros(1, np.float32))

@@ -145,12 +145,15 @@ def export_run(
     format: Annotated[Format, typer.Option(help="The file format.")] = Format.PARQUET,
     out: Annotated[Path | None, typer.Option(help="The file; beside the store if left out.")] = None,
     rollout_id: Annotated[str | None, typer.Option(help="Only this rollout.")] = None,
+    mask_constrained: Annotated[
+        bool, typer.Option(help="Take tokens that a grammar, a bias or min_tokens shaped out of the mask.")
+    ] = False,
 ) -> None:
     """Write a run's trajectories, also while it is running."""
     with _clear_errors():
         store = _store_of(run)
         target = out if out is not None else store.parent / f"trajectories.{format.value}"
-        num_rows = export(store, target, format.value, rollout_id)
+        num_rows = export(store, target, format.value, rollout_id, mask_constrained=mask_constrained)
     _console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)
 
 

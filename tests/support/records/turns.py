@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import ConstraintKind, TurnSampling
 from agentloop.sessions.journal import SessionRecord
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply
 from agentloop.types import FinishReason, Generation, Message, WeightVersionSpan
@@ -39,6 +40,9 @@ def make_node(node_id: str, call_id: str, parent_id: str | None = None, num_toke
         FinishReason.STOP,
         is_closed=True,
         replica_id="replica-0",
+        raw_logprobs=np.full(num_tokens, -0.5, np.float32),
+        sampling=TurnSampling(temperature=0.5, constraint_kind=ConstraintKind.REGEX, constraint_text="a"),
+        seed=3,
     )
     return Node(node_id, call_id, 0, parent_id, (Message("user", "go on"),), np.arange(20, dtype=np.int32), reply)
 

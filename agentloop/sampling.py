@@ -1,0 +1,143 @@
+"""The distribution that tokens are sampled from: how it is asked for, and how a record tells it.
+
+An engine is asked for `SamplingParams`; a turn's record keeps `TurnSampling` of it, a value that the turns of a
+conversation share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+MAX_RECORDED_CONSTRAINT_CHARS = 1024
+"""A longer constraint is recorded by its digest: the grammar of many tools may be larger than all that was sampled
+under it, and who sent it has it."""
+
+
+class LogprobsMode(StrEnum):
+    """The distribution that an engine's logprobs are under; fixed at its start."""
+
+    SAMPLED = "sampled"  # what was sampled from: everything in `SamplingParams` applied
+    RAW = "raw"  # the plain softmax of the model's logits, at temperature 1 and nothing else applied
+    BOTH = "both"  # `logprobs` as SAMPLED, and `raw_logprobs` as RAW, from one pass
+
+
+class ConstraintKind(StrEnum):
+    """The language that the `text` of a Constraint is in."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON: one JSON value that fits it
+    JSON_OBJECT = "json_object"  # any JSON object; `text` is empty
+    STRUCTURAL_TAG = "structural_tag"  # xgrammar's structural tag, as JSON: text with marked regions
+    REGEX = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A language that a generation's text must be in; the engine masks every token that would leave it."""
+
+    kind: ConstraintKind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The sampling distribution and its limits.
+
+    From the model's logits every engine makes it in this order, which is vLLM's: the constraint's mask; biases; the
+    ban on `stop_token_ids` of the first `min_tokens` tokens; the repetition penalty (a logit above 0 is divided by
+    it, another one multiplied) over ids of prompt and reply; frequency and presence penalties over the reply's;
+    temperature; min-p (ids of less than `min_p` times the likeliest one's probability go); top-k; top-p.
+
+    At temperature 0 the likeliest id is taken, and there is no truncation: `top_p`, `top_k` and `min_p` change
+    nothing. The logprob reported then is that of the softmax at temperature 1 over the logits with all but
+    temperature and truncation applied, not 0. One meaning on every engine: the contract suite proves it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_tokens: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each id once
+    num_top_logprobs: int = 0  # alternatives reported beside each sampled token
+    constraint: Constraint | None = None
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
+    ignore_eos: bool = False
+    """The model's own stop tokens are not added to `stop_token_ids`: it is for a session, which fills them in.
+    Engines stop at `stop_token_ids` alone in any case."""
+
+    @property
+    def looks_back(self) -> bool:
+        """True if what comes next depends on which ids are the reply's: no new request can go on in its middle.
+
+        A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt too.
+        """
+        return self.constraint is not None or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSampling:
+    """The distribution of one turn, as `SamplingParams` says it. The defaults are the model's own.
+
+    `constraint_text` is empty if it has more than `MAX_RECORDED_CONSTRAINT_CHARS`; the digest is SHA-256 of its
+    UTF-8, in hex.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    constraint_kind: ConstraintKind | None = None  # None: nothing constrained the text
+    constraint_text: str = ""
+    constraint_digest: str = ""
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+
+    def num_constrained(self, num_tokens: int) -> int:
+        """Count the constrained tokens of a turn of `num_tokens` (`TokenPath.constrained`): they are its first."""
+        if self.constraint_kind is not None or any(bias != 0 for _, bias in self.logit_bias):
+            return num_tokens
+        return min(self.min_tokens, num_tokens) if self.stop_token_ids else 0
+
+
+def turn_sampling(sampling: SamplingParams, logprobs_mode: LogprobsMode) -> TurnSampling:
+    """Return what the record of a turn keeps of its sampling; its seed and its room are the turn's own."""
+    constraint = sampling.constraint
+    text = "" if constraint is None else constraint.text
+    digest = "" if constraint is None else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return shared(
+        TurnSampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            constraint_kind=None if constraint is None else constraint.kind,
+            constraint_text=text if len(text) <= MAX_RECORDED_CONSTRAINT_CHARS else "",
+            constraint_digest=digest,
+            logprobs_mode=logprobs_mode,
+        )
+    )
+
+
+@lru_cache(maxsize=256)
+def shared(sampling: TurnSampling) -> TurnSampling:
+    """Return an equal value, the same one for turns of the same sampling: a process keeps it once."""
+    return sampling
