@@ -181,7 +181,11 @@ def _effective_columns(layer: Any, weight: torch.Tensor, stored: _Columns) -> It
         if weight.shape == stored.values.shape:
             yield weight
         return
-    num_rows, num_columns = stored.values.shape
+    num_rows, num_columns, *kernel = stored.values.shape
+    if kernel:  # a convolution's: vision models cut an image into patches with one
+        if list(weight.shape) == [num_rows, stored.width, *kernel]:
+            yield weight[:, stored.first : stored.first + num_columns]
+        return
     # Rows beyond the stored ones are the vocabulary's padding.
     if weight.numel() > 0 and weight.shape[0] >= num_rows and weight.shape[1] == stored.width:
         yield weight[:num_rows, stored.first : stored.first + num_columns]

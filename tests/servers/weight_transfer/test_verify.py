@@ -1,11 +1,11 @@
-"""The sum over a tensor's bytes: what it finds, and that it depends on nothing but bytes and rows."""
+"""Sums over a tensor's bytes, what they find and depend on, and layers compared with a checkpoint."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from agentloop_servers.weight_transfer.verify import checksum, to_host
+from agentloop_servers.weight_transfer.verify import checksum, compare_layers, to_host
 
 SHAPES = [(), (1,), (7,), (8, 16), (5, 3), (3, 1, 5), (64, 33), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64]
@@ -60,3 +60,13 @@ def test_memory_layout_and_position_do_not_matter():
 
 def test_no_tensors_have_no_sums():
     assert checksums([]) == []
+
+
+def test_a_convolution_is_compared():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, kernel_size=2, bias=False))
+    stored = {"0.weight": model[0].weight.detach().clone()}
+    assert compare_layers(model, stored.keys(), stored.__getitem__) == (1, 0)
+    stored["0.weight"][5, 1, 0, 1] += 1
+    with pytest.raises(RuntimeError, match="layer 0 does not hold"):
+        compare_layers(model, stored.keys(), stored.__getitem__)
