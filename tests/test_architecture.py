@@ -281,7 +281,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.chat.responses",
         "agentloop.parsers.deepseek",
         "agentloop.parsers.glm45",
-        "agentloop.parsers.gpt_oss",
+        "agentloop.parsers.harmony",
         "agentloop.parsers.hermes",
         "agentloop.parsers.kimi_k2",
         "agentloop.parsers.llama3_json",

@@ -8,7 +8,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser
 from agentloop.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from agentloop.parsers.glm45 import Glm45Parser
-from agentloop.parsers.gpt_oss import GptOssParser
+from agentloop.parsers.harmony import HarmonyParser
 from agentloop.parsers.hermes import HermesParser
 from agentloop.parsers.kimi_k2 import KimiK2Parser
 from agentloop.parsers.llama3_json import Llama3JsonParser
@@ -26,7 +26,7 @@ _PARSERS: dict[str, Parser] = {
     "deepseek_v31": DeepSeekV31Parser(),
     "kimi_k2": KimiK2Parser(),
     "mistral": MistralParser(),
-    "gpt_oss": GptOssParser(),
+    "harmony": HarmonyParser(),
 }
 
 PARSER_NAMES = tuple(_PARSERS)

@@ -23,7 +23,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
-    ("gpt_oss", ("<|channel|>", "<|message|>", "functions")),
+    ("harmony", ("<|channel|>", "<|message|>", "functions")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>")),
     ("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),

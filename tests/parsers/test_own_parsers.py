@@ -93,15 +93,15 @@ def test_gpt_oss_channels_are_told_apart():
         "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm."
         '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"count": 1}'
     )
-    turn = parse("gpt_oss", text, TOOLS)
+    turn = parse("harmony", text, TOOLS)
     assert (turn.content, turn.reasoning) == ("I look it up.", "Hm.")
     assert [(call.name, dict(call.arguments)) for call in turn.calls] == [("f", {"count": 1})]
     for leading in (" to=functions.now<|channel|>commentary json<|message|>{}", "to=now <|message|>{}<|call|>"):
-        assert [(call.name, call.status) for call in parse("gpt_oss", leading).calls] == [
+        assert [(call.name, call.status) for call in parse("harmony", leading).calls] == [
             ("now", ToolCallStatus.OK)
         ]
-    assert parse("gpt_oss", "<|channel|>final<|message|> Four. ").content == "Four."
-    assert parse("gpt_oss", "<|start|>user<|message|>x").content == "<|start|>\nuser<|message|>x"
+    assert parse("harmony", "<|channel|>final<|message|> Four. ").content == "Four."
+    assert parse("harmony", "<|start|>user<|message|>x").content == "<|start|>\nuser<|message|>x"
 
 
 @pytest.mark.parametrize("name", WRITE)
@@ -172,7 +172,7 @@ def test_no_text_raises_and_nothing_vanishes(name: str, data: st.DataObject):
         outside += text[position : call.token_start]
         position = call.token_end
     outside += text[position:]
-    if name == "gpt_oss":  # its headers are no content
+    if name == "harmony":  # its headers are no content
         assert all(part in text for part in (turn.content + "\n" + turn.reasoning).split("\n"))
         if "<|message|>" not in text:
             assert "".join(turn.content.split()) == "".join(outside.split())

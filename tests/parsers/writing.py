@@ -79,7 +79,7 @@ def _llama3_json(calls: list[Call]) -> str:
     return "; ".join(f'{{"name": {dumps(name)}, "parameters": {dumps(a)}}}' for name, a in calls)
 
 
-def _gpt_oss(calls: list[Call]) -> str:
+def _harmony(calls: list[Call]) -> str:
     one = "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}"
     return "<|call|>".join(one.format(name, dumps(arguments)) for name, arguments in calls)
 
@@ -93,7 +93,7 @@ WRITE: dict[str, Callable[[list[Call]], str]] = {
     "deepseek_v31": _deepseek_v31,
     "kimi_k2": _kimi_k2,
     "mistral": _mistral,
-    "gpt_oss": _gpt_oss,
+    "harmony": _harmony,
 }
 
 FRAGMENTS: dict[str, tuple[str, ...]] = {
@@ -145,7 +145,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         "]",
         "[CALL_ID]abc",
     ),
-    "gpt_oss": (
+    "harmony": (
         *("<|start|>assistant", "<|channel|>", "<|channel|>final<|message|>", "<|message|>", "<|end|>", "<|call|>"),
         *(" to=functions.f", "<|channel|>analysis<|message|>", "<|channel|>commentary json<|message|>", "{}"),
         *("<|constrain|>", "<|start|>", "commentary"),

@@ -34,7 +34,7 @@ _RECIPIENT = re.compile(r"(?:\s|\A)to=(\S++)")
 _LEADING_RECIPIENT = re.compile(r"\s*+to=")
 
 
-class GptOssParser:
+class HarmonyParser:
     """Messages of the harmony format. The thought at the turn's beginning is read before, by its marks."""
 
     marks = Marks(

@@ -1,0 +1,175 @@
+"""Turns as every family's own template renders them, read back: thought, content, calls; whole, cut, streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentloop.generation.stream_splitter import TurnSplitter
+from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.parsers.base import DecodedText
+from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.choose import choose_parser, parsers_that_read
+from agentloop.rendering.template import ChatTemplate
+from agentloop.types import Message, ToolCall, ToolCallStatus
+from tests.support.engine.scripted import RENDERER
+from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
+
+THOUGHT, ANSWER = (
+    "Two parts: é and 日本.\nI <tool_call> nothing {here}.",
+    'It is 42.\n\nDone — {"a": 1} and `x < y`.',
+)
+PROPERTIES = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "items": {"type": "array"},
+    "options": {"type": "object"},
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Does it.",
+            "parameters": {"type": "object", "properties": PROPERTIES},
+        },
+    }
+    for name in ("look_up", "now")
+]
+CALLS = (
+    ToolCall("functio:0", "look_up", {"text": 'né "q" 日本\n{x}', "count": -3, "items": [1, {"a": [None, True]}]}),
+    ToolCall("functio:1", "now", {}),
+)
+NESTED = ToolCall("call00002", "look_up", {"options": {"é": {"b": [[], {"c": "</x>"}]}}, "text": ""})
+WITH_CALLS = [family for family in FAMILIES if family.calls is not None]
+
+
+@pytest.fixture(scope="module", params=WITH_CALLS, ids=lambda family: family.name)
+def family(request: pytest.FixtureRequest) -> Family:
+    chosen = request.param
+    assert isinstance(chosen, Family)
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def template(family: Family, tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    return ChatTemplate.from_directory(write_family(tmp_path_factory.mktemp("family"), family.name))
+
+
+def entry(family: Family, calls: tuple[ToolCall, ...], *, thought: str = "", content: str = "") -> dict[str, Any]:
+    """An assistant's message as templates read it."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thought:
+        message["thinking" if family.calls == "harmony" else "reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def sampled(family: Family, template: ChatTemplate, message: dict[str, Any]) -> tuple[str, bool]:
+    """What the family's model samples of a message, without its stop token; and if the prompt opens a thought."""
+    user = {"role": "user", "content": "Well?"}
+    prompt = template.render([user], TOOLS, add_generation_prompt=True)
+    whole = template.render([user, message], TOOLS, add_generation_prompt=False)
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    shared = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
+    turn = whole[shared:]
+    stops = [place for stop in {*family.stops, family.eos} if (place := turn.find(stop)) >= 0]
+    open_mark = family.think[0] if family.think is not None else "<think>"
+    return turn[: min(stops, default=len(turn))], whole[:shared].rstrip().endswith(open_mark)
+
+
+def read(family: Family, text: str, *, is_thinking: bool) -> Message:
+    """One token a character, so that spans are offsets into the text. What is streamed is the same."""
+    reader = TurnReader(RENDERER, get_parser(family.calls or "hermes"))
+    reading = Reading(TOOLS, 0, True, True, is_thinking)
+    message, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
+    for size in (1, 7):
+        splitter = TurnSplitter(reader, reading)
+        pieces = [splitter.add(text[at : at + size]) for at in range(0, len(text), size)]
+        pieces.append(splitter.finish(message))
+        assert "".join(piece.content for piece in pieces) == message.content
+        assert "".join(piece.reasoning for piece in pieces) == message.reasoning
+        names = [delta.name for piece in pieces for delta in piece.calls if delta.name is not None]
+        assert names == [call.name for call in message.tool_calls]
+    return message
+
+
+def made(message: Message) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.name, dict(call.arguments)) for call in message.tool_calls]
+
+
+def thinks(family: Family) -> bool:
+    return (family.think is not None or family.calls == "harmony") and family.name != "deepseek_v3_1"
+
+
+def test_the_parser_is_chosen_by_the_template(family: Family) -> None:
+    chosen = choose_parser(family.template, {*family.special, *family.markup})
+    assert chosen.name == family.calls, chosen.reason
+    assert "\n" not in chosen.reason
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.calls is None])
+def test_a_template_without_tools_has_none_or_the_parser_of_what_it_writes(name: str) -> None:
+    chosen = choose_parser(FAMILY[name].template, ())
+    assert chosen.name == ("deepseek_v3" if name == "deepseek_r1" else None)
+    assert chosen.reason
+
+
+def test_calls_and_the_thought_before_them_are_read(family: Family, template: ChatTemplate) -> None:
+    for calls in ((CALLS[0],), (CALLS[1],), (NESTED,), CALLS[: family.num_parallel]):
+        thought = THOUGHT if thinks(family) else ""
+        text, is_thinking = sampled(family, template, entry(family, calls, thought=thought))
+        message = read(family, text, is_thinking=is_thinking)
+        assert [call.error for call in message.tool_calls] == [None] * len(calls)
+        assert made(message) == [(call.name, call.arguments) for call in calls]
+        assert (message.reasoning, message.content) == (thought, "")
+        behind = text[message.tool_calls[0].token_start :]
+        readers = parsers_that_read(behind, calls, TOOLS)
+        assert set(readers) == ({"qwen3_xml", "qwen3_coder"} if family.calls == "qwen3_xml" else {family.calls})
+
+
+def test_text_before_calls_is_content(family: Family, template: ChatTemplate) -> None:
+    text, is_thinking = sampled(family, template, entry(family, CALLS[:1], content="Let me see."))
+    message = read(family, text, is_thinking=is_thinking)
+    assert made(message) == [(CALLS[0].name, CALLS[0].arguments)]
+    shown = "Let me see." if "Let me see." in text else ""
+    assert message.content + message.reasoning == shown
+    assert (shown == "") == (family.calls in ("llama3_json", "mistral"))  # their templates drop it
+
+
+def test_an_answer_and_its_thought_are_read(family: Family, template: ChatTemplate) -> None:
+    thought = THOUGHT if thinks(family) else ""
+    text, is_thinking = sampled(family, template, entry(family, (), thought=thought, content=ANSWER))
+    message = read(family, text, is_thinking=is_thinking)
+    assert message == Message("assistant", ANSWER, reasoning=thought)
+    for reads_calls in (True, False):
+        reader = TurnReader(RENDERER, get_parser(family.calls or ""))
+        reading = Reading((), 0, reads_calls, True, is_thinking)
+        plain, _ = reader.read(DecodedText(text, tuple(range(1, len(text) + 1))), reading)
+        assert plain.content.strip() == ANSWER
+
+
+def test_a_turn_cut_anywhere_has_no_call_that_was_not_written(family: Family, template: ChatTemplate) -> None:
+    text, is_thinking = sampled(family, template, entry(family, CALLS[: family.num_parallel]))
+    expected = [(call.name, call.arguments) for call in CALLS]
+    for end in range(len(text)):
+        message = read(family, text[:end], is_thinking=is_thinking)
+        whole = [call for call in message.tool_calls if call.status is ToolCallStatus.OK]
+        assert [(call.name, call.arguments) for call in whole] == expected[: len(whole)]
+        for call in message.tool_calls[len(whole) :]:
+            assert call.partial_arguments is None or call.name in ("look_up", "now")
+
+
+def test_calls_inside_a_thought_are_thoughts(family: Family, template: ChatTemplate) -> None:
+    text, is_thinking = sampled(family, template, entry(family, CALLS[:1]))
+    marks = get_parser(family.calls or "").marks.thoughts
+    call = text[read(family, text, is_thinking=is_thinking).tool_calls[0].token_start :]
+    if marks.close not in call:
+        message = read(family, f"{marks.open}I could write {call}{marks.close}", is_thinking=False)
+        assert (message.tool_calls, message.content) == ((), "")
+        assert message.reasoning == f"I could write {call}".strip()
