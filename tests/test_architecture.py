@@ -82,9 +82,10 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_tools": {"agentloop.rollout"},
     "agentloop_servers.config": set(),
     "agentloop_servers.http": {"agentloop.api"},
-    "agentloop_servers.private_http": set(),
+    "agentloop_servers.tcp": set(),
+    "agentloop_servers.private_http": {"agentloop_servers.tcp"},
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
-    "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.private_http"},
+    "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
     "agentloop_servers.engines": set(),
     "agentloop_servers.engines.vllm": {"agentloop_servers.weight_transfer"},
     "agentloop_servers.chat_format": {
@@ -111,6 +112,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.trajectory",
         "agentloop_servers.http",
         "agentloop_servers.private_http",
+        "agentloop_servers.tcp",
     },
     "agentloop_servers.ingress": {
         "agentloop.api",
@@ -316,6 +318,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.parsers.choose",
         "agentloop.plugins",
         "agentloop.rollout.loops",
+        "agentloop_servers.tcp",
     ),
 }
 

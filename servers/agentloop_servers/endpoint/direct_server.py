@@ -15,12 +15,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.private_http import listening_socket
+from agentloop_servers.tcp import BACKLOG, listening_socket
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 3
 KEEP_ALIVE_S = 75  # longer than clients keep an unused connection: they, not we, close it between two requests
-BACKLOG = 2048
 HEADERS_BYTES = 64 << 10
 
 

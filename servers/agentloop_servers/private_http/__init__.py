@@ -9,8 +9,6 @@ from agentloop_servers.private_http.server import (
     Misdirected,
     PrivateServer,
     answer,
-    keep_alive,
-    listening_socket,
     token_of,
 )
 
@@ -24,8 +22,6 @@ __all__ = [
     "PrivateHttp",
     "PrivateServer",
     "answer",
-    "keep_alive",
     "keep_alive_connector",
-    "listening_socket",
     "token_of",
 ]

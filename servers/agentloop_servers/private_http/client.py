@@ -13,7 +13,8 @@ import orjson
 from aiohappyeyeballs import AddrInfoType
 
 from agentloop.errors import AgentLoopError, from_wire
-from agentloop_servers.private_http.server import SECRET_HEADER, keep_alive
+from agentloop_servers.private_http.server import SECRET_HEADER
+from agentloop_servers.tcp import keep_alive
 
 CONNECT_TIMEOUT_S = 5.0
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})

@@ -1,15 +1,11 @@
 """The server of a private port: routes for the other processes of the run, which know its secret.
 
 A body is bounded; an error is answered with its code. A client that hangs up cancels its handler.
-
-Sockets have TCP keep-alive at both ends: a host that loses power or its link sends no reset, and a call in flight
-to it would wait for its own deadline, minutes for a generation. The system's default is two hours.
 """
 
 from __future__ import annotations
 
 import hmac
-import socket
 from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
@@ -20,16 +16,11 @@ from aiohttp import web
 from agentloop.codec import MSGPACK, encode
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, Unauthorized
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, FencingToken
+from agentloop_servers.tcp import listening_socket
 
 SECRET_HEADER = "x-agentloop-secret"
 SERVER_HEADER = "x-agentloop-server"
 MAX_BODY_BYTES = 64 * 2**20
-
-KEEP_ALIVE_IDLE_S = 5
-KEEP_ALIVE_INTERVAL_S = 3
-NUM_KEEP_ALIVE_PROBES = 3
-USER_TIMEOUT_MS = 15_000  # for sent data that nobody acknowledges; probes alone do not watch over it
-BACKLOG = 2048
 
 
 class Misdirected(ServiceUnavailable):
@@ -121,22 +112,3 @@ def _error_answer(error: AgentLoopError) -> web.Response:
     return web.Response(
         body=orjson.dumps(error.to_wire()), status=error.http_status, content_type="application/json"
     )
-
-
-def listening_socket(host: str, port: int = 0, backlog: int = BACKLOG) -> socket.socket:
-    """Return a socket that listens; port 0 is one that the system chooses. What it accepts inherits its options."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), backlog=backlog, family=family)
-    # asyncio sets this only on sockets that say they are TCP; without it each answer waits 40 ms for an ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(listener)
-    return listener
-
-
-def keep_alive(one: socket.socket) -> None:
-    """Have a socket notice within about 15 s that its peer has vanished."""
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_IDLE_S)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEP_ALIVE_INTERVAL_S)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_KEEP_ALIVE_PROBES)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import msgspec
 
-from agentloop_servers.private_http import keep_alive
+from agentloop_servers.tcp import keep_alive
 from agentloop_servers.weight_transfer.transports.base import TransportBroken
 
 HELLO_TIMEOUT_S = 5.0

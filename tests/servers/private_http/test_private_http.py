@@ -13,11 +13,11 @@ from agentloop_servers.private_http.client import PrivateHttp
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
 from agentloop_servers.private_http.server import (
     SERVER_HEADER,
-    USER_TIMEOUT_MS,
     Misdirected,
     PrivateServer,
     answer,
 )
+from agentloop_servers.tcp import USER_TIMEOUT_MS
 
 OPTIONS = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 
