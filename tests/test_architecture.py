@@ -87,7 +87,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
     "agentloop_servers.engines": set(),
-    "agentloop_servers.engines.vllm": {"agentloop_servers.weight_transfer"},
+    "agentloop_servers.engines.vllm": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
     "agentloop_servers.chat_format": {
         "agentloop.generation",
         "agentloop.parsers",
