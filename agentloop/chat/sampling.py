@@ -16,8 +16,10 @@ from agentloop.api import MAX_PROMPT_TOKENS, MAX_STOP_TOKEN_IDS, Body, Id, Json,
 from agentloop.checks import (
     MAX_CHAT_SEED,
     MAX_CHAT_TEMPERATURE,
+    MAX_REPETITION_PENALTY,
     MAX_SEED,
     MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
 )
 from agentloop.errors import InvalidRequest
 from agentloop.types import JSON, SamplingParams
@@ -77,15 +79,19 @@ class NamesSession(Body):
 class SampledBody(NamesSession):
     """Fields of every call. What the dialect itself does not have is named as vLLM names it.
 
-    A stop token of the request ends the turn as the model's own does.
+    `min_p` and `repetition_penalty` shape the distribution that logprobs are of. A stop token of the request ends
+    the turn as the model's own does; with `ignore_eos` the model's own are sampled as any other token.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Whole, Field(ge=-1, le=MAX_TOP_K)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     seed: Annotated[int, Whole, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     min_tokens: Annotated[int, Whole, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
 
@@ -116,9 +122,12 @@ def sampling_params(body: SampledBody, max_tokens: int | None, vocab_size: int) 
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p or 1.0,
         top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         min_tokens=body.min_tokens or 0,
         seed=None if body.seed is None else body.seed % MAX_CHAT_SEED,
         stop_token_ids=stops,
+        ignore_eos=body.ignore_eos is True,
     )
 
 

@@ -56,9 +56,15 @@ def finish_of(reply: Reply) -> TurnFinish:
     """Return why a reply ended, as clients are told."""
     if reply.finish_reason is FinishReason.LENGTH:
         return TurnFinish.LENGTH
-    return TurnFinish.TOOL_CALLS if reply.message.tool_calls else TurnFinish.STOP
+    has_calls = any(call.name for call in reply.message.tool_calls)  # the others are shown as text
+    return TurnFinish.TOOL_CALLS if has_calls else TurnFinish.STOP
 
 
 def arguments_text(call: ToolCall) -> str:
-    """Write a call's arguments as text: those of a MALFORMED call are what the policy wrote."""
-    return orjson.dumps(call.arguments).decode() if call.status is ToolCallStatus.OK else call.text
+    """Write a call's arguments as text: those of a MALFORMED call are what the policy wrote.
+
+    Of a call that was cut they are what there is of them, of another one the whole call.
+    """
+    if call.status is ToolCallStatus.OK:
+        return orjson.dumps(call.arguments).decode()
+    return call.text if call.partial_arguments is None else call.partial_arguments

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 import orjson
@@ -51,8 +52,25 @@ def canonical_json(value: JSON) -> str:
         raise InvalidRequest("arguments or tools are nested too deeply", param="messages") from error
 
 
+def as_shown(message: Message) -> Message:
+    """Return a reply as clients see it: a call whose name is not legible is text, behind the rest of the content.
+
+    Agents look up the tool of every call, and many fail for one without a name.
+    """
+    if all(call.name for call in message.tool_calls):
+        return message
+    texts = [message.content, *(call.text for call in message.tool_calls if not call.name)]
+    calls = tuple(call for call in message.tool_calls if call.name)
+    return replace(message, content="\n".join(text for text in texts if text), tool_calls=calls)
+
+
 def message_key(message: Message, *, is_strict: bool = False) -> bytes:
-    """A digest that two messages share if they are the same turn of a conversation, in any process."""
+    """A digest that two messages share if they are the same turn of a conversation, in any process.
+
+    A reply has the key of what clients are shown of it.
+    """
+    if message.tool_calls:
+        message = as_shown(message)
     role = canonical_role(message.role)
     name = None if role == "tool" else message.name
     call_id = message.tool_call_id if is_strict else None
@@ -81,11 +99,27 @@ def _images(message: Message, text: str) -> list[JSON]:
 
 def _call(call: ToolCall, is_strict: bool) -> list[JSON]:
     entry: list[JSON]
-    if call.status is ToolCallStatus.MALFORMED:
-        entry = [call.text if is_strict else call.text.strip()]
+    if call.status is ToolCallStatus.MALFORMED and (arguments := _whole_arguments(call)) is not None:
+        entry = [call.name, arguments]
+    elif call.status is ToolCallStatus.MALFORMED:
+        written = call.text if call.partial_arguments is None else call.partial_arguments
+        entry = [written if is_strict else written.strip()]
     else:
         entry = [call.name, call.arguments]
     return [*entry, call.id] if is_strict else entry
+
+
+def _whole_arguments(call: ToolCall) -> dict[str, JSON] | None:
+    """Return the arguments of a call that was cut, if all of them were written: its echo can be read."""
+    if call.partial_arguments is None:
+        return None
+    if not call.partial_arguments.strip():
+        return {}
+    try:
+        read = orjson.loads(call.partial_arguments)
+    except orjson.JSONDecodeError:
+        return None
+    return read if isinstance(read, dict) else None
 
 
 def _plain(value: JSON) -> JSON:

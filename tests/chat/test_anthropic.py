@@ -44,6 +44,15 @@ LOOKUP = {
 CALLS = (ToolCall("call_0_0", "lookup", {"q": "a"}), ToolCall("call_0_1", "lookup", {"n": 1.5, "q": "é"}))
 TURN = Message("assistant", "Looking.", CALLS, reasoning="They want a.")
 MALFORMED = ToolCall("call_0_0", "", {}, ToolCallStatus.MALFORMED, "bad", text="<tool_call>{oops</tool_call>")
+CUT = ToolCall(
+    "call_0_0",
+    "lookup",
+    {},
+    ToolCallStatus.MALFORMED,
+    "cut",
+    text='<tool_call>\n{"name": "lookup", "arguments": {"q": "a',
+    partial_arguments='{"q": "a',
+)
 HI = {"role": "user", "content": "hi"}
 
 
@@ -313,6 +322,8 @@ MESSAGES = {
     "text": Message("assistant", "Just text, é."),
     "calls": Message("assistant", tool_calls=CALLS),
     "malformed": Message("assistant", "Hm.", (MALFORMED,)),
+    "only malformed": Message("assistant", "", (MALFORMED, MALFORMED)),
+    "cut": Message("assistant", "Hm.", (CALLS[1], CUT)),
     "thought": Message("assistant", reasoning="Only a thought."),
     "empty": Message("assistant"),
 }

@@ -21,9 +21,10 @@ from agentloop.chat.openai_bodies import ChatBody, CompletionBody, read_body
 from agentloop.chat.openai_completions import completion_chunks, prompt_ids_of, render_completion
 from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest
-from agentloop.generation.turn_piece import CallDelta, TurnPiece
+from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import Renderer
+from agentloop.trajectory.message_key import message_key
 from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.types import (
     ConstraintKind,
@@ -48,6 +49,15 @@ CALLS = (
 )
 PLAIN = Message("assistant", "Hello you")
 BUSY = Message("assistant", "Well.", CALLS, reasoning="They want x.")
+CUT = ToolCall(
+    "c2",
+    "find",
+    {},
+    ToolCallStatus.MALFORMED,
+    "cut",
+    text='<tool_call>{"name": "find"',
+    partial_arguments='{"q": "',
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +123,8 @@ def pieces_of(answer: ChatResult) -> list[TurnPiece | ChatResult]:
         texts = [TurnPiece(index, reasoning=char) for char in reply.message.reasoning]
         texts += [TurnPiece(index, content=char) for char in reply.message.content]
         for place, call in enumerate(reply.message.tool_calls):
-            arguments = call.text if call.status is ToolCallStatus.MALFORMED else '{"x":1.5,"y":"é"}'
             texts.append(TurnPiece(index, calls=(CallDelta(place, call.id, call.name),)))
-            texts += [TurnPiece(index, calls=(CallDelta(place, arguments=char),)) for char in arguments]
+            texts += [TurnPiece(index, calls=(CallDelta(place, arguments=char),)) for char in arguments_text(call)]
         found += texts
         for at in range(len(reply.token_ids)):
             ids, logprobs = tuple(reply.token_ids[at : at + 1].tolist()), (-0.5,)
@@ -230,9 +239,11 @@ def test_tool_choices() -> None:
 
 
 def test_parameters_of_engines() -> None:
-    sampling = asked(stop_token_ids=[5, 6, 5], top_k=3).sampling
-    assert (sampling.stop_token_ids, sampling.top_k) == ((5, 6), 3)
-    assert asked().sampling.stop_token_ids == ()
+    sampling = asked(min_p=0.1, repetition_penalty=1.2, stop_token_ids=[5, 6, 5], ignore_eos=True, top_k=3).sampling
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.top_k) == (0.1, 1.2, 3)
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == ((5, 6), True)
+    plain = asked().sampling
+    assert (plain.min_p, plain.repetition_penalty, plain.stop_token_ids, plain.ignore_eos) == (0.0, 1.0, (), False)
     with pytest.raises(InvalidRequest, match="outside") as refused:
         asked(stop_token_ids=[VOCAB_SIZE])
     assert refused.value.param == "stop_token_ids"
@@ -299,7 +310,16 @@ def test_a_turn_with_tools_and_a_response_format_is_one_or_the_other() -> None:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("messages", [(PLAIN,), (BUSY,), (PLAIN, BUSY), (Message("assistant", ""),)])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (PLAIN,),
+        (BUSY,),
+        (PLAIN, BUSY),
+        (Message("assistant", ""),),
+        (Message("assistant", "", (CALLS[1], CALLS[0], CUT)), PLAIN),
+    ],
+)
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}])
 async def test_streamed_and_whole_answers_are_the_same(
     texts: TokenTexts, messages: Sequence[Message], fields: dict[str, Any]
@@ -391,9 +411,10 @@ def test_a_whole_answer(texts: TokenTexts) -> None:
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"] == "They want x."
+    # Agents look up the tool of every call: one whose name is not legible is text.
+    assert choice["message"]["content"] == "Well.\n<tool_call>{oops"
     assert [call["function"] for call in choice["message"]["tool_calls"]] == [
         {"name": "look", "arguments": '{"x":1.5,"y":"é"}'},
-        {"name": "", "arguments": "<tool_call>{oops"},
     ]
     assert answer["usage"] == {
         "prompt_tokens": 3,
@@ -411,6 +432,23 @@ def test_a_whole_answer(texts: TokenTexts) -> None:
         "token_end": 5,
         "error": "bad",
     }
+
+
+def test_a_cut_call_keeps_its_name_and_what_there_is_of_its_arguments(texts: TokenTexts) -> None:
+    message = Message("assistant", "", (CUT,))
+    [choice] = render_chat(result(message, finish=FinishReason.LENGTH), body(), texts)["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert (call["function"], choice["finish_reason"]) == ({"name": "find", "arguments": '{"q": "'}, "length")
+    for arguments in ('{"q": "', '{"INVALID_JSON": "{\\"q\\": \\""}'):  # pydantic-ai's echo is the second one
+        echo = {**call, "function": {**call["function"], "arguments": arguments}}
+        [again] = asked(messages=[{"role": "assistant", "tool_calls": [echo]}]).messages
+        assert message_key(again) == message_key(message)
+
+
+def test_a_reply_of_unreadable_calls_alone_is_an_answer(texts: TokenTexts) -> None:
+    [choice] = render_chat(result(Message("assistant", "", (CALLS[1],))), body(), texts)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("<tool_call>{oops", "stop")
+    assert "tool_calls" not in choice["message"]
 
 
 def test_tokens_are_text_and_bytes(renderer: Renderer, texts: TokenTexts) -> None:

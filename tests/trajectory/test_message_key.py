@@ -11,6 +11,16 @@ from agentloop.trajectory.message_key import canonical_json, message_key, tools_
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 from tests.trajectory.sessions import assistant, call, definition, system, tool, user
 
+
+def unread(text: str, name: str = "add", partial: str | None = None) -> ToolCall:
+    return ToolCall("a", name, {}, ToolCallStatus.MALFORMED, "no JSON", text=text, partial_arguments=partial)
+
+
+def cut(partial: str) -> ToolCall:
+    """A call that the turn's end cut behind its name."""
+    return unread(f'<tool_call>{{"name": "add", "arguments": {partial}', partial=partial)
+
+
 MALFORMED = ToolCall("a", "add", {}, ToolCallStatus.MALFORMED, "no JSON", text="<tool_call>{x}</tool_call>")
 SAME = {
     "developer for system": (system("be brief"), Message("developer", "be brief")),
@@ -37,8 +47,15 @@ SAME = {
     "a malformed call's name": (
         assistant("", MALFORMED),
         assistant(
-            "", ToolCall("b", "", {}, ToolCallStatus.MALFORMED, "invalid", text=" <tool_call>{x}</tool_call>\n")
+            "", ToolCall("b", "other", {}, ToolCallStatus.MALFORMED, "bad", text=" <tool_call>{x}</tool_call>\n")
         ),
+    ),
+    "a cut call as it is shown": (assistant("", cut('{"x": 1, "y')), assistant("", unread('{"x": 1, "y'))),
+    "a cut call all of whose arguments were written": (assistant("", cut('{"x": 1}')), assistant("", call("add"))),
+    "a cut call none of whose arguments was written": (assistant("", cut("")), assistant("", call("add", {}))),
+    "a call without a name as text": (
+        assistant("Hm.", call("add"), unread("<tool_call>{", name="")),
+        assistant("Hm.\n<tool_call>{", call("add")),
     ),
 }
 DIFFERENT = {

@@ -76,7 +76,7 @@ def test_the_stop_string_of_one_turn_is_the_text_of_another(played):
 def test_a_call_with_invalid_arguments_is_known_by_its_text(played):
     broken = ToolCall("call_0_0", "add", {}, ToolCallStatus.MALFORMED, "not JSON", 0, 3, text='add({"x": )')
     turn = played.turn(assistant("", broken), *ASK)
-    echoed = ToolCall("call_0_0", "", {}, ToolCallStatus.MALFORMED, "arguments are not JSON", text='add({"x": )')
+    echoed = ToolCall("call_0_0", "add", {}, ToolCallStatus.MALFORMED, "arguments are not JSON", text='add({"x": )')
     assert is_extension(played.ask(*ASK, assistant("", echoed), tool("error")), turn, tool("error"))
 
 

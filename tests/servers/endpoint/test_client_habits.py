@@ -112,6 +112,26 @@ async def test_a_stop_token_of_the_request_ends_a_turn_that_the_template_then_cl
     assert again["prompt_token_ids"][len(before)] in RENDERER.stop_token_ids
 
 
+async def test_a_turn_that_ignores_the_models_stop_tokens_has_all_its_tokens(service: ChatService) -> None:
+    biased = {"model": MODEL, "messages": [USER], "max_tokens": 6, "return_token_ids": True}
+    biased["logit_bias"] = {str(RENDERER.stop_token_ids[0]): 100}
+    [stopped] = (await service.call("POST", CHAT, json=biased))[1]["choices"]
+    assert (stopped["finish_reason"], len(stopped["token_ids"])) == ("stop", 1)
+    [choice] = (await service.call("POST", CHAT, json={**biased, "ignore_eos": True}))[1]["choices"]
+    assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 6)
+    assert RENDERER.stop_token_ids[0] in choice["token_ids"]
+
+
+async def test_sampling_parameters_of_engines_reach_the_engine(service: ChatService) -> None:
+    asked = {"model": MODEL, "messages": [USER], "max_tokens": 12.0, "seed": 3.0, "return_token_ids": True}
+    plain = (await service.call("POST", CHAT, json=asked))[1]["choices"][0]["token_ids"]
+    greedy = (await service.call("POST", CHAT, json={**asked, "min_p": 1.0}))[1]["choices"][0]["token_ids"]
+    likeliest = (await service.call("POST", CHAT, json={**asked, "temperature": 0}))[1]["choices"][0]["token_ids"]
+    assert greedy == likeliest != plain
+    answered = await service.call("POST", CHAT, json={**asked, "repetition_penalty": 2.0})
+    assert answered[0] == 200
+
+
 async def test_an_unknown_path_is_named(service: ChatService) -> None:
     status, answer, _ = await service.call("POST", "/chat/completions", json={})
     assert status == 404
