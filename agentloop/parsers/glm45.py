@@ -58,6 +58,6 @@ def _read_body(body: str, schemas: Mapping[str, Mapping[str, Mapping[str, JSON]]
 
 
 def _syntax(name: str) -> CallSyntax:
-    if (found := _FUNCTION_NAME.fullmatch(name)) is None or found[1] != name.strip() or name != name.strip():
+    if _FUNCTION_NAME.fullmatch(name) is None or name != name.strip():
         raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
-    return CallSyntax(f"{_TAGS.open}{name}\n", f"\n{_TAGS.close}", style="glm_xml")
+    return CallSyntax(f"{_TAGS.open}{name}\n", _TAGS.close, style="glm_xml")

@@ -69,7 +69,8 @@ def _listed_syntax(name: str) -> CallSyntax:
 
 
 def _named_syntax(name: str) -> CallSyntax:
-    if _NAMED.fullmatch(f"{name}[ARGS]{{", 0, len(name) + 6) is None and _NAMED.match(f"{name}[ARGS]{{") is None:
+    found = _NAMED.match(f"{name}[ARGS]{{")
+    if found is None or found[1] != name:
         raise InvalidRequest(f"a call of {name[:64]!r} cannot be written in this model's format", param="tools")
     return CallSyntax(f"{_CALLS}{name}[ARGS]", "")
 

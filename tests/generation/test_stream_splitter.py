@@ -113,6 +113,36 @@ def test_a_closed_call_is_given_out_at_its_last_character():
     assert [delta.arguments for delta in splitter.add(">").calls] == ["", '{"a":"</tool_call>"}']
 
 
+def times_given(parser: str, text: str) -> dict[str, int]:
+    """After how many characters of a turn the first of each kind came."""
+    splitter, given = TurnSplitter(READERS[parser], WITH_CALLS), {}
+    for count, char in enumerate(text, 1):
+        piece = splitter.add(char)
+        for kind, part in (("thought", piece.reasoning), ("content", piece.content), ("call", piece.calls)):
+            if part:
+                given.setdefault(kind, count)
+    return given
+
+
+@pytest.mark.parametrize("parser", READERS)
+def test_thoughts_and_content_come_at_once_in_every_format(parser: str):
+    marks = READERS[parser].marks
+    header = marks.headers[-3] if marks.headers else ""
+    head = f"{marks.thoughts.open}h{marks.thoughts.close}{header}"
+    assert times_given(parser, f"{head}ab c") == {"thought": len(marks.thoughts.open) + 1, "content": len(head) + 1}
+
+
+@pytest.mark.parametrize("parser", [name for name in READERS if get_parser(name).marks.closing is not None])
+def test_calls_of_every_format_with_a_closing_mark_come_with_it(parser: str):
+    marks, text = READERS[parser].marks, WRITE[parser]([("f", {"a": "x"}), ("g", {})])
+    assert times_given(parser, f"{text} end")["call"] == text.index(marks.closing or "") + len(marks.closing or "")
+
+
+def test_an_object_at_the_beginning_may_be_a_call_of_llama():
+    assert times_given("llama3_json", ' {"answer": 4}') == {}
+    assert times_given("llama3_json", 'So {"answer": 4}') == {"content": 1}
+
+
 @pytest.mark.parametrize("size", [1, 50, 100_000])
 def test_the_calls_beyond_the_limit_wait_and_are_reported(size: int):
     text = "\n".join(call(a=i) for i in range(300)) + " end"
@@ -134,6 +164,26 @@ HOSTILE = {
     "thought": "<think>" + "</thin" * 80_000,
     "brackets": "<tool_call>" + "[" * 500_000 + "</tool_call>",
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parser", [name for name in READERS if name not in ("hermes", "qwen3_xml")])
+def test_streams_of_every_format_take_linear_time(parser: str):
+    marks = get_parser(parser).marks
+    units = (
+        *marks.openings,
+        *marks.headers,
+        marks.thoughts.open,
+        WRITE[parser]([("f", {"a": "x"})]),
+        " ",
+        "<",
+        "x",
+    )
+    for unit in units:
+        text = (marks.openings[0] + unit * (100_000 // len(unit)))[:100_000]
+        started = time.process_time()
+        check(READERS[parser], [text[i : i + 4] for i in range(0, len(text), 4)], WITH_CALLS)
+        assert time.process_time() - started < 4, unit  # about 0.3 s
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.types import Constraint, ConstraintKind, ToolCallStatus
+from tests.parsers.writing import WRITE, dumps, mistral_list
 
 STOP = 256
 DAY = {
@@ -41,17 +42,16 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "book", "strict": True, "parameters": BOOKING}},
     {"type": "function", "function": {"name": "order", "strict": False, "parameters": BOOKING}},
 ]
-WRITTEN = {
-    "hermes": '<tool_call>\n{"name": "book", "arguments": {"when": {"hour": 7, "name": "sunday"}, "seats": [1, 2], '
-    '"is_quick": true, "note": "é", "kind": "a"}}\n</tool_call>',
-    "qwen3_xml": '<tool_call>\n<function=book>\n<parameter=when>\n{"hour": 7, "name": "sunday"}\n</parameter>\n'
-    "<parameter=seats>\n[1, 2]\n</parameter>\n<parameter=is_quick>\ntrue\n</parameter>\n<parameter=note>\né\n"
-    "</parameter>\n<parameter=kind>\na\n</parameter>\n</function>\n</tool_call>",
-}
-NOTHING = {
-    "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "qwen3_xml": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
-}
+BOOKED = {"when": {"hour": 7, "name": "sunday"}, "seats": [1, 2], "is_quick": True, "note": "é", "kind": "a"}
+ONE_A_TURN = {"llama3_json", "harmony"}
+
+
+def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as a policy writes them: gpt-oss names the recipient behind the channel, its template before it."""
+    if name == "harmony":
+        begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+        return "".join(begin.format(tool, dumps(arguments)) for tool, arguments in calls)
+    return WRITE[name](list(calls))
 
 
 def matcher(constraint: Constraint) -> Any:
@@ -84,36 +84,37 @@ def walk(constraint: Constraint, seed: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+@pytest.mark.parametrize("name", WRITE)
 @pytest.mark.parametrize(("forced", "is_parallel"), [(None, True), (None, False), ("book", False), ("order", True)])
 def test_whatever_is_written_is_read_as_calls(name: str, forced: str | None, is_parallel: bool) -> None:
     parser = get_parser(name)
     constraint = parser.call_constraint(TOOLS, forced=forced, is_parallel=is_parallel)
     names = set()
-    for seed in range(25):
+    for seed in range(12):
         text = walk(constraint, seed)
         assert text.startswith((*parser.marks.openings, *parser.marks.leading))
         turn = parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0)
         assert turn.content == ""
         assert [call.error for call in turn.calls if call.status is not ToolCallStatus.OK] == []
-        assert len(turn.calls) == 1 or (is_parallel and len(turn.calls) > 1)
+        assert len(turn.calls) == 1 or (is_parallel and name not in ONE_A_TURN)
         names |= {call.name for call in turn.calls}
         for call in turn.calls:
             if call.name in ("book", "order"):
                 assert set(BOOKING["required"]) <= call.arguments.keys() <= BOOKING["properties"].keys()
                 assert isinstance(call.arguments["when"]["hour"], int)
-    assert names == ({forced} if forced is not None else {"now", "today", "book", "order"})
+    assert names <= ({forced} if forced is not None else {"now", "today", "book", "order"})
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+@pytest.mark.parametrize("name", WRITE)
 def test_what_templates_write_is_allowed_and_nothing_around_it(name: str) -> None:
     parser = get_parser(name)
     one = parser.call_constraint(TOOLS, forced=None, is_parallel=False)
     many = parser.call_constraint(TOOLS, forced=None, is_parallel=True)
-    book, now = WRITTEN[name], NOTHING[name]
+    book, now = written(name, ("book", BOOKED)), written(name, ("now", {}))
     assert allows(one, book)
     assert allows(one, now)
-    assert allows(many, f"{book}\n{now}\n{book}")
+    several = written(name, ("book", BOOKED), ("now", {}), ("book", BOOKED))
+    assert allows(many, several) == (name not in ONE_A_TURN)
     assert not allows(one, f"{now}\n{now}")
     assert not allows(many, "")
     assert not allows(many, f"Well. {now}")
@@ -121,7 +122,7 @@ def test_what_templates_write_is_allowed_and_nothing_around_it(name: str) -> Non
     assert not allows(one, book.replace("sunday", "someday"))
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+@pytest.mark.parametrize("name", WRITE)
 def test_a_choice_without_its_tool_is_refused(name: str) -> None:
     for tools, forced in ((TOOLS, "unknown"), ([], None)):
         with pytest.raises(InvalidRequest) as caught:
@@ -137,9 +138,22 @@ def test_a_name_that_the_format_cannot_hold_is_refused() -> None:
     assert allows(constraint, '<tool_call>\n{"name": "a>b", "arguments": {}}\n</tool_call>')
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_both_forms_of_mistral_are_allowed() -> None:
+    parser = get_parser("mistral")
+    for is_parallel in (True, False):
+        constraint = parser.call_constraint(TOOLS, forced=None, is_parallel=is_parallel)
+        for calls in ([("book", BOOKED)], [("book", BOOKED), ("now", {})]):
+            listed = mistral_list(calls, has_ids=False)
+            assert (
+                allows(constraint, listed)
+                == allows(constraint, WRITE["mistral"](calls))
+                == (is_parallel or len(calls) == 1)
+            )
+
+
+@pytest.mark.parametrize("name", WRITE)
 def test_openings_are_what_calls_begin_with(name: str) -> None:
-    parser = get_parser(name)
-    for opening in parser.marks.openings:
-        text = WRITTEN[name][WRITTEN[name].index(opening) :]
-        assert len(parser.parse(DecodedText(text, tuple(range(1, len(text) + 1))), TOOLS, 0).calls) == 1
+    marks, text = get_parser(name).marks, written(name, ("book", BOOKED))
+    assert text.startswith((*marks.openings, *marks.leading))
+    assert marks.closing is None or marks.closing in text
+    assert text.endswith(marks.trailing)

@@ -68,9 +68,10 @@ def _mistral(calls: list[Call]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
 
 
-def mistral_list(calls: list[Call]) -> str:
+def mistral_list(calls: list[Call], *, has_ids: bool = True) -> str:
     listed = [
-        {"name": name, "arguments": arguments, "id": f"call0000{i}"} for i, (name, arguments) in enumerate(calls)
+        {"name": name, "arguments": arguments} | ({"id": f"call0000{index}"} if has_ids else {})
+        for index, (name, arguments) in enumerate(calls)
     ]
     return f"[TOOL_CALLS] {dumps(listed)}"
 
