@@ -32,6 +32,7 @@ from agentloop.generation import TurnReader
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.plugins import resolve
 from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
+from agentloop.sampling import LogprobsMode
 from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, TrajectoryStore
@@ -442,6 +443,7 @@ def build_engine(config: ServiceConfig) -> Engine:
             initial_version=initial_version,
             num_workers=settings.num_workers,
             can_sleep=config.can_sleep,
+            logprobs_mode=LogprobsMode(settings.logprobs_mode),
         ),
         weight_source=pushed_weights(config) if config.allows_push else None,
     )
@@ -478,6 +480,7 @@ def vllm_config(config: ServiceConfig) -> VllmConfig:
         weight_staging=config.weight_staging,
         lora_rank=settings.lora_rank,
         enforce_eager=settings.enforce_eager,
+        logprobs_mode=LogprobsMode(settings.logprobs_mode),
         num_threads=settings.num_threads,
         stage_timeout_s=settings.stage_timeout_s,
         commit_timeout_s=settings.commit_timeout_s,

@@ -68,6 +68,7 @@ class EngineConfig(_Strict):
     stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a push, from the connection to the last byte
     commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     enforce_eager: bool = False  # always on for CPU
+    logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"  # the distribution: `docs/distribution.md`
     num_threads: Annotated[int, Field(ge=1)] = 1  # CPU
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray

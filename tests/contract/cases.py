@@ -8,6 +8,7 @@ What a case must see to:
 - it stops at `stop_token_ids` only: a model's own end-of-text ids are ordinary ids to this suite;
 - greedy decoding does not depend on what else runs, nor on whether a token's KV came from prefill or decode
   (for a real model: float32, and prompts on which the best id leads by more than rounding);
+- it gives logprobs of both kinds (`LogprobsMode.BOTH`);
 - the engine's context holds `PROMPT_TOKENS + 2 * long_tokens` tokens, it runs at least 16 requests at a time,
   and its prefix cache is on.
 """
@@ -20,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.engine import Engine, WeightUpdate
-from agentloop.types import GenerateRequest, SamplingParams
+from agentloop.types import BoolArray, Constraint, FloatArray, GenerateRequest, SamplingParams
 
 FIRST_UPDATE = 100
 """The first version the suite commits; a case starts its engine at a version below."""
@@ -45,8 +46,21 @@ class EngineCase:
     max_prompt_id: int | None = None
     text_of: Callable[[Sequence[int]], str] | None = None  # given by a case whose engine can constrain
     stop_id: int = 0  # a token that ends a turn
+    logits_of: Callable[[str, Sequence[int]], FloatArray] | None = None
+    """Gives the logits `[n, vocabulary]` that follow each of n ids, by an independent model of a checkpoint; None
+    skips the recomputation of logprobs."""
+    allowed_by: Callable[[Constraint, Sequence[int], Sequence[int]], BoolArray] | None = None
+    """Gives the ids `[n, vocabulary]` that a constraint allows at each of n sampled ids, and the stop ids it ends
+    with, by its grammar alone."""
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_UPDATE))
     numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def checkpoint(self) -> str:
+        """The one that is served."""
+        version = self.engine.weight_version
+        assert version is not None
+        return self.checkpoints[version % 2]
 
     def next_update(self) -> WeightUpdate:
         """New weights under a new version number; the checkpoint is always the other one than last time."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from agentloop.engine import Engine, WeightUpdate
+from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from tests.contract.cases import EngineCase
@@ -21,7 +22,13 @@ def write_checkpoint(directory: Path) -> str:
 
 def _spec(version: int) -> SimulatedSpec:
     latency = LatencyModel(prefill_s=0.0005, decode_s=0.0005)
-    return SimulatedSpec(max_context_tokens=1024, num_blocks=1024, latency=latency, initial_version=version)
+    return SimulatedSpec(
+        max_context_tokens=1024,
+        num_blocks=1024,
+        latency=latency,
+        initial_version=version,
+        logprobs_mode=LogprobsMode.BOTH,
+    )
 
 
 async def start_simulated_case(directory: Path) -> EngineCase:

@@ -296,7 +296,7 @@ async def test_forced_calls_can_be_read(constrainable: EngineCase, parser_name: 
     assert case.text_of is not None
     constraint = parser.call_constraint(TOOLS, forced=forced, is_parallel=False)
     wanted = {"temperature": 1.0, "stop_token_ids": (case.stop_id,), "constraint": constraint}
-    requests = [case.request(case.prompt(), 400, seed=seed, **wanted) for seed in range(6)]
+    requests = [case.request(case.prompt(seed), 400, seed=seed, **wanted) for seed in range(6)]
     for answer in await asyncio.gather(*(generated(case, request) for request in requests)):
         assert answer.finish_reason is FinishReason.STOP
         text = case.text_of(answer.token_ids[:-1])

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import xgrammar
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentloop.sampling import LogprobsMode
+from agentloop.types import BoolArray, Constraint, FloatArray
 from agentloop_servers.engines.vllm.config import VllmConfig
+from agentloop_servers.engines.vllm.convert import structured_outputs
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.contract.cases import EngineCase
 
@@ -46,12 +55,43 @@ def write_poisoned(source: Path, target: Path) -> None:
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
+@cache
+def _model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits_of(folder: str, token_ids: Sequence[int]) -> FloatArray:
+    with torch.inference_mode():
+        logits: FloatArray = _model(folder)(torch.tensor([list(token_ids)])).logits[0].float().numpy()
+    return logits
+
+
+@cache
+def _grammar(constraint: Constraint, stop_ids: tuple[int, ...]) -> tuple[Any, int]:
+    tokenizer, size = AutoTokenizer.from_pretrained(POLICY / "v0"), _model(str(POLICY / "v0")).config.vocab_size
+    vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(stop_ids))
+    compiler, wanted = xgrammar.GrammarCompiler(vocabulary), structured_outputs(constraint)
+    if wanted.regex is not None:
+        return compiler.compile_regex(wanted.regex), size
+    return compiler.compile_structural_tag(wanted.structural_tag), size
+
+
+def allowed_by(constraint: Constraint, token_ids: Sequence[int], stop_ids: Sequence[int]) -> BoolArray:
+    grammar, size = _grammar(constraint, tuple(stop_ids))
+    matcher, mask, rows = xgrammar.GrammarMatcher(grammar), xgrammar.allocate_token_bitmask(1, size), []
+    for token_id in token_ids:
+        matcher.fill_next_token_bitmask(mask, 0)
+        rows.append(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:size].astype(np.bool_))
+        assert matcher.accept_token(token_id)
+    return np.array(rows)
+
+
 async def start_vllm_case() -> EngineCase:
     temporary = Path(tempfile.mkdtemp())
     _TEMPORARY.append(temporary)
     write_poisoned(POLICY / "v0", temporary / "poisoned")
     tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
-    engine = VllmEngine(vllm_config(POLICY / "v0"))
+    engine = VllmEngine(vllm_config(POLICY / "v0", logprobs_mode=LogprobsMode.BOTH))
     await engine.start()
     return EngineCase(
         "vllm",
@@ -61,6 +101,8 @@ async def start_vllm_case() -> EngineCase:
         long_tokens=160,
         text_of=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False),
         stop_id=tokenizer.token_to_id("<|im_end|>"),
+        logits_of=logits_of,
+        allowed_by=allowed_by,
     )
 
 

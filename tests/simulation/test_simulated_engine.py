@@ -27,6 +27,7 @@ from agentloop.errors import (
     UnsupportedParameter,
     WeightUpdateFailed,
 )
+from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, HashPolicy, LatencyModel, Malformation, ScriptedPolicy
 from agentloop.types import (
@@ -681,3 +682,35 @@ async def test_an_id_in_use_is_refused() -> None:
 async def test_a_cache_smaller_than_a_context_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         SimulatedEngine(SimulatedSpec(max_context_tokens=100, block_size=4, num_blocks=24))
+
+
+# --- logprobs of both kinds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, ScriptedPolicy(lambda prompt: (7, 8))])
+async def test_each_mode_gives_its_part_of_what_both_gives(policy: ScriptedPolicy | None) -> None:
+    request = ask([1, 2], 6, temperature=0.5, seed=3, logit_bias=((9, 15.0),), num_top_logprobs=3)
+    answers = {}
+    for mode in LogprobsMode:
+        engine = SimulatedEngine(SimulatedSpec(logprobs_mode=mode), policy=policy)
+        await engine.start()
+        assert engine.info.logprobs_mode is mode
+        answers[mode] = await engine.generate(request)
+        await engine.close()
+    sampled, raw, both = answers[LogprobsMode.SAMPLED], answers[LogprobsMode.RAW], answers[LogprobsMode.BOTH]
+    assert sampled.token_ids == raw.token_ids == both.token_ids
+    assert (sampled.logprobs, sampled.top_logprobs) == (both.logprobs, both.top_logprobs)
+    assert raw.logprobs == both.raw_logprobs
+    assert (sampled.raw_logprobs, raw.raw_logprobs) == ((), ())
+    for token_id, logprob, top in zip(raw.token_ids, raw.logprobs, raw.top_logprobs, strict=True):
+        assert dict(top).get(token_id, logprob) == logprob
+
+
+def test_hash_policy_gives_the_plain_softmax_whatever_is_asked_for() -> None:
+    policy = HashPolicy(1000)
+    stream = policy.open(ask([1], 1, temperature=0.5, logit_bias=((5, 100.0),), top_k=1))
+    plain = policy.open(ask([1], 1, temperature=1.0))
+    assert stream.alternatives(9, 0, is_raw=True) == plain.alternatives(9, 0)
+    assert sum(math.exp(stream.raw_logprob(9, 0, token_id)) for token_id in range(1000)) == pytest.approx(
+        1, abs=1e-4
+    )

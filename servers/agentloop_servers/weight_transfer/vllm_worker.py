@@ -17,14 +17,15 @@ with the files, and that layers the adapter does not have add nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from safetensors import safe_open
 
 from agentloop import codec
+from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.lora import (
     ADAPTER_ID,
     WEIGHTS_FILE,
@@ -46,6 +47,11 @@ class WeightWorker:
     model_runner: Any
     device: torch.device
     _stager: WeightStager
+
+    def extend_runner(self, function: str, argument: str) -> None:
+        """Call the function at an import path with the model runner: what an adapter adds to vLLM's own."""
+        extend = cast(Callable[[Any, str], None], resolve(function, param="function"))
+        extend(self.model_runner, argument)
 
     def weights_prepare(self, setup: bytes) -> None:
         """Make the stager from a `StagingSetup`. Once, after the start and before any request."""

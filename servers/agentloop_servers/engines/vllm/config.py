@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentloop.images import MAX_IMAGES
+from agentloop.sampling import LogprobsMode
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
@@ -42,6 +43,7 @@ class VllmConfig:
     commit_timeout_s: float = 300.0
     stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
 
     def __post_init__(self) -> None:
         if (self.load_format == "dummy") != (self.initial_version is None):
@@ -87,6 +89,8 @@ def prepare_environment(config: VllmConfig) -> None:
         "VLLM_HOST_IP": "127.0.0.1",  # its internal sockets stay on loopback; all workers are on this host
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork copies our threads' locks in whatever state they are
     }
+    if config.logprobs_mode is not LogprobsMode.SAMPLED:
+        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the one that `raw_logprobs.py` fits
     if config.device == "cpu":
         wanted |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a host on the same cores
@@ -118,7 +122,8 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         # Left to "auto", vLLM 0.32 picks a backend a request and then uses the first one's for all.
         "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
         "generation_config": "vllm",  # the model folder's sampling defaults must not apply
-        "logprobs_mode": "processed_logprobs",  # under the distribution that was sampled from
+        # Under the distribution that was sampled from; raw ones are put beside them (`raw_logprobs.py`).
+        "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=kv_endpoint),
         "worker_extension_cls": config.worker_extension,

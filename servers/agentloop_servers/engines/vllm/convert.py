@@ -17,6 +17,7 @@ from agentloop.errors import (
     Overloaded,
 )
 from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -32,6 +33,9 @@ from agentloop.types import (
 MAX_JSON_WHITESPACE_CHARS = 8
 """In a row, between the parts of constrained JSON: enough to indent it."""
 
+RAW_TOKEN_ID = -1
+"""The id under which a raw logprob travels, beside that of the sampled token: vLLM merges what has one id."""
+
 
 def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: int) -> None:
     """Append what one vLLM CompletionOutput brings; `stamp` tells its versions.
@@ -41,20 +45,32 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
     token_ids, flat = list(completion.token_ids), completion.logprobs
     if not token_ids:
         return
-    starts = range(len(token_ids)) if not num_top_logprobs or flat is None else flat.start_indices
+    num_own = 2 if sampled.logprobs_mode is LogprobsMode.BOTH else 1
+    has_one_each = num_own == 1 and not num_top_logprobs
+    starts = range(len(token_ids)) if has_one_each or flat is None else flat.start_indices
     if flat is None or [flat.token_ids[start] for start in starts] != token_ids:
         raise MalformedEngineResponse("vLLM's logprobs are not those of its tokens")
+    raw_logprobs: list[float] = []
+    if num_own == 2:
+        if any(flat.token_ids[start + 1] != RAW_TOKEN_ID for start in starts):
+            raise MalformedEngineResponse("vLLM's logprobs have no raw ones beside them")
+        raw_logprobs = [flat.logprobs[start + 1] for start in starts]
     tops: TopLogprobs = ()
     if num_top_logprobs:
-        tops = tuple(map(_alternatives, repeat(flat), starts, flat.end_indices, repeat(num_top_logprobs)))
-    sampled.extend(token_ids, [flat.logprobs[start] for start in starts], tops)
+        ends, num_tops = flat.end_indices, repeat(num_top_logprobs)
+        tops = tuple(map(_alternatives, repeat(flat), starts, ends, num_tops, repeat(num_own)))
+    sampled.extend(token_ids, [flat.logprobs[start] for start in starts], tops, raw_logprobs)
 
 
-def _alternatives(flat: Any, start: int, end: int, num_top_logprobs: int) -> tuple[tuple[int, float], ...]:
-    """Return one position of vLLM's FlatLogprobs: the sampled token, then the likeliest ones; it is not repeated
-    among these where vLLM has merged pieces."""
-    first = start + (end - start > num_top_logprobs)
-    places = sorted(range(first, end), key=flat.ranks.__getitem__)
+def _alternatives(
+    flat: Any, start: int, end: int, num_top_logprobs: int, num_own: int
+) -> tuple[tuple[int, float], ...]:
+    """Return one position of vLLM's FlatLogprobs: `num_own` of the sampled token, then the likeliest ones; it is
+    not repeated among these where vLLM has merged pieces."""
+    places = list(range(start + num_own, end))
+    if len(places) < num_top_logprobs:
+        places.append(start)
+    places.sort(key=flat.ranks.__getitem__)
     # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
     return tuple(
         (flat.token_ids[place], flat.logprobs[place]) for place in places if flat.logprobs[place] > LOGPROB_SENTINEL
@@ -70,7 +86,12 @@ def stamp(sampled: SampledTokens, spans: tuple[WeightVersionSpan, ...]) -> None:
 
 
 def sampling_params(
-    sampling: SamplingParams, max_tokens: int, *, is_streamed: bool, eos_token_id: int | None = None
+    sampling: SamplingParams,
+    max_tokens: int,
+    *,
+    is_streamed: bool,
+    eos_token_id: int | None = None,
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED,
 ) -> Any:
     """Return vLLM's SamplingParams: stops at `stop_token_ids` and nowhere else. `eos_token_id`: the tokenizer's."""
     from vllm.sampling_params import RequestOutputKind
@@ -96,7 +117,8 @@ def sampling_params(
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=bias or None,
         structured_outputs=structured_outputs(constraint) if constraint is not None else None,
-        logprobs=sampling.num_top_logprobs,  # 0: the sampled token's only
+        # 0: the sampled token's only. A raw one takes the place of an alternative (`raw_logprobs.py`).
+        logprobs=sampling.num_top_logprobs + (logprobs_mode is LogprobsMode.BOTH),
         flat_logprobs=True,
         detokenize=False,
         # One final output costs the front end about half of what a stream of deltas does.

@@ -129,14 +129,14 @@ class VllmEngine:
                     output = await anext(outputs, None)
             except TimeoutError as error:
                 raise _too_late(request) from error
-        sampled = SampledTokens()
+        sampled = SampledTokens(self._config.logprobs_mode)
         if output is not None:
             values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
         return values.to_generation(request, output, sampled, self.load())
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
         deadline_at = asyncio.get_running_loop().time() + request.timeout_s
-        sampled, num_sent, output = SampledTokens(), 0, None
+        sampled, num_sent, output = SampledTokens(self._config.logprobs_mode), 0, None
         with self._registered(request) as call:
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
                 while True:
@@ -201,6 +201,7 @@ class VllmEngine:
             room_tokens(request, self.info),
             is_streamed=is_streamed,
             eos_token_id=self._process.eos_token_id,
+            logprobs_mode=self._config.logprobs_mode,
         )
         prompt = values.tokens_prompt(request, kv_version, shown)
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(

@@ -28,6 +28,7 @@ from agentloop.engine import (
     KVEventPublisher,
 )
 from agentloop.errors import AgentLoopError, EngineError
+from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.vllm.config import (
     VllmConfig,
     engine_arguments,
@@ -139,6 +140,8 @@ class KVEventFeed:
         return BlocksStored(tuple(event.block_hashes), event.parent_block_hash, tuple(event.token_ids), version)
 
 
+RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
+
 _IMPORT_LOCK = threading.Lock()
 
 EXIT_TIMEOUT_S = 15.0  # then it is killed; an interpreter with torch loaded takes seconds to leave on busy cores
@@ -194,6 +197,8 @@ class VllmProcess:
             self.llm = await asyncio.shield(construction)
             self.feed.start(kv_endpoints(endpoint, self._config.data_parallel_size))
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
+            if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
+                await self.on_workers("extend_runner", RAW_LOGPROBS, self._config.logprobs_mode.value)
         except BaseException as error:
             if self.llm is None:
                 # The thread cannot be stopped, and what it starts must not outlive us.
@@ -273,6 +278,7 @@ class VllmProcess:
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
             can_constrain=self._config.can_constrain,
+            logprobs_mode=self._config.logprobs_mode,
         )
 
     def _construct(self, endpoint: str) -> Any:

@@ -1,0 +1,53 @@
+"""The distribution that `SamplingParams` defines, written down once more from its docstring alone, in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentloop.sampling import TurnSampling
+from agentloop.types import BoolArray, FloatArray
+
+
+def log_softmax(logits: FloatArray) -> FloatArray:
+    shifted = logits - logits.max()
+    result: FloatArray = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def sampled_logprobs(
+    logits: FloatArray,
+    sampling: TurnSampling,
+    prompt_ids: Sequence[int],
+    reply_ids: Sequence[int],
+    allowed: BoolArray,
+) -> FloatArray:
+    """The logprob of every id after `prompt_ids` and `reply_ids`; minus infinity for what cannot be sampled.
+
+    `logits` are the model's, one an id; `allowed` are the ids that the turn's constraint allows.
+    """
+    logits = np.where(allowed, logits.astype(np.float64), -np.inf)
+    for token_id, bias in sampling.logit_bias:
+        logits[token_id] += bias
+    if len(reply_ids) < sampling.min_tokens:
+        logits[list(sampling.stop_token_ids)] = -np.inf
+    counts = np.bincount(np.array(reply_ids, dtype=np.int64), minlength=len(logits))
+    seen = list({*prompt_ids, *reply_ids})
+    repeated = logits[seen]
+    logits[seen] = np.where(
+        repeated > 0, repeated / sampling.repetition_penalty, repeated * sampling.repetition_penalty
+    )
+    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    if sampling.temperature == 0:
+        return log_softmax(logits)
+    logits = logits / sampling.temperature
+    with np.errstate(divide="ignore"):
+        logits = np.where(logits >= logits.max() + np.log(sampling.min_p), logits, -np.inf)
+    if sampling.top_k:
+        logits = np.where(logits >= np.sort(logits)[-sampling.top_k], logits, -np.inf)
+    if sampling.top_p < 1:
+        order = np.argsort(-logits, kind="stable")
+        mass = np.exp(log_softmax(logits))[order].cumsum()
+        logits[order[1:][mass[:-1] >= sampling.top_p]] = -np.inf
+    return log_softmax(logits)

@@ -1,0 +1,125 @@
+"""What the engine contract says of logprobs: which distribution they are under, recomputed from a record."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentloop.parsers.by_name import get_parser
+from agentloop.sampling import LogprobsMode, turn_sampling
+from agentloop.types import Constraint, ConstraintKind, GenerateRequest, Generation
+from tests.contract.cases import EngineCase
+from tests.contract.driving import Reading, generated
+from tests.contract.reference import log_softmax, sampled_logprobs
+
+TOLERANCE = 0.02
+NUM_TOKENS = 24
+BOOK = [
+    {"type": "function", "function": {"name": "book", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "T 0": {"temperature": 0.0},
+    "T 0.5": {"temperature": 0.5},
+    "T 1": {},
+    "T 2": {"temperature": 2.0},
+    "T 0, truncated": {"temperature": 0.0, "top_p": 0.3, "top_k": 2, "min_p": 0.5},
+    "T 0, penalties": {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
+    "top_p": {"top_p": 0.7},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.2},
+    "all cuts": {"temperature": 1.5, "top_p": 0.9, "top_k": 20, "min_p": 0.02},
+    "frequency": {"frequency_penalty": 1.2},
+    "presence": {"presence_penalty": -1.5, "temperature": 0.7},
+    "repetition": {"repetition_penalty": 1.4, "temperature": 0.5},
+    "all penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.4, "repetition_penalty": 0.8, "top_k": 40},
+    "bias": {"logit_bias": ((5, 9.0), (6, -100.0))},
+    "min_tokens": {"min_tokens": 10, "temperature": 0.5},
+}
+
+
+def ask(case: EngineCase, prompt: tuple[int, ...], wanted: dict[str, Any]) -> GenerateRequest:
+    sampling = {"temperature": 1.0, "seed": 3, "stop_token_ids": (case.stop_id,), **wanted}
+    return case.request(prompt, NUM_TOKENS, **sampling)
+
+
+async def one(case: EngineCase, prompt: tuple[int, ...], wanted: dict[str, Any]) -> Generation:
+    return await generated(case, ask(case, prompt, wanted))
+
+
+async def test_raw_logprobs_come_beside_those_of_the_distribution(case: EngineCase) -> None:
+    """At temperature 1 with nothing else both are one; a bias shows in the first alone."""
+    assert case.engine.info.logprobs_mode is LogprobsMode.BOTH
+    prompt = case.prompt()
+    plain = await one(case, prompt, {"num_top_logprobs": 3})
+    assert plain.logprobs_mode is LogprobsMode.BOTH
+    assert plain.raw_logprobs == pytest.approx(plain.logprobs, abs=1e-3)
+    forced = await one(case, prompt, {"logit_bias": ((5, 100.0),)})
+    assert set(forced.token_ids) == {5}
+    assert max(forced.raw_logprobs) < -0.1
+    assert min(forced.logprobs) > -1e-3
+    cool = await one(case, prompt, {"temperature": 0.5, "top_k": 1})
+    assert cool.logprobs == pytest.approx([0.0] * len(cool.token_ids), abs=1e-5)
+    assert max(cool.raw_logprobs) < -1e-4
+
+
+async def test_pieces_have_their_raw_logprobs(case: EngineCase) -> None:
+    for num_tops in (0, 4):
+        reading = Reading(case, case.request(case.prompt(), 48, temperature=0.5, num_top_logprobs=num_tops))
+        whole = await reading.end()
+        assert tuple(p for delta in reading.deltas for p in delta.raw_logprobs) == whole.raw_logprobs
+        assert all(delta.logprobs_mode is LogprobsMode.BOTH for delta in reading.deltas)
+        assert all(math.isfinite(logprob) for logprob in whole.raw_logprobs)
+
+
+@pytest.fixture
+def recomputable(case: EngineCase) -> EngineCase:
+    if case.logits_of is None:
+        pytest.skip("no independent model")
+    return case
+
+
+def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: str) -> float:
+    """Recompute an answer's logprobs, sampled and raw, from what its record tells; return how far those differ."""
+    assert case.logits_of is not None
+    prompt, ids, constraint = request.token_ids, answer.token_ids, request.sampling.constraint
+    told = turn_sampling(request.sampling, answer.logprobs_mode)
+    logits = case.logits_of(case.checkpoint, prompt + ids)[len(prompt) - 1 : -1]
+    allowed = np.ones_like(logits, dtype=np.bool_)
+    if constraint is not None:
+        assert case.allowed_by is not None
+        allowed = case.allowed_by(constraint, ids, told.stop_token_ids)
+    sampled = [
+        sampled_logprobs(logits[at], told, prompt, ids[:at], allowed[at])[token_id]
+        for at, token_id in enumerate(ids)
+    ]
+    raw = [log_softmax(logits[at])[token_id] for at, token_id in enumerate(ids)]
+    assert np.abs(np.array(answer.logprobs) - sampled).max() < TOLERANCE, what
+    assert np.abs(np.array(answer.raw_logprobs) - raw).max() < TOLERANCE, what
+    return float(np.abs(np.array(sampled) - raw).max())
+
+
+async def test_logprobs_are_those_of_the_record_recomputed(recomputable: EngineCase) -> None:
+    """All settings at once: what shares a batch must not shape another's distribution."""
+    case = recomputable
+    requests = [ask(case, case.prompt(), given) for given in SETTINGS.values()]
+    answers = await asyncio.gather(*(generated(case, request) for request in requests))
+    apart = {}
+    for name, request, answer in zip(SETTINGS, requests, answers, strict=True):
+        apart[name] = check(case, request, answer, name)
+    assert [name for name in SETTINGS if apart[name] < TOLERANCE] == ["T 0", "T 1", "T 0, truncated"]
+
+
+@pytest.mark.parametrize("what", ["regex", "forced call"])
+async def test_logprobs_of_constrained_tokens_recomputed(recomputable: EngineCase, what: str) -> None:
+    case = recomputable
+    constraint = Constraint(ConstraintKind.REGEX, "(yes|no|maybe), [0-9]{3}")
+    if what == "forced call":
+        constraint = get_parser("hermes").call_constraint(BOOK, forced="book", is_parallel=False)
+    for given in ({"temperature": 0.0}, {}, {"temperature": 0.5, "frequency_penalty": 0.3}, {"top_k": 3}):
+        request = ask(case, case.prompt(), {"constraint": constraint, **given})
+        assert check(case, request, await generated(case, request), f"{what} {given}") > 1
