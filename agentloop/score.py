@@ -158,6 +158,15 @@ def scored(trajectory: Trajectory, score: Score) -> Trajectory:
     )
 
 
+def scored_or_told(trajectory: Trajectory, score: Score) -> Trajectory:
+    """Return the trajectory with the score, or with why it does not fit in `reward_error`."""
+    try:
+        return scored(trajectory, score)
+    except RewardError as error:
+        problems = (trajectory.reward_error, str(error))
+        return replace(trajectory, reward_error="; ".join(problem for problem in problems if problem))
+
+
 def ended(trajectory: Trajectory) -> Trajectory:
     """Return a record with what its end says of it: `is_truncated`, and no path trainable unless it is complete."""
     turns = trajectory.path.turns if trajectory.paths else ()

@@ -494,9 +494,7 @@ class Trajectory:
     task_messages: tuple[Message, ...] = ()  # of one that failed before anything was rendered
     components: Mapping[str, float] = field(default_factory=dict)  # the named parts of the reward
     metrics: Mapping[str, float] = field(default_factory=dict)  # named numbers to look at, not to train on
-    is_truncated: bool = (
-        False  # a limit cut the policy: a stop reason of TRUNCATIONS, or a last turn without its end
-    )
+    is_truncated: bool = False  # a limit cut the policy: TRUNCATIONS, or a last turn without its end
     num_resampled_turns: int = 0  # samplings that were thrown away and begun anew, which favours short turns
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import structlog
 
 from agentloop.agents.program import AGENT_GRACE_S, AgentPlace, AgentProgram
-from agentloop.api import MAX_TIMEOUT_S
+from agentloop.api import MAX_TIMEOUT_S, OnMalformedCall, OnOverflow
 from agentloop.client import AgentSession, RolloutClient, SessionEnd, describe
 from agentloop.errors import AgentLoopError, InvalidRequest, RewardError
 from agentloop.rollout import RewardFunction, load_reward, score
@@ -79,6 +79,8 @@ async def run_agents(
     num_samples: int = 1,
     rollout_id: str | None = None,
     limits: AgentLimits = AgentLimits(),
+    on_overflow: OnOverflow = "length",
+    on_malformed_call: OnMalformedCall = "content",
     on_record: Callable[[AgentRecord], None] | None = None,
 ) -> AgentRun:
     """Run the agent `num_samples` times for each task; returns once every sample has its record.
@@ -86,10 +88,28 @@ async def run_agents(
     `on_record` is called on this event loop after each. The reward is what the agent returned or else has set
     itself, or else what the task's reward function says of the session's messages. A cancellation finishes the
     sessions that are open, as cancelled. Raises InvalidRequest, before anything runs, for an unknown reward.
+
+    An agent that fails after a failure of the policy (`SessionAnswer.policy_failure`), or that its deadline ends,
+    has a record that is complete and rewarded: what the policy did badly is data. `on_overflow` and
+    `on_malformed_call` are those of its sessions.
     """
     rollout_id = rollout_id or f"r-{uuid.uuid4().hex[:16]}"
     rewards = {task.reward: load_reward(task.reward) for task in tasks if task.reward is not None}
-    runner = _SampleRunner(client, program, rollout_id, limits, rewards)
+
+    def open_session(sample: _Sample) -> AgentSession:
+        timeout_s = sample.task.limits.timeout_s
+        needed_s = timeout_s + AGENT_GRACE_S + limits.reward_timeout_s + limits.settle_s + _SPARE_TTL_S
+        return client.session(
+            rollout_id=rollout_id,
+            group_id=sample.group_id,
+            task_id=sample.task.task_id,
+            sample_index=sample.index,
+            ttl_s=min(needed_s, MAX_TIMEOUT_S),
+            on_overflow=on_overflow,
+            on_malformed_call=on_malformed_call,
+        )
+
+    runner = _SampleRunner(program, open_session, limits, rewards)
     samples = _samples(tasks, num_samples, rollout_id)
 
     async def work() -> None:
@@ -144,15 +164,13 @@ class _SampleRunner:
 
     def __init__(
         self,
-        client: RolloutClient,
         program: AgentProgram,
-        rollout_id: str,
+        open_session: Callable[[_Sample], AgentSession],
         limits: AgentLimits,
         rewards: Mapping[str, RewardFunction],
     ) -> None:
-        self._client = client
         self._program = program
-        self._rollout_id = rollout_id
+        self._open_session = open_session
         self._limits = limits
         self._rewards = rewards
 
@@ -161,7 +179,7 @@ class _SampleRunner:
         started_at = time.monotonic()
         trajectory, reward_error = None, None
         try:
-            async with self._session(sample) as session:
+            async with self._open_session(sample) as session:
                 run_end = await self._drive(session, sample.task)
                 trajectory, reward_error = await self._finish(session, sample.task, run_end)
         except AgentLoopError as error:  # the service: what the agent raised is in the end of its run
@@ -187,17 +205,6 @@ class _SampleRunner:
         )
         return record
 
-    def _session(self, sample: _Sample) -> AgentSession:
-        limits, timeout_s = self._limits, sample.task.limits.timeout_s
-        needed_s = timeout_s + AGENT_GRACE_S + limits.reward_timeout_s + limits.settle_s + _SPARE_TTL_S
-        return self._client.session(
-            rollout_id=self._rollout_id,
-            group_id=sample.group_id,
-            task_id=sample.task.task_id,
-            sample_index=sample.index,
-            ttl_s=min(needed_s, MAX_TIMEOUT_S),
-        )
-
     async def _drive(self, session: AgentSession, task: RolloutTask) -> _RunEnd:
         """Run the agent and name how it ended. A cancellation from outside is none of its endings."""
         place = AgentPlace(task, session.base_url, session.api_key)
@@ -214,12 +221,16 @@ class _SampleRunner:
     async def _finish(
         self, session: AgentSession, task: RolloutTask, run_end: _RunEnd
     ) -> tuple[Trajectory, str | None]:
-        if run_end.error:
+        if run_end.end == "loop_failed" and (await session.status()).policy_failure is None:
             return await session.finish(error=run_end.error, stop_reason=run_end.end), None
         reward, reward_error = await self._reward(session, task, run_end.value)
         settle_s = self._limits.settle_s
         trajectory = await session.finish(
-            reward=reward, reward_error=reward_error or "", stop_reason=run_end.end, wait_s=settle_s
+            reward=reward,
+            reward_error=reward_error or "",
+            error=run_end.error if run_end.end == "loop_failed" else "",
+            stop_reason=run_end.end,
+            wait_s=settle_s,
         )
         return trajectory, reward_error
 

@@ -7,7 +7,7 @@ alike: a JSON list of trajectories, or with `Accept: application/msgpack` the bi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
@@ -22,6 +22,8 @@ DEFAULT_TTL_S = 3600.0
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 MAX_SCORED_TURNS = 10_000
 
+OnOverflow: TypeAlias = Literal["length", "error"]
+OnMalformedCall: TypeAlias = Literal["content", "tool_call"]
 ScoreName = Annotated[str, Field(min_length=1, max_length=MAX_SCORE_NAME_CHARS)]
 TokenRewards = Annotated[list[float], Field(max_length=MAX_PROMPT_TOKENS)]
 TurnId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -31,6 +33,10 @@ class NewSessionBody(Body):
     """The body of `POST /sessions`. The record of the session goes to `rollout_id`, as a sample of `group_id`.
 
     With a `session_id` of the caller's own, a create whose answer was lost can be sent again: it makes one session.
+
+    `on_overflow`: a prompt that leaves no room in the context, once there is a turn, is answered as a reply that a
+    limit cut before its first token, or refused. `on_malformed_call`: a call of the policy that cannot be read is
+    content, or a tool call, without a name if that cannot be read either.
     """
 
     session_id: Id | None = None
@@ -39,6 +45,8 @@ class NewSessionBody(Body):
     group_id: Id | None = None  # None: a group of its own, named as the session
     task_id: Name | None = None
     sample_index: int = Field(default=0, ge=0, le=MAX_SAMPLE_INDEX)
+    on_overflow: OnOverflow = "length"
+    on_malformed_call: OnMalformedCall = "content"
 
 
 class PathScoreBody(Body):
@@ -153,6 +161,7 @@ class SessionAnswer(BaseModel):
     components: dict[str, float] = Field(default_factory=dict)
     metrics: dict[str, float] = Field(default_factory=dict)
     stop_reason: str | None
+    policy_failure: str | None = None  # the stop reason that it would end with if its agent failed now
     error: str
     num_turns: int
     num_open_calls: int

@@ -81,3 +81,4 @@ class ChatResult:
     session_id: str
     prompt_ids: tuple[int, ...]
     choices: tuple[Node, ...]
+    is_overflow: bool = False  # the prompt left no room: the choices are empty, and no turns of the session

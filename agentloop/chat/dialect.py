@@ -205,11 +205,12 @@ def session_extra(result: ChatResult) -> Answer:
             "error": call.error,
         }
         for index, node in enumerate(result.choices)
-        for call in node.reply.message.tool_calls
+        for call in (*node.reply.message.tool_calls, *node.reply.unread_calls)
     ]
     return {
         "session_id": result.session_id,
-        "turn_ids": [node.node_id for node in result.choices],
+        "turn_ids": [] if result.is_overflow else [node.node_id for node in result.choices],
+        "is_overflow": result.is_overflow,
         "parent_turn_id": first.parent_id,
         "split_reason": None if first.split is None else first.split.reason.value,
         "split_detail": None if first.split is None else first.split.detail,

@@ -30,6 +30,8 @@ from agentloop.api import (
     SESSIONS_ROLLOUT_ID,
     GenerateBody,
     NewSessionBody,
+    OnMalformedCall,
+    OnOverflow,
     Page,
     PauseBody,
     RolloutStatus,
@@ -195,6 +197,8 @@ class RolloutClient:
         sample_index: int = 0,
         session_id: str | None = None,
         ttl_s: float = DEFAULT_TTL_S,
+        on_overflow: OnOverflow = "length",
+        on_malformed_call: OnMalformedCall = "content",
         max_retries: int = 2,
         timeout_s: float = 600.0,
     ) -> AgentSession:
@@ -202,10 +206,12 @@ class RolloutClient:
 
         The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that nobody
         finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
+        `on_overflow`, `on_malformed_call`: as `NewSessionBody` says.
         """
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
-        body = check_body({**names, **place}, NewSessionBody)
+        policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call}
+        body = check_body({**names, **place, **policy}, NewSessionBody)
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
 
     def finished_sessions(

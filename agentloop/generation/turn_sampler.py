@@ -32,7 +32,17 @@ from agentloop.parsers import DecodedText
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import turn_sampling
 from agentloop.trajectory import Reply
-from agentloop.types import JSON, FinishReason, GenerateRequest, Generation, SamplingParams, TopLogprobs
+from agentloop.types import (
+    JSON,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Message,
+    SamplingParams,
+    ToolCall,
+    ToolCallStatus,
+    TopLogprobs,
+)
 
 MAX_CONTINUATIONS = 32  # of one turn that engine-side aborts keep cutting
 
@@ -56,6 +66,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     tools: Sequence[Mapping[str, JSON]] = ()
     reads_calls: bool = False
+    shows_unread_calls: bool = False  # a call that cannot be read is content, unless the turn's end cut it
     reads_thoughts: bool = True  # false for a raw completion: all of its text is content
     timeout_s: float = 600.0
     deadline_at: float = math.inf
@@ -230,6 +241,9 @@ class _Turn:
                 self.sampled.cut(self._text.num_kept)
         has_stop_token = has_stop_token and stopped_at is None
         message, num_reasoning_tokens = self._reader.read(self._text.shown, self._reading)
+        unread: tuple[ToolCall, ...] = ()
+        if self._wanted.shows_unread_calls:
+            message, unread = with_unread_calls_as_content(message, self._wanted.turn_index)
         finish_reason = FinishReason.ABORT if self._is_left else FinishReason.LENGTH
         raw_logprobs = self.sampled.raw_logprobs
         return Reply(
@@ -247,6 +261,7 @@ class _Turn:
             raw_logprobs=np.array(raw_logprobs, np.float32) if raw_logprobs else None,
             sampling=turn_sampling(self._wanted.sampling, self.sampled.logprobs_mode),
             seed=self._wanted.sampling.seed,
+            unread_calls=unread,
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:
@@ -272,6 +287,25 @@ class _Turn:
             tokens.weight_versions,
             finish,
         )
+
+
+def with_unread_calls_as_content(message: Message, turn_index: int) -> tuple[Message, tuple[ToolCall, ...]]:
+    """Return the message with its malformed calls behind its content, as they were written, and those calls.
+
+    A call that the turn's end cut behind its name stays one, as OpenAI serves it. The calls that stay are numbered
+    anew, so that those which a stream has given out keep their ids.
+    """
+    unread = [call for call in message.tool_calls if _is_unread(call)]
+    if not unread:
+        return message, ()
+    kept = (call for call in message.tool_calls if not _is_unread(call))
+    calls = tuple(replace(call, id=f"call_{turn_index}_{place}") for place, call in enumerate(kept))
+    content = "\n".join(text for text in (message.content, *(call.text for call in unread)) if text)
+    return replace(message, content=content, tool_calls=calls), tuple(replace(call, text="") for call in unread)
+
+
+def _is_unread(call: ToolCall) -> bool:
+    return call.status is ToolCallStatus.MALFORMED and call.partial_arguments is None
 
 
 class _GrowingText:

@@ -49,6 +49,9 @@ class SessionRecord:
     stop_reason: StopReason | None = None
     error: str = ""
     is_one_off: bool = False
+    refuses_overflow: bool = False  # a prompt that leaves no room is an error, not an empty answer
+    gives_unread_calls: bool = False  # a call that cannot be read is a tool call without a name, not content
+    overflow_at: int | None = None  # the turns that there were when a prompt last left no room
     finished_at: float | None = None
 
 

@@ -91,6 +91,7 @@ class Question:
     prompt: Prompt
     sampling: SamplingParams
     reads_calls: bool
+    overflow: ContextLengthExceeded | None = None  # the prompt leaves no room for it: it is not asked
 
 
 async def make_question(
@@ -115,10 +116,11 @@ async def make_question(
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
     if room <= 0:
-        raise ContextLengthExceeded(
+        overflow = ContextLengthExceeded(
             f"a prompt of {num_prompt} tokens leaves no room in a context of {parts.max_context_tokens}",
             param="messages" if chat.prompt_ids is None else "prompt",
         )
+        return Question(prompt, sampling, reads_calls, overflow)
     max_tokens = room if chat.max_tokens is None else min(chat.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
     # The ids are within the vocabulary: they were rendered, stored, or checked above.

@@ -20,12 +20,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import replace
 
+import numpy as np
 import structlog
 
 from agentloop.aio import run_to_end
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import (
     AgentLoopError,
+    ContextLengthExceeded,
     InvalidRequest,
     InvariantBroken,
     Overloaded,
@@ -34,12 +36,22 @@ from agentloop.errors import (
     SessionFinished,
 )
 from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
-from agentloop.score import Score, checked, ended, scored
+from agentloop.score import Score, checked, ended, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
 from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
 from agentloop.trajectory import CallRecord, ModelCallState, Node, Reply, TurnGraph, token_paths
-from agentloop.types import FAILURES, JSON, KVPolicy, Message, StopReason, Timings, Trajectory
+from agentloop.types import (
+    FAILURES,
+    JSON,
+    FinishReason,
+    KVPolicy,
+    Message,
+    StopReason,
+    Timings,
+    TokenPath,
+    Trajectory,
+)
 
 _MAX_ERROR_CHARS = 500
 
@@ -111,9 +123,51 @@ class Session:
         return len(self._table.live)
 
     @property
+    def policy_failure(self) -> StopReason | None:
+        """The stop reason of the policy's own that the session would end with if its agent failed now.
+
+        MAX_CONTEXT if the last prompt left no room; else what is wrong with the last turn, by which agents fail: a
+        limit cut it, or it has a call that cannot be read. None: an agent that fails now does so by itself.
+        """
+        last = self._graph.last
+        if last is None:
+            return None
+        return StopReason.MAX_CONTEXT if self._is_overflown else self._failure_of(last)
+
+    @property
+    def _is_overflown(self) -> bool:
+        return self._record.overflow_at == self._graph.num_turns
+
+    def _failure_of(self, node: Node) -> StopReason | None:
+        reply = node.reply
+        if reply.finish_reason is FinishReason.LENGTH:
+            is_full = len(self._graph.context_ids(node.node_id)) >= self._parts.max_context_tokens
+            return StopReason.MAX_CONTEXT if is_full else StopReason.MAX_TOKENS_PER_TURN
+        return StopReason.MALFORMED_CALL if reply.has_unread_call else None
+
+    def _stop_reason(self, main: TokenPath | None) -> StopReason:
+        """Return how it ended: as its agent says, but for a failure of the policy that ended the agent too.
+
+        An agent that went on after one, or took what a limit cut for an answer, was not ended by it.
+        """
+        said = self._record.stop_reason or StopReason.COMPLETED
+        if said is StopReason.LOOP_FAILED:
+            return self.policy_failure or said
+        if said is not StopReason.COMPLETED or main is None:
+            return said
+        if self._is_overflown:
+            return StopReason.MAX_CONTEXT
+        failure = self._failure_of(self._graph.node(main.turns[-1].turn_id))
+        return StopReason.MALFORMED_CALL if failure is StopReason.MALFORMED_CALL else said
+
+    @property
     def is_complete(self) -> bool:
-        """False while a call is open, once one is lost, and after a finish that says that the agent failed."""
-        is_ended_well = self._record.stop_reason not in FAILURES | {StopReason.CANCELLED} and not self._record.error
+        """False while a call is open, once one is lost, and after a finish that says that the agent failed, unless
+        the policy had failed before it."""
+        record = self._record
+        is_ended_well = record.stop_reason not in FAILURES | {StopReason.CANCELLED} and not record.error
+        if record.stop_reason is StopReason.LOOP_FAILED:
+            is_ended_well = self.policy_failure is not None
         return is_ended_well and not self._table.live and not self._table.lost()
 
     # --- calls --------------------------------------------------------------------------------------------
@@ -213,12 +267,13 @@ class Session:
             return self._trajectory
         record = self._record
         ended_at = record.finished_at if record.finished_at is not None else self._parts.unix_time()
+        paths = token_paths(self._graph)
         trajectory = Trajectory(
             task_id=record.task_id,
             group_id=record.group_id or record.session_id,
             sample_index=record.sample_index,
-            paths=token_paths(self._graph),
-            stop_reason=record.stop_reason if record.stop_reason is not None else StopReason.COMPLETED,
+            paths=paths,
+            stop_reason=StopReason.COMPLETED,
             is_complete=self.is_complete,
             reward_error=record.reward_error or None,
             error=self._error(),
@@ -229,7 +284,8 @@ class Session:
             ),
             rollout_id=record.rollout_id,
         )
-        trajectory = _with_score(ended(trajectory), record.score)
+        stop_reason = self._stop_reason(trajectory.path if paths else None)
+        trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)
         if record.state is SessionState.FINISHED:
             self._trajectory = trajectory
         return trajectory
@@ -344,6 +400,9 @@ class Session:
             self._check_tokens(live, question.prompt)
             if live.lost is not None:
                 raise live.lost  # given up in the moment its prompt was made: it leaves no trace
+            if question.overflow is not None:
+                await self._answer_overflow(live, question.prompt, question.overflow)
+                return
             self._begin(record_of(live, ModelCallState.OPEN))
             self._table.begin(live)
             started = self._parts.clock.now()
@@ -370,6 +429,28 @@ class Session:
         number = max(self._num_numbered, num_replies)
         self._num_numbered = number + chat.num_choices
         return number
+
+    async def _answer_overflow(self, live: LiveCall, prompt: Prompt, overflow: ContextLengthExceeded) -> None:
+        """Answer a call whose prompt leaves no room as one that a limit cut before its first token.
+
+        Raises `overflow` where that is not wanted, for raw prompts, and where the policy has had no turn yet. But
+        for the last two the record keeps that it was so; the prompt is in no path, and a retry is answered anew.
+        """
+        num_turns = self._graph.num_turns
+        if live.chat.prompt_ids is not None or not num_turns:
+            raise overflow
+        await run_to_end(self._save(lambda record: replace(record, overflow_at=num_turns)))
+        if self._record.refuses_overflow:
+            raise overflow
+        none = np.empty(0, np.float32)
+        reply = Reply(Message("assistant"), none.astype(np.int32), none, (), FinishReason.LENGTH, is_closed=False)
+        nodes = self._nodes_of(live, prompt, [reply] * live.chat.num_choices)
+        if live.is_streamed:
+            for piece in whole_pieces(nodes):
+                live.add_piece(piece)
+        live.result = ChatResult(
+            live.call_id, live.created_at, self.session_id, prompt.ids, nodes, is_overflow=True
+        )
 
     def _check_tokens(self, live: LiveCall, prompt: Prompt) -> None:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
@@ -403,6 +484,7 @@ class Session:
             stop=chat.stop,
             tools=chat.tools,
             reads_calls=question.reads_calls,
+            shows_unread_calls=not self._record.gives_unread_calls,
             reads_thoughts=chat.prompt_ids is None,
             timeout_s=chat.timeout_s,
             deadline_at=live.deadline_at,
@@ -426,7 +508,16 @@ class Session:
 
     async def _commit(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> None:
         """Write the turns down, then have them: from `live.result` on the answer may leave."""
-        nodes = tuple(
+        nodes = self._nodes_of(live, prompt, replies)
+        call = record_of(live, ModelCallState.COMMITTED)
+        await self._end(call, nodes)
+        for node in nodes:
+            self._take(node)
+        self._table.settle(call)
+        live.result = ChatResult(live.call_id, live.created_at, self.session_id, prompt.ids, nodes)
+
+    def _nodes_of(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> tuple[Node, ...]:
+        return tuple(
             Node(
                 node_id=f"{live.call_id}.{choice_index}",
                 call_id=live.call_id,
@@ -441,12 +532,6 @@ class Session:
             )
             for choice_index, reply in enumerate(replies)
         )
-        call = record_of(live, ModelCallState.COMMITTED)
-        await self._end(call, nodes)
-        for node in nodes:
-            self._take(node)
-        self._table.settle(call)
-        live.result = ChatResult(live.call_id, live.created_at, self.session_id, prompt.ids, nodes)
 
     async def _fail(self, live: LiveCall, failure: BaseException) -> None:
         """Write down that a call which began has no answer. Its client hears of `failure`, not of this write's."""
@@ -464,7 +549,7 @@ class Session:
         """Let the outcome out. Idempotent."""
         if live.call_id not in self._table.live:
             return
-        if live.result is None and not live.is_begun:
+        if not live.is_begun:
             self._table.forget(live)
         self._table.leave(live)
         if live.result is not None:
@@ -488,7 +573,7 @@ class Session:
     def _take(self, node: Node) -> None:
         """Have a node that the journal has. Raises InvariantBroken for one that does not fit."""
         self._graph.add(node)
-        self._num_tool_calls += len(node.reply.message.tool_calls)
+        self._num_tool_calls += len(node.reply.calls) + len(node.reply.unread_calls)
         if self._first_version is None and node.reply.weight_versions:
             self._first_version = node.reply.weight_versions[0].version
 
@@ -501,15 +586,6 @@ class Session:
         before = () if first.parent_id is None else self._graph.context_ids(first.parent_id)
         prompt_ids = (*before, *first.observed_ids.tolist())
         return ChatResult(call.call_id, call.created_at, self.session_id, prompt_ids, nodes)
-
-
-def _with_score(trajectory: Trajectory, score: Score) -> Trajectory:
-    """Put the score into a record; one that fits no more, since a path has gone on, is told in `reward_error`."""
-    try:
-        return scored(trajectory, score)
-    except RewardError as error:
-        problems = (trajectory.reward_error, str(error))
-        return replace(trajectory, reward_error="; ".join(problem for problem in problems if problem))
 
 
 def _cut_off() -> ServiceUnavailable:

@@ -20,6 +20,7 @@ from agentloop.types import (
     Message,
     SplitReason,
     ToolCall,
+    ToolCallStatus,
     TopLogprobs,
     WeightVersionSpan,
 )
@@ -58,6 +59,7 @@ class Reply:
     raw_logprobs: FloatArray | None = None  # under the plain softmax; None unless the engine gave both
     sampling: TurnSampling | None = None  # None where an earlier service wrote it down
     seed: int | None = None
+    unread_calls: tuple[ToolCall, ...] = ()  # malformed ones that stand in the content, without their text
 
     @property
     def content(self) -> str:
@@ -68,6 +70,11 @@ class Reply:
     def calls(self) -> tuple[ToolCall, ...]:
         """The tool calls of the message, malformed ones too: `LoopContext.run_tools` answers them."""
         return self.message.tool_calls
+
+    @property
+    def has_unread_call(self) -> bool:
+        """True if a call in it cannot be read, however clients see it."""
+        return bool(self.unread_calls) or any(call.status is ToolCallStatus.MALFORMED for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,11 @@ class TurnGraph:
         return len(self._nodes)
 
     @property
+    def last(self) -> Node | None:
+        """The node that was added last."""
+        return self._nodes[next(reversed(self._nodes))] if self._nodes else None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all nodes, observed and sampled, each once."""
         return self._num_tokens

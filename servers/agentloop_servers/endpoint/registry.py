@@ -79,6 +79,8 @@ class NewSession:
     group_id: str = ""  # empty: a group of its own
     task_id: str = ""
     sample_index: int = 0
+    refuses_overflow: bool = False
+    gives_unread_calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +363,8 @@ class Sessions:
             task_id=wanted.task_id,
             sample_index=wanted.sample_index,
             is_one_off=is_one_off,
+            refuses_overflow=wanted.refuses_overflow,
+            gives_unread_calls=wanted.gives_unread_calls,
         )
 
     async def _create(self, record: SessionRecord) -> Session | None:

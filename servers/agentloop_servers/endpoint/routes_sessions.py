@@ -97,6 +97,8 @@ class SessionRoutes:
             group_id=body.group_id or "",
             task_id=body.task_id or "",
             sample_index=body.sample_index,
+            refuses_overflow=body.on_overflow == "error",
+            gives_unread_calls=body.on_malformed_call == "tool_call",
         )
         session = await self._in_time(endpoint.sessions.create(wanted, owner))
         session_id = session.record.session_id
@@ -202,6 +204,7 @@ def _described(session: Session) -> dict[str, Any]:
         components=dict(record.score.components),
         metrics=dict(record.score.metrics),
         stop_reason=None if record.stop_reason is None else record.stop_reason.value,
+        policy_failure=None if session.policy_failure is None else session.policy_failure.value,
         error=record.error,
         num_turns=session.num_turns,
         num_open_calls=session.num_open_calls,

@@ -1,0 +1,239 @@
+"""Failures of the policy in agent sessions are data: through the real endpoint, over a simulated engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from agentloop.agents.program import AgentProgram
+from agentloop.agents.runner import AgentRecord, run_agents
+from agentloop.client.client import RolloutClient
+from agentloop.simulation.policy import ScriptedPolicy
+from agentloop.types import FinishReason, Message, RolloutTask, StopReason, Trajectory
+from tests.support.endpoint.chat_service import SPEC, ChatService, chat_service
+from tests.support.engine.scripted import call, turns
+
+CONTEXT = 400
+SMALL = replace(SPEC, max_context_tokens=CONTEXT)
+GOOD = call("calculator", expression="2 + 3")
+UNREADABLE = '<tool_call>\n{"name": "calculator", "arguments": {"expression": 2 +}}\n</tool_call>'
+NAMELESS = '<tool_call>\n{"title": 5}\n</tool_call>'
+LONG = "many words " * CONTEXT
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+ANTHROPIC_TOOL = {"name": "calculator", "input_schema": {"type": "object"}}
+TASK = RolloutTask("t", (Message("user", "What is 2 + 3?"),), reward="exact_match", reference="5")
+
+Agent = Callable[[RolloutTask, str, str], Awaitable[Any]]
+
+
+@asynccontextmanager
+async def service_of(run_dir: Path, *replies: str) -> AsyncIterator[tuple[ChatService, RolloutClient]]:
+    policy = ScriptedPolicy(turns(*replies))
+    async with (
+        chat_service(run_dir, spec=SMALL, policy=policy) as service,
+        RolloutClient(service.url, retry_timeout_s=5.0) as client,
+    ):
+        yield service, client
+
+
+async def run(run_dir: Path, agent: Agent, *replies: str, **options: Any) -> tuple[AgentRecord, Trajectory]:
+    """One run of an agent, and its record as the service keeps it."""
+    records: list[AgentRecord] = []
+    async with service_of(run_dir, *replies) as (service, client):
+        with AgentProgram.of(agent) as program:
+            await run_agents(client, program, [TASK], rollout_id="r", on_record=records.append, **options)
+        [kept] = service.coordinator.finished["r"]
+    [record] = records
+    assert record.trajectory is not None
+    assert record.trajectory.stop_reason == kept.stop_reason
+    return record, kept
+
+
+async def asked(base_url: str, api_key: str, messages: list[Any], **options: Any) -> Any:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        return (await client.chat.completions.create(model="m", messages=messages, **options)).choices[0]
+
+
+# --- a context that is full -------------------------------------------------------------------------------
+
+
+async def calls_with_a_long_result(task: RolloutTask, base_url: str, api_key: str) -> None:
+    """An agent whose tool answers more than the context holds; it ends when it gets no call."""
+    messages: list[Any] = [QUESTION]
+    while (choice := await asked(base_url, api_key, messages, tools=[TOOL])).message.tool_calls:
+        messages.append(choice.message)
+        messages += [{"role": "tool", "tool_call_id": one.id, "content": LONG} for one in choice.message.tool_calls]
+    assert (choice.finish_reason, choice.message.content) == ("length", "")
+
+
+async def test_a_session_that_overflows_is_complete_and_rewarded(tmp_path: Path) -> None:
+    record, kept = await run(tmp_path, calls_with_a_long_result, GOOD)
+    assert (record.error, record.reward_error) == (None, None)
+    assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MAX_CONTEXT, True, 0.0)
+    assert (kept.is_truncated, len(kept.paths), len(kept.path.turns)) == (True, 1, 1)
+    assert kept.path.is_trainable
+    assert kept.path.response_mask.all()  # the prompt that did not fit is in no path
+
+
+async def test_an_agent_that_asked_for_the_error_and_died_of_it_is_rewarded_too(tmp_path: Path) -> None:
+    record, kept = await run(tmp_path, calls_with_a_long_result, GOOD, on_overflow="error")
+    assert record.error is not None
+    assert "BadRequestError" in record.error
+    assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MAX_CONTEXT, True, 0.0)
+    assert kept.error == record.error
+
+
+async def test_every_dialect_says_that_a_limit_cut_it(tmp_path: Path) -> None:
+    async with service_of(tmp_path, "Perhaps 4.") as (_, client), client.session() as session:
+        key, url = session.api_key, session.base_url
+        assert (await asked(url, key, [QUESTION])).finish_reason == "stop"
+        messages: list[Any] = [QUESTION, {"role": "assistant", "content": "Perhaps 4."}]
+        messages.append({"role": "user", "content": LONG})
+        choice = await asked(url, key, messages, n=2)
+        assert (choice.finish_reason, choice.message.content) == ("length", "")
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as sdk:
+            stream = await sdk.chat.completions.create(model="m", messages=messages, stream=True)
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert not any(chunk.choices[0].delta.content for chunk in chunks)
+            assert chunks[-1].model_extra["session"]["is_overflow"]
+            response = await sdk.responses.create(model="m", input=messages)
+            assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            raw = await sdk.completions.with_raw_response.create(model="m", prompt="the text before")
+            assert raw.status_code == 200
+            with pytest.raises(openai.BadRequestError):
+                await sdk.completions.create(model="m", prompt=LONG)
+        async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0) as sdk:
+            message = await sdk.messages.create(model="m", messages=messages, max_tokens=9)
+            assert message.stop_reason == "max_tokens"
+            assert message.usage.output_tokens == 0
+
+
+async def test_an_agent_that_goes_on_with_less_was_not_ended_by_it(tmp_path: Path) -> None:
+    async with service_of(tmp_path, "Perhaps 4.") as (service, client):
+        async with client.session(rollout_id="r") as session:
+            await asked(session.base_url, session.api_key, [QUESTION])
+            await asked(session.base_url, session.api_key, [QUESTION, {"role": "user", "content": LONG}])
+            assert (await session.status()).policy_failure == "max_context"
+            await asked(session.base_url, session.api_key, [QUESTION])
+            assert (await session.status()).policy_failure is None
+        [kept] = service.coordinator.finished["r"]
+    assert (kept.stop_reason, kept.is_complete) == (StopReason.COMPLETED, True)
+
+
+async def test_a_first_prompt_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    async with service_of(tmp_path, "Perhaps 4.") as (_, client), client.session() as session:
+        with pytest.raises(openai.BadRequestError, match="leaves no room"):
+            await asked(session.base_url, session.api_key, [{"role": "user", "content": LONG}])
+        assert (await session.status()).policy_failure is None
+
+
+# --- calls that cannot be read ----------------------------------------------------------------------------
+
+
+async def runs_its_tools(task: RolloutTask, base_url: str, api_key: str) -> str | None:
+    """An agent that, as frameworks do, fails at a tool that it does not know."""
+    messages: list[Any] = [QUESTION]
+    while (choice := await asked(base_url, api_key, messages, tools=[TOOL])).message.tool_calls:
+        messages.append(choice.message)
+        for one in choice.message.tool_calls:
+            if one.function.name != "calculator":
+                raise LookupError(f"tool {one.function.name!r} not found")
+            messages.append({"role": "tool", "tool_call_id": one.id, "content": "5"})
+    return None
+
+
+@pytest.mark.parametrize("written", [UNREADABLE, NAMELESS], ids=["arguments", "name"])
+async def test_an_unreadable_call_is_content_and_the_session_says_so(tmp_path: Path, written: str) -> None:
+    record, kept = await run(tmp_path, runs_its_tools, GOOD, written)
+    assert record.error is None
+    assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MALFORMED_CALL, True, 0.0)
+    assert (len(kept.paths), kept.num_tool_calls, kept.is_truncated) == (1, 2, False)
+    assert kept.messages[-1] == Message("assistant", written)
+
+
+async def test_a_framework_that_dies_of_an_unreadable_call_loses_no_reward(tmp_path: Path) -> None:
+    record, kept = await run(tmp_path, runs_its_tools, GOOD, NAMELESS, on_malformed_call="tool_call")
+    assert record.error == "LookupError: tool '' not found"
+    assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MALFORMED_CALL, True, 0.0)
+    assert (kept.error, kept.path.is_trainable) == (record.error, True)
+    assert kept.messages[-1].tool_calls[0].text == NAMELESS
+
+
+async def test_an_agent_that_fails_by_itself_is_incomplete_as_before(tmp_path: Path) -> None:
+    async def fails(task: RolloutTask, base_url: str, api_key: str) -> None:
+        await asked(base_url, api_key, [QUESTION])
+        raise OSError("the disk is full")
+
+    record, kept = await run(tmp_path, fails, "Perhaps 4.")
+    assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.LOOP_FAILED, False, None)
+    assert not kept.path.is_trainable
+    assert record.error == kept.error == "OSError: the disk is full"
+
+
+async def test_an_agent_that_fails_at_a_turn_that_was_cut_is_data(tmp_path: Path) -> None:
+    async def wants_an_end(task: RolloutTask, base_url: str, api_key: str) -> None:
+        choice = await asked(base_url, api_key, [QUESTION], max_tokens=2)
+        assert choice.finish_reason == "stop"
+
+    _, kept = await run(tmp_path, wants_an_end, "Perhaps 4.")
+    assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MAX_TOKENS_PER_TURN, True, 0.0)
+    assert (kept.is_truncated, kept.path.turns[0].finish_reason) == (True, FinishReason.LENGTH)
+
+
+async def test_the_policy_may_recover(tmp_path: Path) -> None:
+    async def shows_the_error(task: RolloutTask, base_url: str, api_key: str) -> None:
+        messages: list[Any] = [QUESTION]
+        choice = await asked(base_url, api_key, messages, tools=[TOOL])
+        assert (choice.message.content, choice.message.tool_calls) == (f"So.\n{UNREADABLE}", None)
+        messages += [choice.message, {"role": "user", "content": "That is no call."}]
+        assert (await asked(base_url, api_key, messages, tools=[TOOL])).message.content == "The answer is 5."
+
+    _, kept = await run(tmp_path, shows_the_error, f"So.\n{UNREADABLE}", "The answer is 5.")
+    assert (kept.stop_reason, kept.reward, len(kept.paths)) == (StopReason.COMPLETED, 1.0, 1)
+
+
+async def test_a_stream_shows_an_unreadable_call_as_the_whole_answer_does(tmp_path: Path) -> None:
+    text = f"First.\n{GOOD}\n{UNREADABLE}\n{GOOD}"
+    async with service_of(tmp_path, text) as (_, client), client.session() as session:
+        choice = await asked(session.base_url, session.api_key, [QUESTION], tools=[TOOL])
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as sdk:
+            stream = await sdk.chat.completions.create(model="m", messages=[QUESTION], tools=[TOOL], stream=True)
+            content, calls = "", dict[int, list[str]]()
+            async for chunk in stream:
+                delta = chunk.choices[0].delta
+                content += delta.content or ""
+                for one in delta.tool_calls or ():
+                    calls.setdefault(one.index, []).append(one.function.arguments)
+        async with anthropic.AsyncAnthropic(
+            base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key, max_retries=0
+        ) as sdk:
+            said = await sdk.messages.create(model="m", messages=[QUESTION], max_tokens=200, tools=[ANTHROPIC_TOOL])
+    assert content == choice.message.content == f"First.\n{UNREADABLE}"
+    wanted = [one.function.arguments for one in choice.message.tool_calls]
+    assert ["".join(parts) for parts in calls.values()] == wanted
+    assert len(wanted) == 2
+    assert [block.type for block in said.content] == ["text", "tool_use", "tool_use"]
+
+
+# --- side conversations -----------------------------------------------------------------------------------
+
+
+async def test_a_side_conversation_leaves_the_reward_to_the_main_one(tmp_path: Path) -> None:
+    async def with_a_title(task: RolloutTask, base_url: str, api_key: str) -> None:
+        await runs_its_tools(task, base_url, api_key)
+        system = {"role": "system", "content": "Name this conversation."}
+        await asked(base_url, api_key, [system, {"role": "user", "content": "A sum."}])
+
+    _, kept = await run(tmp_path, with_a_title, GOOD, "The answer is 5.")
+    assert (kept.stop_reason, kept.reward, len(kept.paths)) == (StopReason.COMPLETED, 1.0, 2)
+    assert kept.messages[-1].content == "The answer is 5."
+    assert [kept.reward_of(place) for place in range(2)] == [1.0, None]
