@@ -272,6 +272,7 @@ class RolloutTask:
     top_k: int = 0
     seed: int | None = None
     images: tuple[Image, ...] = ()  # those that `messages` show, each once
+    template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
 
 
 class OnStale(StrEnum):

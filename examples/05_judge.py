@@ -8,14 +8,16 @@ import sys
 from collections.abc import Sequence
 
 from agentloop.client import RolloutClient
-from agentloop.rendering import Renderer
+from agentloop.rendering import TemplateRenderer
 from agentloop.types import Message
 
 ANSWERS = [("What is 2 + 3?", "The answer is 5."), ("What is 2 + 3?", "The answer is 6.")]
 QUESTION = "Question: {}\nAnswer: {}\nIs the answer right? Say yes or no."
 
 
-async def scores(client: RolloutClient, renderer: Renderer, pairs: Sequence[tuple[str, str]]) -> list[float]:
+async def scores(
+    client: RolloutClient, renderer: TemplateRenderer, pairs: Sequence[tuple[str, str]]
+) -> list[float]:
     """1 for every answer that the judge finds right, else 0."""
     prompts = [renderer.render([Message("user", QUESTION.format(*pair))], []) for pair in pairs]
     await client.wake()
@@ -28,7 +30,7 @@ async def scores(client: RolloutClient, renderer: Renderer, pairs: Sequence[tupl
 
 
 async def main(url: str, model_path: str) -> None:
-    renderer = Renderer.from_directory(model_path)
+    renderer = TemplateRenderer.from_directory(model_path)
     async with RolloutClient(url) as client:
         await client.sleep(level=1)
         for (question, answer), score in zip(ANSWERS, await scores(client, renderer, ANSWERS), strict=True):

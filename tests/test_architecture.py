@@ -296,7 +296,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
     "a task, file or protocol of its own behind one caller": (
         "agentloop.fleet.late_replicas",
         "agentloop.generation.stream_splitter",
-        "agentloop.rendering.template",
+        "agentloop.rendering.bridge_check",
         "agentloop_servers.coordinator.rollouts",
         "agentloop_servers.endpoint.open_calls_log",
         "agentloop_servers.endpoint.session_store",

@@ -59,6 +59,7 @@ MAX_SAMPLES = 1024
 MAX_TASK_MESSAGES = 1024
 MAX_TASK_CONTENT_CHARS = 1 << 20
 MAX_TASK_TOOLS = 128
+MAX_TEMPLATE_KWARGS = 64
 MAX_TOOL_CALLS = 256
 MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -262,6 +263,7 @@ class TaskBody(Body):
     top_p: TopP = _TASK.top_p
     top_k: TopK = _TASK.top_k
     seed: Seed | None = None
+    template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
 
     def to_task(self) -> RolloutTask:
         """Return the task as the service holds it."""

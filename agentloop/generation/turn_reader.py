@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentloop.parsers import DecodedText, Marks, ParsedTurn, Parser
-from agentloop.rendering import Renderer, TextDecoder
+from agentloop.rendering import Renderer, TextDecoder, TurnEnd
+from agentloop.trajectory import Reply
 from agentloop.types import JSON, Message
 
 MAX_BLANKS = 8  # characters before a thought's first mark: GLM-4.5 writes a line break
@@ -56,6 +57,15 @@ class TurnReader:
     def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Tell whether a prompt leaves a thought open: the reply then begins inside it."""
         return self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip().endswith(self.marks.thoughts.open)
+
+    def end_of(self, reply: Reply) -> TurnEnd:
+        """Return how a turn ended, as a bridge goes on from it."""
+        num_ids = len(reply.token_ids)
+        if reply.is_closed:
+            return TurnEnd(int(reply.token_ids[-1]))
+        is_thinking = 0 < num_ids == reply.num_reasoning_tokens
+        last = self._renderer.decode(reply.token_ids[-_PROMPT_TAIL:].tolist()) if is_thinking else ""
+        return TurnEnd(None, is_thinking and not last.rstrip().endswith(self.marks.thoughts.close))
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
         """Content and calls of a text behind the thought."""

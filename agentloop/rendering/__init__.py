@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from agentloop.rendering.renderer import OnUnstable, Renderer, off_loop
-from agentloop.rendering.tokenizer import TextDecoder
+from agentloop.rendering.port import NO_KWARGS, ModelFacts, Renderer, TokenText, TurnEnd
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, Thinking, off_loop
+from agentloop.rendering.tokenizer import TextDecoder, Tokens
 
-__all__ = ["OnUnstable", "Renderer", "TextDecoder", "off_loop"]
+__all__ = [
+    "NO_KWARGS",
+    "ModelFacts",
+    "OnUnstable",
+    "RenderSettings",
+    "Renderer",
+    "TemplateRenderer",
+    "TextDecoder",
+    "Thinking",
+    "TokenText",
+    "Tokens",
+    "TurnEnd",
+    "off_loop",
+]

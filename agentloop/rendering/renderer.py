@@ -1,48 +1,43 @@
-"""Messages to token ids, exactly: whole prompts, and the bridge from one sampled turn to the next.
+"""Messages to token ids by a model folder's chat template: whole prompts, and the bridge between sampled turns.
 
-Ownership: a `Renderer` holds one model folder's tokenizer and chat template; it is the only way from messages to
-ids. Invariants: sampled ids are never made again from text; a bridge costs time in proportion to the new text
-(and the tool definitions); content never becomes a control token (`tokenization.py`). All methods may be called
-from several threads.
+Ownership: a `TemplateRenderer` holds one model folder's tokenizer and chat template. Invariants: sampled ids are
+never made again from text; a bridge costs time in proportion to the new text (and the tool definitions); content
+never becomes a control token (`tokenizer.py`); a bridge that the trial (`bridge_check.py`) found unlike the
+template's own rendering is refused. Template arguments are tried when they first come, each set once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import datetime
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import orjson
+import structlog
 from tokenizers import Tokenizer
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
-from agentloop.images import ImageRef, parts_of
 from agentloop.parsers import DecodedText
-from agentloop.rendering.template import (
-    ChatTemplate,
-    StabilityReport,
-    examine,
-    read_json,
-    show_difference,
-    token_text,
-)
+from agentloop.rendering.bridge_check import BridgeReport, examine
+from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
+from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked
+from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, read_json, token_text
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
-from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
+from agentloop.types import JSON, Message
 
 T = TypeVar("T")
 
 _LONG_RENDER_CHARS = 20_000  # about 5 ms of template and tokenizer: longer texts go to a thread
-_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_MARK = "one sampled turn"
-_REPLY = "one observation"
-_CALL_ID = "call00000"  # nine letters and digits: some templates insist
-_MAX_BOUNDARIES = 128
+_MAX_REMEMBERED = 128  # tool sets, and sets of template arguments
+_OTHER_VOCABULARIES = ("tiktoken.model", "tokenizer.model", "tekken.json")
+
+_log = structlog.get_logger(__name__)
 
 
 async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
@@ -51,25 +46,32 @@ async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
 
 
 class OnUnstable(StrEnum):
-    """Answers to a template whose later turns do not extend earlier ones."""
+    """Answers to a template with turns that cannot be bridged."""
 
     RAISE = "raise"  # refuse it
-    FORK = "fork"  # accept it: the caller renders every turn whole, and forks the path
+    FORK = "fork"  # accept it: where a bridge is refused, the caller renders the turn whole, and forks the path
+
+
+class Thinking(StrEnum):
+    """The fate of earlier thoughts at a user's message."""
+
+    KEEP = "keep"  # they stay, as they were sampled: a conversation has one path
+    TEMPLATE = "template"  # as the template's own rendering does: where it drops thoughts, the path forks
 
 
 @dataclass(frozen=True, slots=True)
-class _Boundary:
-    """A synthetic conversation as every bridge with these tools continues it.
+class RenderSettings:
+    """Choices about one model's rendering. `kwargs` are template arguments of all calls, before a call's own."""
 
-    `prefix` ends after the stop token of its assistant turn, which starts at `stop_start`.
-    """
+    on_unstable: OnUnstable = OnUnstable.RAISE
+    template_file: Path | None = None  # in place of the folder's
+    kwargs: Mapping[str, JSON] = field(default_factory=dict)
+    date: datetime.date = FROZEN_DATE  # the day that `strftime_now` tells a template
+    thinking: Thinking = Thinking.KEEP
+    stop_tokens: tuple[str, ...] = ()  # in place of those that the folder declares
 
-    prefix: str
-    stop_start: int
-    definitions: Sequence[JSON]  # the tools, masked
 
-
-class Renderer:
+class TemplateRenderer:
     """One model folder's way from messages to ids and back. `from_directory` makes one."""
 
     def __init__(
@@ -79,47 +81,52 @@ class Renderer:
         *,
         stop_token_ids: Sequence[int],
         vocab_size: int,
-        on_unstable: OnUnstable = OnUnstable.RAISE,
+        settings: RenderSettings = RenderSettings(),
     ) -> None:
-        """Tests the template. Raises TemplateError, and TemplateNotPrefixStable unless told to fork."""
+        """Tries the template. Raises TemplateError, and TemplateNotPrefixStable unless told to fork.
+
+        Of `settings`, those that `template` and `stop_token_ids` carry are not read.
+        """
         self._template = template
         self._tokens = tokens
+        self._vocab_size = vocab_size
+        self._thinking = settings.thinking
         self._stop_token_ids = tuple(stop_token_ids)
         self._stops = [text for i in self._stop_token_ids if (text := tokens.literal_of(i))]
-        self._vocab_size = vocab_size
-        self._boundaries: OrderedDict[tuple[bytes, str | None], _Boundary] = OrderedDict()
-        self._boundaries_lock = threading.Lock()
         if not self._stops:
             raise TemplateError(
                 "no stop token: neither generation_config.json, config.json nor the tokenizer has one"
             )
-        self._report = StabilityReport(supports_tools=True, difference=None, strips_thinking=False)
-        self._report = examine(self)
-        if self._report.difference is not None and on_unstable is OnUnstable.RAISE:
-            raise TemplateNotPrefixStable(self._unstable())
+        if not settings.stop_tokens:
+            self._adopt_stop()
+        self._definitions_of: _Remembered[list[JSON]] = _Remembered()
+        self._tried: _Remembered[tuple[PromptText, BridgeReport]] = _Remembered()
+        self._report = self._under(NO_KWARGS)[1]
+        if self._report.difference is not None and settings.on_unstable is OnUnstable.RAISE:
+            difference = tokens.unmask(self._report.difference)
+            raise TemplateNotPrefixStable(f"the chat template is not prefix-stable: {difference}")
 
     @classmethod
-    def from_directory(cls, directory: str | Path, *, on_unstable: OnUnstable = OnUnstable.RAISE) -> Renderer:
+    def from_directory(
+        cls,
+        directory: str | Path,
+        settings: RenderSettings = RenderSettings(),
+    ) -> TemplateRenderer:
         """The renderer of a Hugging Face model folder. Reads files only; raises TemplateError naming the file."""
         folder = Path(directory)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise TemplateError(f"{path}: no such file; a model folder has its tokenizer there")
-        try:
-            tokens = Tokens(Tokenizer.from_file(str(path)))
-        except TemplateError:
-            raise
-        except Exception as error:  # the Rust library raises bare Exception
-            raise TemplateError(f"{path}: {error}") from error
+        tokens = _tokens_of(folder)
         config = read_json(folder / "config.json")
         if isinstance(text_config := config.get("text_config"), dict):  # of a model that also sees
             config = text_config | config
+        template = ChatTemplate.from_directory(
+            folder, file=settings.template_file, kwargs=settings.kwargs, date=settings.date
+        )
         return cls(
-            ChatTemplate.from_directory(folder),
+            template,
             tokens,
-            stop_token_ids=_stop_token_ids(folder, config, tokens),
+            stop_token_ids=_stop_token_ids(folder, config, tokens, settings.stop_tokens),
             vocab_size=max(tokens.num_ids, _int_or(config.get("vocab_size"), 0)),
-            on_unstable=on_unstable,
+            settings=settings,
         )
 
     @property
@@ -133,43 +140,61 @@ class Renderer:
         return self._vocab_size
 
     @property
-    def is_prefix_stable(self) -> bool:
-        """True if `bridge` can be used. If not, render every turn whole and fork the path."""
-        return self._report.difference is None
+    def facts(self) -> ModelFacts:
+        """The facts of the folder's chat format, under the renderer's own template arguments."""
+        report, unmask = self._report, self._tokens.unmask
+        problems = (report.tool_turns, report.user_turns, report.plain_turns)
+        return ModelFacts(
+            self._template.source,
+            self._template.arguments,
+            self._tokens.literals,
+            tuple(self._stops),
+            report.form.supports_tools,
+            report.strips_thinking,
+            *(None if problem is None else unmask(problem) for problem in problems),
+        )
 
-    @property
-    def template_arguments(self) -> frozenset[str]:
-        """The names of the further arguments that the chat template reads."""
-        return self._template.arguments
-
-    @property
-    def supports_tools(self) -> bool:
-        """True if the template shows tools and their answers to the policy."""
-        return self._report.supports_tools
-
-    @property
-    def strips_thinking(self) -> bool:
-        """True if a whole rendering drops `<think>` blocks before the last user turn; a bridge never does."""
-        return self._report.strips_thinking
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
         """The ids of the whole prompt, generation prompt included. Time grows with all of the text.
 
         Raises InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
         """
-        return self.ids(self.text(messages, tools))
+        return self._tokens.encode(self.text(messages, tools, template_kwargs))
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> str:
+        """The whole prompt as masked text: content that spells a control token is hidden until `ids`."""
+        if not messages:
+            raise InvalidRequest("there are no messages", param="messages")
+        return self._under(template_kwargs)[0].text(messages, self._definitions(tools))
 
     def bridge(
-        self, appended: Sequence[Message], tools: Sequence[Mapping[str, JSON]], *, is_closed: bool
+        self,
+        appended: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        end: TurnEnd,
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
     ) -> list[int]:
         """The ids between an assistant turn's sampled ids and the next turn's; none of them are sampled.
 
-        `is_closed`: the turn's last sampled id is a stop token; otherwise the template's own comes first.
-        Raises as `render`, and TemplateNotPrefixStable if this template or these messages cannot be appended.
+        The template's own stop token comes first unless the turn ended with it. Raises as `render`, and
+        TemplateNotPrefixStable where the template shows these messages, or what stands before them, otherwise.
         """
-        if not self.is_prefix_stable:
-            raise TemplateNotPrefixStable(self._unstable())
-        return self.ids(self.bridge_text(appended, tools, is_closed=is_closed))
+        if not appended or appended[0].role == "assistant":
+            raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
+        text, report = self._under(template_kwargs)
+        if (problem := self._problem(report, appended, has_tools=bool(tools))) is not None:
+            raise TemplateNotPrefixStable(problem, param="messages")
+        return self._tokens.encode(text.bridge(appended, self._definitions(tools), end))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included, nothing stripped."""
@@ -188,151 +213,120 @@ class Renderer:
         return self._tokens.token_bytes(token_id)
 
     def ids(self, text: str) -> list[int]:
-        """The ids of what `text` or `bridge_text` returned."""
+        """The ids of a text in which control tokens are spelled out, or of what `text` returned."""
         return self._tokens.encode(text)
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> str:
-        """The whole prompt as masked text: content that spells a control token is hidden until `ids`."""
-        if not messages:
-            raise InvalidRequest("there are no messages", param="messages")
-        return self._text(messages, tools)
+    def _under(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
+        """Return the template under a call's arguments, and what a trial found of it."""
+        return self._tried.get(template_kwargs, "chat_template_kwargs", lambda: self._try(template_kwargs))
 
-    def bridge_text(
-        self, appended: Sequence[Message], tools: Sequence[Mapping[str, JSON]], *, is_closed: bool
-    ) -> str:
-        """`bridge` before it is tokenised: what a rendering adds to a synthetic conversation of one turn."""
-        if not appended or appended[0].role == "assistant":
-            raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
-        first = appended[0]
-        tool_name = (first.name or "tool") if first.role == "tool" else None
-        boundary = self._boundary(tools, tool_name)
-        text = self._rendered([*_synthetic_turn(tool_name), *appended], boundary.definitions)
-        if not text.startswith(boundary.prefix):
-            shown = show_difference(self._tokens.unmask(boundary.prefix), self._tokens.unmask(text))
-            raise TemplateNotPrefixStable(f"appended messages change earlier text {shown}", param="messages")
-        return text[len(boundary.prefix) if is_closed else boundary.stop_start :]
+    def _try(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
+        check_kwargs(template_kwargs)
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> str:
-        return self._rendered(messages, self._definitions(tools))
+        def make(form: TemplateForm) -> PromptText:
+            return PromptText(self._template, self._tokens, self._stops, form, template_kwargs)
+
+        report = examine(make, self._tokens.encode)
+        return make(report.form), report
 
     def _definitions(self, tools: Sequence[Mapping[str, JSON]]) -> list[JSON]:
+        def make() -> list[JSON]:
+            return [masked(self._tokens, tool, "tools") for tool in tools]
+
+        return self._definitions_of.get(list(tools), "tools", make) if tools else []
+
+    def _problem(self, report: BridgeReport, appended: Sequence[Message], *, has_tools: bool) -> str | None:
+        """Say why these messages cannot be appended as the template would show them; None if they can."""
+        shown = "the template cannot append {}: {}".format
+        if appended[0].role == "tool" and report.tool_turns is not None:
+            return shown("a tool's answer", self._tokens.unmask(report.tool_turns))
+        if report.strips_in_cycle and self._thinking is Thinking.TEMPLATE:
+            return "thinking is as the template has it, and it drops empty thoughts"
+        if all(message.role == "tool" for message in appended):
+            return None
+        problem = report.user_turns if has_tools else report.plain_turns
+        if problem is not None:
+            return shown("a user's message", self._tokens.unmask(problem))
+        if report.strips_thinking and self._thinking is Thinking.TEMPLATE:
+            return "thinking is as the template has it, and it drops thoughts at a user's message"
+        return None
+
+    def _adopt_stop(self) -> None:
+        """Take in the token that ends a turn where none of the declared ones ever does, as in base models."""
+        if any(stop in self._template.source for stop in self._stops):
+            return
+        plain = TemplateForm(supports_tools=False)
         try:
-            return [self._masked(tool, "tools", is_sampled=False) for tool in tools]
-        except RecursionError as error:
-            raise InvalidRequest("tools are nested too deeply", param="tools") from error
+            closing = PromptText(self._template, self._tokens, self._stops, plain).closing_special()
+        except TemplateError:
+            return  # the trial says what the template refuses
+        token_id = None if closing is None or closing in self._stops else self._tokens.id_of(closing)
+        if closing is not None and token_id is not None:
+            _log.info("the template ends turns with a token that the folder does not declare", stop_token=closing)
+            self._stop_token_ids = (*self._stop_token_ids, token_id)
+            self._stops.append(closing)
 
-    def _rendered(self, messages: Sequence[Message], definitions: Sequence[JSON]) -> str:
-        if not self.supports_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
-            raise TemplateError("this model's chat template does not support tools", param="tools")
+
+class _Remembered(Generic[T]):
+    """Values made of JSON, the last ones kept; for several threads."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[bytes, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, value: JSON, param: str, make: Callable[[], T]) -> T:
+        """Return what was made of this value, or make it. Raises InvalidRequest if it is not JSON."""
         try:
-            entries = [self._entry(message) for message in messages]
-        except RecursionError as error:
-            raise InvalidRequest("arguments are nested too deeply", param="messages") from error
-        return self._template.render(entries, definitions, add_generation_prompt=True)
-
-    def _entry(self, message: Message) -> dict[str, JSON]:
-        """The message as templates read it, every string of it masked."""
-        role = _ROLES.get(message.role)
-        if role is None:
-            raise InvalidRequest(f"no role {message.role[:32]!r}: there are {', '.join(_ROLES)}", param="messages")
-        is_sampled = role == "assistant"
-        entry: dict[str, JSON] = {
-            "role": role,
-            "content": self._content(message, is_sampled=is_sampled),
-        }
-        if message.tool_calls:
-            entry["tool_calls"] = [self._call_entry(call) for call in message.tool_calls]
-        if message.tool_call_id is not None:
-            entry["tool_call_id"] = self._masked(message.tool_call_id, "messages", is_sampled=False)
-        if message.name is not None:
-            entry["name"] = self._masked(message.name, "messages", is_sampled=False)
-        if message.reasoning:
-            entry["reasoning_content"] = self._masked(message.reasoning, "messages", is_sampled=True)
-        return entry
-
-    def _content(self, message: Message, *, is_sampled: bool) -> JSON:
-        """A text, or the parts of a message with images, as templates of models that see them read it."""
-        if not message.images:
-            return self._masked(message.content, "messages", is_sampled=is_sampled)
-        return [
-            {"type": "image"}
-            if isinstance(part, ImageRef)
-            else {"type": "text", "text": self._masked(part, "messages", is_sampled=is_sampled)}
-            for part in parts_of(message.content, message.images)
-        ]
-
-    def _call_entry(self, call: ToolCall) -> dict[str, JSON]:
-        arguments = call.arguments if call.status is ToolCallStatus.OK else call.text
-        function = {"name": call.name, "arguments": arguments}
-        entry = {"id": call.id, "type": "function", "function": function}
-        return {key: self._masked(value, "messages", is_sampled=False) for key, value in entry.items()}
-
-    def _masked(self, value: JSON, param: str, *, is_sampled: bool) -> JSON:
-        if isinstance(value, str):
-            if not value.isascii():
-                try:
-                    value.encode()
-                except UnicodeEncodeError as error:
-                    raise InvalidRequest("text with a lone surrogate is not Unicode", param=param) from error
-            return self._tokens.mask(value, is_sampled=is_sampled)
-        if isinstance(value, Mapping):
-            return {
-                self._masked(key, param, is_sampled=False): self._masked(item, param, is_sampled=False)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._masked(item, param, is_sampled=False) for item in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequest("NaN and infinities are not JSON", param=param)
-        return value
-
-    def _boundary(self, tools: Sequence[Mapping[str, JSON]], tool_name: str | None) -> _Boundary:
-        try:
-            key = orjson.dumps(list(tools)), tool_name
+            key = orjson.dumps(value)
         except TypeError as error:
-            raise InvalidRequest(f"tools are not JSON: {error}", param="tools") from error
-        with self._boundaries_lock:
-            if (found := self._boundaries.get(key)) is not None:
-                self._boundaries.move_to_end(key)
+            raise InvalidRequest(f"{param} are not JSON: {error}", param=param) from error
+        with self._lock:
+            if (found := self._values.get(key)) is not None:
+                self._values.move_to_end(key)
                 return found
-        made = self._make_boundary(tools, tool_name)
-        with self._boundaries_lock:
-            self._boundaries[key] = made
-            if len(self._boundaries) > _MAX_BOUNDARIES:
-                self._boundaries.popitem(last=False)
+        try:
+            made = make()
+        except RecursionError as error:
+            raise InvalidRequest(f"{param} are nested too deeply", param=param) from error
+        with self._lock:
+            self._values[key] = made
+            if len(self._values) > _MAX_REMEMBERED:
+                self._values.popitem(last=False)
         return made
 
-    def _make_boundary(self, tools: Sequence[Mapping[str, JSON]], tool_name: str | None) -> _Boundary:
-        role = "user" if tool_name is None else "tool"
-        reply = Message(role, _REPLY, tool_call_id=_CALL_ID if tool_name else None, name=tool_name)
-        definitions = self._definitions(tools)
-        text = self._rendered([*_synthetic_turn(tool_name), reply], definitions)
-        turn_end = text.rfind(_MARK) + len(_MARK)
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop, turn_end)) >= 0]
-        stop_start, stop = min(found, default=(len(text), ""))
-        if not turn_end < stop_start + len(stop) <= text.rfind(_REPLY):
-            raise TemplateNotPrefixStable("the template does not end an assistant turn with one of its stop tokens")
-        return _Boundary(text[: stop_start + len(stop)], stop_start, definitions)
 
-    def _unstable(self) -> str:
-        difference = self._tokens.unmask(self._report.difference or "")
-        return f"the chat template is not prefix-stable: {difference}"
-
-
-def _synthetic_turn(tool_name: str | None) -> list[Message]:
-    """A conversation of one assistant turn, without a call or with one for `tool_name`."""
-    calls = () if tool_name is None else (ToolCall(_CALL_ID, tool_name, {"text": _MARK}),)
-    return [Message("user", "one question"), Message("assistant", _MARK, tool_calls=calls)]
+def _tokens_of(folder: Path) -> Tokens:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        other = next((name for name in _OTHER_VOCABULARIES if (folder / name).is_file()), None)
+        if other is None:
+            raise TemplateError(f"{path}: no such file; a model folder has its tokenizer there")
+        raise TemplateError(
+            f"{path}: no such file, only {other}; make it once with transformers: "
+            f"AutoTokenizer.from_pretrained(folder) and, of its fast tokenizer, backend_tokenizer.save(path) "
+            f"(for tiktoken.model: transformers.integrations.tiktoken.convert_tiktoken_to_fast)"
+        )
+    try:
+        return Tokens(Tokenizer.from_file(str(path)))
+    except TemplateError:
+        raise
+    except Exception as error:  # the Rust library raises bare Exception
+        raise TemplateError(f"{path}: {error}") from error
 
 
-def _stop_token_ids(folder: Path, config: Mapping[str, JSON], tokens: Tokens) -> list[int]:
+def _stop_token_ids(folder: Path, config: Mapping[str, JSON], tokens: Tokens, chosen: Sequence[str]) -> list[int]:
+    if chosen:
+        ids = [tokens.id_of(text) for text in chosen]
+        if None in ids:
+            raise TemplateError(f"the tokenizer has no token {chosen[ids.index(None)]!r} to stop at")
+        return list(dict.fromkeys(i for i in ids if i is not None))
     declared = read_json(folder / "generation_config.json").get("eos_token_id")
     if declared is None:
         declared = config.get("eos_token_id")
-    ids = list(declared) if isinstance(declared, list) else [declared]
+    found = list(declared) if isinstance(declared, list) else [declared]
     text = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    ids.append(tokens.id_of(text) if text is not None else None)
-    return list(dict.fromkeys(i for i in ids if isinstance(i, int)))
+    found.append(tokens.id_of(text) if text is not None else None)
+    return list(dict.fromkeys(i for i in found if isinstance(i, int)))
 
 
 def _int_or(value: JSON, default: int) -> int:

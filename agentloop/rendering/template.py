@@ -3,22 +3,16 @@
 Ownership: this module knows jinja and the files that describe a template; it knows no tokens. A template is
 foreign code, so it runs sandboxed, and whatever it raises is a `TemplateError`. Rendering is a pure function
 of its arguments: the date a template may ask for is frozen, or prompts would change at midnight.
-
-`examine` tests once, when a renderer is made, that a conversation grows without changing the tokens it
-already has: on a synthetic one with calls, tool answers and several user turns. Templates differ in what they
-accept (a system message, tools, several calls in a turn), so the richest conversation that this one renders is the
-one it is judged by.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import jinja2
 import jinja2.ext
@@ -28,11 +22,15 @@ import jinja2.parser
 import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from agentloop.errors import TemplateError
-from agentloop.types import JSON, Message, ToolCall
+from agentloop.errors import InvalidRequest, TemplateError
+from agentloop.rendering.port import NO_KWARGS
+from agentloop.types import JSON
 
-FROZEN_DATE = datetime.datetime(2025, 1, 1)
+FROZEN_DATE = datetime.date(2025, 1, 1)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OWN_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
+).union(_SPECIAL_TOKENS)
 
 
 def read_json(path: Path) -> dict[str, JSON]:
@@ -55,59 +53,122 @@ def token_text(value: JSON) -> str | None:
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens it may name. Safe to use from several threads."""
+    """A compiled template, and the one for tools where a folder has it. Safe to use from several threads.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises TemplateError if `source` does not compile."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = FROZEN_DATE.strftime
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template does not compile: {error}") from error
+    It may name `special_tokens`, is given `kwargs` with every rendering, and is told that today is `date`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        tool_source: str | None = None,
+        kwargs: Mapping[str, JSON] = NO_KWARGS,
+        date: datetime.date = FROZEN_DATE,
+    ) -> None:
+        """Raises TemplateError if a source does not compile, and InvalidRequest for arguments that are not free."""
+        environment = _environment(date)
+        self.source = source if tool_source is None else f"{source}\n{tool_source}"
+        self._template = _compiled(environment, source)
+        self._tool_template = self._template if tool_source is None else _compiled(environment, tool_source)
+        self._environment = environment
         self._special_tokens = dict(special_tokens)
-        given = {"messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS}
-        self.arguments = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)) - given)
+        check_kwargs(kwargs)
+        self._kwargs = dict(kwargs)
 
     @classmethod
-    def from_directory(cls, directory: Path) -> ChatTemplate:
-        """The template of a model folder. Raises TemplateError if it has none, or one that does not compile."""
+    def from_directory(
+        cls,
+        directory: Path,
+        *,
+        file: Path | None = None,
+        kwargs: Mapping[str, JSON] = NO_KWARGS,
+        date: datetime.date = FROZEN_DATE,
+    ) -> ChatTemplate:
+        """The template of a model folder, or the one in `file` with the folder's special tokens.
+
+        Raises TemplateError if there is none, or one that does not compile.
+        """
         config = read_json(directory / "tokenizer_config.json")
         named = read_json(directory / "special_tokens_map.json") | config
         tokens = {name: text for name in _SPECIAL_TOKENS if (text := token_text(named.get(name))) is not None}
-        return cls(_source(directory, config), tokens)
+        source, tool_source = (_text_of(file), None) if file is not None else _sources(directory, config)
+        return cls(source, tokens, tool_source=tool_source, kwargs=kwargs, date=date)
 
-    def render(self, messages: Sequence[JSON], tools: Sequence[JSON] | None, *, add_generation_prompt: bool) -> str:
-        """The conversation as text. Raises TemplateError with what the template objected to."""
+    @functools.cached_property
+    def arguments(self) -> frozenset[str]:
+        """The names of the further arguments that it reads."""
+        names = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        return frozenset(names) - _OWN_KWARGS - {"documents", *self._environment.globals}
+
+    def render(
+        self,
+        messages: Sequence[JSON],
+        tools: Sequence[JSON] | None,
+        *,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> str:
+        """The conversation as text; `kwargs` go before its own. Raises TemplateError with what it objected to."""
+        values: dict[str, JSON] = {"documents": None, **self._special_tokens, **self._kwargs, **kwargs}
+        values["messages"], values["tools"] = list(messages), list(tools) if tools else None
+        values["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            return (self._tool_template if tools else self._template).render(values)
         except Exception as error:  # foreign code: it may raise anything, and all of it means the same
             raise TemplateError(f"the chat template failed: {error or type(error).__name__}") from error
 
 
-def _source(directory: Path, config: Mapping[str, JSON]) -> str:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TemplateError(f"{path}: {error}") from error
+def check_kwargs(kwargs: Mapping[str, JSON]) -> None:
+    """Raises InvalidRequest for a template argument that the renderer itself gives."""
+    for name in kwargs:
+        if name in _OWN_KWARGS:
+            raise InvalidRequest(f"the template argument {name} is not free", param="chat_template_kwargs")
+
+
+def _environment(date: datetime.date) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = datetime.datetime.combine(date, datetime.time()).strftime
+    return environment
+
+
+def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2.Template:
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise TemplateError(f"the chat template does not compile: {error}") from error
+
+
+def _sources(directory: Path, config: Mapping[str, JSON]) -> tuple[str, str | None]:
+    """Return a folder's template, and the one for conversations with tools if it has two.
+
+    Looks in files, as transformers writes them since 4.50, and in tokenizer_config.json, its earlier form.
+    """
+    path, tool_path = directory / "chat_template.jinja", directory / "additional_chat_templates" / "tool_use.jinja"
     source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates, the form of transformers 4
-        source = {str(entry.get("name")): entry.get("template") for entry in source}.get("default")
-    if not isinstance(source, str):
+    if source is None:  # a processor's
+        source = read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
+    named = source if isinstance(source, dict) else {"default": source}
+    if path.is_file():
+        named = {"default": _text_of(path), **({"tool_use": _text_of(tool_path)} if tool_path.is_file() else {})}
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
         raise TemplateError(f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json")
-    return source
+    return default, tool_use if isinstance(tool_use, str) else None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"{path}: {error}") from error
 
 
 def _tojson(
@@ -133,127 +194,3 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_WINDOW_CHARS = 48
-_TOOL_NAME = "look_up"
-_ANSWER = "the answer of the tool"
-_TOOLS: tuple[Mapping[str, JSON], ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": _TOOL_NAME,
-            "description": "Look a word up.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-        },
-    },
-)
-
-
-class RenderedConversation(Protocol):
-    """The renderer as the test asks it. Texts are masked: only `ids` makes tokens of them."""
-
-    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> str:
-        """The whole prompt with its generation prompt. Raises TemplateError."""
-
-    def bridge_text(
-        self, appended: Sequence[Message], tools: Sequence[Mapping[str, JSON]], *, is_closed: bool
-    ) -> str:
-        """Return what follows an assistant turn up to the next one. Raises TemplateError."""
-
-    def ids(self, text: str) -> list[int]:
-        """The tokens of a text."""
-
-
-@dataclass(frozen=True, slots=True)
-class StabilityReport:
-    """Findings of the test. `difference` is None for a stable template, else names and shows the first one."""
-
-    supports_tools: bool
-    difference: str | None
-    strips_thinking: bool  # a later user turn removes earlier `<think>` blocks
-
-
-def examine(subject: RenderedConversation) -> StabilityReport:
-    """Judge a template by the richest conversation it renders. Raises TemplateError if it renders none."""
-    messages, tools = _richest_conversation(subject)
-    return StabilityReport(bool(tools), _first_difference(subject, messages, tools), _strips_thinking(subject))
-
-
-def show_difference(expected: str, actual: str) -> str:
-    """Show where two texts part, with what stands there in each."""
-    at = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), -1)
-    if at < 0:
-        at = min(len(expected), len(actual))
-    start = max(0, at - _WINDOW_CHARS)
-    before, after = expected[start : at + _WINDOW_CHARS], actual[start : at + _WINDOW_CHARS]
-    return f"at character {at}: {before!r} became {after!r}"
-
-
-def _richest_conversation(
-    subject: RenderedConversation,
-) -> tuple[list[Message], tuple[Mapping[str, JSON], ...]]:
-    failure: TemplateError | None = None
-    for num_calls in (2, 1, 0):
-        for has_system in (True, False):
-            messages = _conversation(num_calls, has_system)
-            tools = _TOOLS if num_calls else ()
-            try:
-                text = subject.text(messages, tools)
-            except TemplateError as error:
-                failure = error
-                continue
-            # A template without tools often leaves them out in silence.
-            first_prompt = subject.text(messages[: 1 + has_system], tools)
-            if not num_calls or (_TOOL_NAME in first_prompt and text.count(_ANSWER) == 1 + num_calls):
-                return messages, tools
-    raise TemplateError(f"the chat template renders no plain conversation: {failure}")
-
-
-def _conversation(num_calls: int, has_system: bool) -> list[Message]:
-    messages = [Message("system", "You look words up.")] if has_system else []
-    messages.append(Message("user", "What is a rook?"))
-    if num_calls:
-        for turn, count in enumerate((1, num_calls)):
-            calls = [ToolCall(f"call{turn}{i:04d}", _TOOL_NAME, {"word": f"rook {i}"}) for i in range(count)]
-            messages.append(Message("assistant", f"I look it up {turn}.", tool_calls=tuple(calls)))
-            messages += [Message("tool", _ANSWER, tool_call_id=call.id, name=_TOOL_NAME) for call in calls]
-    messages.append(Message("assistant", "A bird."))
-    messages.append(Message("user", "And in chess?"))
-    messages.append(Message("assistant", "A piece that moves straight."))
-    messages.append(Message("user", "Thank you."))
-    return messages
-
-
-def _first_difference(
-    subject: RenderedConversation, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]
-) -> str | None:
-    turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    for turn, following in pairwise([*turns, len(messages)]):
-        prompt, extended = subject.text(messages[:turn], tools), subject.text(messages[:following], tools)
-        where = f"message {turn + 1} of {following}"
-        if not extended.startswith(prompt):
-            return f"{where}: earlier text changes {show_difference(prompt, extended)}"
-        try:
-            bridge = subject.bridge_text(messages[turn + 1 : following], tools, is_closed=False)
-        except TemplateError as error:
-            return f"{where}: {error}"
-        sampled = extended[len(prompt) : len(extended) - len(bridge)]
-        if not extended.endswith(bridge) or len(prompt) + len(bridge) > len(extended):
-            return f"{where}: the turns do not join {show_difference(bridge, extended[-len(bridge) :])}"
-        # Some templates write a turn's calls and drop its text; that loses nothing that was sampled.
-        if not messages[turn].tool_calls and not sampled.lstrip().startswith(messages[turn].content):
-            return f"{where}: the turn's text changes {show_difference(messages[turn].content, sampled)}"
-        if subject.ids(prompt + sampled) + subject.ids(bridge) != subject.ids(extended):
-            return f"{where}: the tokens around {bridge[:_WINDOW_CHARS]!r} depend on what stands before it"
-    return None
-
-
-def _strips_thinking(subject: RenderedConversation) -> bool:
-    thought = "a rook may be two things"
-    messages = [
-        Message("user", "What is a rook?"),
-        Message("assistant", f"<think>\n{thought}\n</think>\n\nA bird."),
-        Message("user", "Thank you."),
-    ]
-    return thought not in subject.text(messages, ())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 import secrets
+import string
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -22,6 +23,8 @@ from agentloop.parsers import DecodedText
 
 _LONG_CHARS = 8192  # a longer text is tokenised as a batch of one: only in batches the library lets go of the GIL
 _MARKUP = re.compile(r"[<\[|].+[>\]|]")
+_BARRED = re.compile("<[|\uff5c].+[|\uff5c]>")  # roles and ends of turns, which some tokenizers do not flag special
+_BREAK = 999_999  # the placeholder that stands for nothing: text on its two sides makes no control token
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ANCHOR = "A"  # stands before a token whose text is asked for: many decoders treat a text's first token otherwise
@@ -43,12 +46,14 @@ class Tokens:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._literals = [t.content for t in added.values() if t.special or _MARKUP.fullmatch(t.content)]
-        self._special = frozenset(token.content for token in added.values() if token.special)
+        self._special = frozenset(t.content for t in added.values() if t.special or _BARRED.fullmatch(t.content))
         self._control_ids = frozenset(i for i, t in added.items() if t.content in set(self._literals))
         self._index_of = {literal: index for index, literal in enumerate(self._literals)}
         # Unguessable digits: no content can hold them, and no template's filter changes them.
         self._nonce = str(10**19 + secrets.randbelow(9 * 10**19))
         placeholder = rf"{self._nonce}(?P<index>\d{{6}})"
+        self._break = f"{self._nonce}{_BREAK:06d}"
+        self._seams = _Seams(self._literals)
         longest_first = sorted(self._literals, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._masked_or_control = re.compile(f"{placeholder}|{self._control.pattern}")
@@ -66,26 +71,38 @@ class Tokens:
         """One more than the largest id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def literals(self) -> frozenset[str]:
+        """The added tokens that are control tokens or markup."""
+        return frozenset(self._literals)
+
+    def first_special(self, text: str) -> str | None:
+        """Return the special token that a rendered text begins with, if it does."""
+        found = self._control.match(text)
+        return found[0] if found is not None and found[0] in self._special else None
+
     def id_of(self, literal: str) -> int | None:
         return self._tokenizer.token_to_id(literal)
 
     def literal_of(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
 
-    def mask(self, text: str, *, is_sampled: bool = False) -> str:
-        """Text whose spellings of control tokens `encode` will treat as text.
+    def mask(self, text: str, *, keeps_markup: bool = False) -> str:
+        """Text whose spellings of control tokens `encode` will treat as text, whatever a template writes beside it.
 
-        `is_sampled`: a policy wrote it, so markup that is no special token (`<think>`) is the policy's own token.
+        `keeps_markup`: the text is trusted or a policy's own, so markup that is no special token (`<think>`) stays
+        a token.
         """
-        if self._control.search(text) is None:
-            return text
-        return self._control.sub(
-            lambda m: m[0] if is_sampled and m[0] not in self._special else self._placeholder(m[0]), text
-        )
+        if self._control.search(text) is not None:
+            text = self._control.sub(
+                lambda m: m[0] if keeps_markup and m[0] not in self._special else self._placeholder(m[0]), text
+            )
+        opens, closes = self._seams.of(text)
+        return f"{self._break if opens else ''}{text}{self._break if closes else ''}"
 
     def unmask(self, text: str) -> str:
         """The text as it was before `mask`."""
-        return self._masked.sub(lambda match: self._literals[int(match["index"])], text)
+        return self._masked.sub(lambda match: self._literal(match["index"]), text)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered text, nothing added. Masked spellings become ordinary text.
@@ -95,7 +112,7 @@ class Tokens:
         if self._nonce not in text:
             return _ids(self._tokenizer, text)
         aliased = self._masked_or_control.sub(
-            lambda m: self._literals[int(m["index"])] if m["index"] else self._alias(self._index_of[m[0]]), text
+            lambda m: self._literal(m["index"]) if m["index"] else self._alias(self._index_of[m[0]]), text
         )
         ids = _ids(self._text_tokenizer, aliased)
         if any(token_id in self._control_ids and token_id not in self._id_of_alias for token_id in ids):
@@ -125,6 +142,10 @@ class Tokens:
 
     def _placeholder(self, literal: str) -> str:
         return f"{self._nonce}{self._index_of[literal]:06d}"
+
+    def _literal(self, index: str) -> str:
+        """Return the text behind a placeholder."""
+        return "" if int(index) == _BREAK else self._literals[int(index)]
 
     def _alias(self, index: int) -> str:
         return f"<alias{self._nonce}:{index}>"
@@ -206,6 +227,36 @@ class Tokens:
         if ends:
             ends[-1] = len(text)
         return DecodedText(text, tuple(ends))
+
+
+class _Seams:
+    """Texts that may be a part of a control token: a template could write the rest, as in `'<' ~ key ~ '>'`.
+
+    Parts are cut within a token's outer punctuation; at a text's end anywhere, since texts may follow each other.
+    """
+
+    def __init__(self, literals: Sequence[str]) -> None:
+        self._inner: set[str] = set()
+        self._starts: set[str] = set()
+        self._prefixes: set[str] = set()
+        for literal in literals:
+            leads = range(len(literal) - len(literal.lstrip(string.punctuation)) + 1)
+            trails = range(len(literal) - len(literal.rstrip(string.punctuation)) + 1)
+            self._inner |= {literal[lead : len(literal) - trail] for lead in leads for trail in trails} - {literal}
+            self._starts |= {literal[lead:] for lead in leads if lead}
+            self._prefixes |= {literal[:end] for end in range(1, len(literal))}
+        self._inner.discard("")
+        self._openers = {literal[0] for literal in literals}
+        self._start_lengths = sorted({len(start) for start in self._starts})
+        self._max_chars = max(map(len, literals), default=0)
+
+    def of(self, text: str) -> tuple[bool, bool]:
+        """Tell whether a text may go on a token that stands before it, and begin one that stands behind it."""
+        if text in self._inner:
+            return True, True
+        opens = any(text[:length] in self._starts for length in self._start_lengths if length <= len(text))
+        tail = text[-self._max_chars :]
+        return opens, any(tail[at:] in self._prefixes for at, char in enumerate(tail) if char in self._openers)
 
 
 class TextDecoder:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from structlog.contextvars import bind_contextvars
 
-from agentloop.errors import RewardError
+from agentloop.errors import RewardError, TemplateNotPrefixStable
 from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader, TurnRequest, sample_turn
 from agentloop.images import ImageSpan
-from agentloop.rendering import Renderer, off_loop
+from agentloop.rendering import Renderer, TurnEnd, off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
@@ -68,7 +68,7 @@ class LoopContext:
         self._guard = guard
         self._placer = ImagePlacer(takes_images=False) if placer is None else placer
         self._path = GrowingPath(task.messages)
-        self._is_closed = True  # whether the last turn sampled its stop token
+        self._end = TurnEnd()  # of the last turn
         self._kv_version: int | None = None  # the weight version at the trajectory's start
         self._score = Score()
         self.has_lost_call = False  # a generation was begun whose tokens never came
@@ -146,7 +146,7 @@ class LoopContext:
             bind_contextvars(version=reply.weight_versions[-1].version)
             if self._kv_version is None:
                 self._kv_version = reply.weight_versions[0].version
-        self._is_closed = reply.is_closed
+        self._end = self._reader.end_of(reply)
         self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason)
         self._check_age()
         return reply
@@ -181,20 +181,23 @@ class LoopContext:
             prompt, images = await self._placed(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
             self._path.start(prompt, images)
-        elif self._renderer.is_prefix_stable:
+            return
+        try:
             bridge, images = await self._placed(self._path.pending, self._bridge)
-            self._budget.tokens_for_turn(self._path.num_context_tokens + len(bridge), wanted)
-            self._path.add_observed(bridge, images)
-        else:
+        except TemplateNotPrefixStable as refused:  # the whole conversation is rendered, its own thoughts included
             prompt, images = await self._placed(self._path.messages, self._render)
             self._budget.tokens_for_turn(len(prompt), wanted)
-            self._path.extend_to(prompt, self._renderer.decode, images)
+            self._path.extend_to(prompt, self._renderer.decode, images, cause=refused.message)
+            return
+        self._budget.tokens_for_turn(self._path.num_context_tokens + len(bridge), wanted)
+        self._path.add_observed(bridge, images)
 
     def _render(self) -> list[int]:
-        return self._renderer.render(self._path.messages, self._definitions)
+        return self._renderer.render(self._path.messages, self._definitions, self.task.template_kwargs)
 
     def _bridge(self) -> list[int]:
-        return self._renderer.bridge(self._path.pending, self._definitions, is_closed=self._is_closed)
+        path = self._path
+        return self._renderer.bridge(path.pending, self._definitions, self._end, self.task.template_kwargs)
 
     async def _placed(
         self, messages: Sequence[Message], work: Callable[[], list[int]]

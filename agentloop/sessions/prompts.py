@@ -27,7 +27,7 @@ from agentloop.errors import (
 from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader
 from agentloop.images import ImageFiles, ImageSpan, shifted_images
 from agentloop.parsers import Parser
-from agentloop.rendering import Renderer, off_loop
+from agentloop.rendering import NO_KWARGS, Renderer, off_loop
 from agentloop.trajectory import Match, Node, Split, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
 
@@ -112,6 +112,7 @@ async def make_question(
             is_strict=chat.is_strict,
             keys=chat.keys,
             tools_key=chat.tools_key,
+            template_kwargs=chat.template_kwargs,
         )
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
@@ -138,22 +139,32 @@ async def make_prompt(
     is_strict: bool = False,
     keys: Sequence[bytes] = (),
     tools_key: bytes | None = None,
+    template_kwargs: Mapping[str, JSON] = NO_KWARGS,
 ) -> Prompt:
-    """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises as `make_question`."""
+    """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises as `make_question`.
+
+    A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
+    is rendered: the session's own messages, thoughts included, in place of the client's echo of them.
+    """
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
     renderer = parts.renderer
-    match = graph.match(messages, tools, is_strict=is_strict, keys=keys, tools_key=tools_key)
+    told = tools
+    if template_kwargs:  # they shape the prompt as tools do
+        told, tools_key = (*tools, {"name": "template arguments", "arguments": template_kwargs}), None
+    match = graph.match(messages, told, is_strict=is_strict, keys=keys, tools_key=tools_key)
+    cause = ""
     if match.parent is not None:
-        prompt = await _bridged(match.parent, match, tools, graph, parts, asker, len(messages))
-        if prompt is not None:
+        prompt = await _bridged(match.parent, match, tools, template_kwargs, graph, parts, asker, len(messages))
+        if isinstance(prompt, Prompt):
             return prompt
-    written = await _rendered(messages, lambda: renderer.render(messages, tools))
+        cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
+    written = await _rendered(messages, lambda: renderer.render(messages, tools, template_kwargs))
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
         return _root(ids, images, messages, match.tools_key, match.split)
     parent_id = match.parent.node_id
-    split = graph.mark_template_split(parent_id, ids, renderer.decode)
+    split = graph.mark_template_split(parent_id, ids, renderer.decode, cause=cause)
     if split is not None:
         return _root(ids, images, messages, match.tools_key, split)
     num_known = len(graph.context_ids(parent_id))
@@ -165,26 +176,32 @@ async def _bridged(
     parent: Node,
     match: Match,
     tools: Sequence[Mapping[str, JSON]],
+    template_kwargs: Mapping[str, JSON],
     graph: TurnGraph,
     parts: SessionParts,
     asker: ImageAsker,
     num_messages: int,
-) -> Prompt | None:
-    """Make the prompt of the parent's ids and what is new; None if this template cannot append it."""
+) -> Prompt | str:
+    """Make the prompt of the parent's ids and what is new, or say why this template cannot append it."""
     appended, renderer = match.appended, parts.renderer
-    if not renderer.is_prefix_stable or not appended or appended[0].role == "assistant":
-        return None
+    if not appended or appended[0].role == "assistant":
+        return "an assistant's message follows the reply"
+    end = parts.reader.end_of(parent.reply)
     try:
-        written = await _rendered(
-            appended, lambda: renderer.bridge(appended, tools, is_closed=parent.reply.is_closed)
-        )
-    except TemplateNotPrefixStable:
-        return None
+        written = await _rendered(appended, lambda: renderer.bridge(appended, tools, end, template_kwargs))
+    except TemplateNotPrefixStable as refused:
+        return refused.message
     bridge, images = await parts.placer.place(written, appended, asker, first_index=num_messages - len(appended))
     known = graph.context_ids(parent.node_id)
     images = (*graph.context_images(parent.node_id), *shifted_images(images, len(known)))
     ids = (*known, *bridge)
     return Prompt(ids, parent.node_id, appended, _array(bridge), match.tools_key, match.split, images)
+
+
+def _own_messages(graph: TurnGraph, node: Node) -> list[Message]:
+    """Return the conversation up to the node's reply as the session has it."""
+    path = graph.path_of(node.node_id)
+    return [message for turn in path for message in (*turn.observed, turn.reply.message)]
 
 
 def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionParts) -> Prompt:

@@ -30,8 +30,11 @@ def message_difference(index: int, there: Message | None, came: Message | None, 
     return f"messages[{index}]: {sides}"[:MAX_DETAIL_CHARS]
 
 
-def token_difference(there: IntArray, came: IntArray, decode: Decode | None) -> str:
-    """The first token that differs, decoded with what stands around it; as ids without `decode`."""
+def token_difference(there: IntArray, came: IntArray, decode: Decode | None, cause: str = "") -> str:
+    """The first token that differs, decoded with what stands around it; as ids without `decode`.
+
+    `cause` comes first; what stands there is shown in any case.
+    """
     num_common = min(len(there), len(came))
     unequal = np.flatnonzero(there[:num_common] != came[:num_common])
     at = int(unequal[0]) if len(unequal) else num_common
@@ -39,7 +42,9 @@ def token_difference(there: IntArray, came: IntArray, decode: Decode | None) -> 
     old, new = there[window].tolist(), came[window].tolist()
     old_shown = _shown(repr(old if decode is None else decode(old)))
     new_shown = _shown(repr(new if decode is None else decode(new)))
-    return f"tokens[{at}]: {old_shown} was there, {new_shown} came"[:MAX_DETAIL_CHARS]
+    shown = f"tokens[{at}]: {old_shown} was there, {new_shown} came"
+    room = MAX_DETAIL_CHARS - len(shown) - len("; ")
+    return f"{cause[:room]}; {shown}"[:MAX_DETAIL_CHARS] if cause and room > 0 else shown[:MAX_DETAIL_CHARS]
 
 
 def _side(message: Message | None, text: str, at: int) -> str:

@@ -120,11 +120,17 @@ class GrowingPath:
         self._pending.clear()
 
     def extend_to(
-        self, prompt_ids: Sequence[int], decode: Decode | None = None, images: tuple[ImageSpan, ...] = ()
+        self,
+        prompt_ids: Sequence[int],
+        decode: Decode | None = None,
+        images: tuple[ImageSpan, ...] = (),
+        *,
+        cause: str = "",
     ) -> None:
         """Make `prompt_ids` the next prompt: extend the path if it begins with it, else fork at a new root.
 
-        `decode` makes the split's detail readable. Tokens observed since the last turn are in no path after a fork.
+        `decode` makes the split's detail readable, and `cause` says in it why the prompt was rendered whole. Tokens
+        observed since the last turn are in no path after a fork.
         """
         turn, num_context = self._current(), len(self._context_ids)
         if list(prompt_ids[:num_context]) == self._context_ids:
@@ -135,7 +141,7 @@ class GrowingPath:
             self._begin_root(prompt_ids, images, turn.split)
             return
         there, came = np.array(self._context_ids, np.int32), np.array(prompt_ids, np.int32)
-        detail = token_difference(there, came, decode)
+        detail = token_difference(there, came, decode, cause)
         self._begin_root(prompt_ids, images, Split(SplitReason.TEMPLATE, parent_id, detail))
 
     def add_turn(self, reply: Reply) -> None:

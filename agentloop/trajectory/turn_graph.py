@@ -204,17 +204,17 @@ class TurnGraph:
         return None, tuple(prompt_ids), split
 
     def mark_template_split(
-        self, parent_id: str, prompt_ids: Sequence[int], decode: Decode | None = None
+        self, parent_id: str, prompt_ids: Sequence[int], decode: Decode | None = None, *, cause: str = ""
     ) -> Split | None:
         """Return the split of a prompt that was rendered whole after `parent_id`: None if it begins with its path.
 
-        For templates that are not prefix-stable; the graph itself does not change.
+        `cause` says why it was rendered whole. The graph itself does not change.
         """
         prompt = np.array(prompt_ids, dtype=np.int32)
         path = path_ids(self._nodes, parent_id)
         if np.array_equal(prompt[: len(path)], path):
             return None
-        return self._token_split(SplitReason.TEMPLATE, parent_id, parent_id, prompt, decode)
+        return self._token_split(SplitReason.TEMPLATE, parent_id, parent_id, prompt, decode, cause)
 
     def path_of(self, node_id: str) -> list[Node]:
         """Return the nodes from the root to `node_id`. Raises KeyError."""
@@ -341,9 +341,15 @@ class TurnGraph:
         return num_common
 
     def _token_split(
-        self, reason: SplitReason, from_node: str, nearest: str, prompt: IntArray, decode: Decode | None
+        self,
+        reason: SplitReason,
+        from_node: str,
+        nearest: str,
+        prompt: IntArray,
+        decode: Decode | None,
+        cause: str = "",
     ) -> Split:
-        return Split(reason, from_node, token_difference(path_ids(self._nodes, nearest), prompt, decode))
+        return Split(reason, from_node, token_difference(path_ids(self._nodes, nearest), prompt, decode, cause))
 
     def _root_of(self, node_id: str) -> Node:
         return self.path_of(node_id)[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentloop.client import load_tasks
 from agentloop.parsers import HermesParser
-from agentloop.rendering import Renderer
+from agentloop.rendering import TemplateRenderer
 from agentloop.rollout import Toolbox, exact_match
 from agentloop.types import Message, RolloutTask
 from agentloop_tools.calculator import calculator
@@ -58,7 +58,11 @@ async def roll_out(folder: Path, tasks: list[RolloutTask], temperature: float) -
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    renderer, parser, toolbox = Renderer.from_directory(folder), HermesParser(), Toolbox([calculator, PythonTool()])
+    renderer, parser, toolbox = (
+        TemplateRenderer.from_directory(folder),
+        HermesParser(),
+        Toolbox([calculator, PythonTool()]),
+    )
     stop = renderer.stop_token_ids[0]
 
     async def extend(sample: Sample, turn: list[int]) -> None:

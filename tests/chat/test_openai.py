@@ -23,7 +23,7 @@ from agentloop.chat.openai_completions import to_call as completion_call
 from agentloop.errors import InvalidRequest
 from agentloop.generation.turn_piece import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.trajectory.message_key import message_key
 from agentloop.trajectory.node import Node, Reply, Split
 from agentloop.types import (
@@ -61,12 +61,12 @@ CUT = ToolCall(
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Renderer:
-    return Renderer.from_directory("examples/tiny_policy/v0")
+def renderer() -> TemplateRenderer:
+    return TemplateRenderer.from_directory("examples/tiny_policy/v0")
 
 
 @pytest.fixture(scope="module")
-def texts(renderer: Renderer) -> TokenTexts:
+def texts(renderer: TemplateRenderer) -> TokenTexts:
     return TokenTexts(renderer)
 
 
@@ -451,7 +451,7 @@ def test_a_reply_of_unreadable_calls_alone_is_an_answer(texts: TokenTexts) -> No
     assert "tool_calls" not in choice["message"]
 
 
-def test_tokens_are_text_and_bytes(renderer: Renderer, texts: TokenTexts) -> None:
+def test_tokens_are_text_and_bytes(renderer: TemplateRenderer, texts: TokenTexts) -> None:
     ids = renderer.ids("Hello")
     entries = texts.entries(ids, [-0.5] * len(ids), ())
     assert "".join(entry["token"] for entry in entries) == "Hello"
@@ -470,7 +470,7 @@ def completion(**fields: Any) -> CompletionBody:
     return read_body(json.dumps({"model": "default", "prompt": "Hello", **fields}).encode(), CompletionBody)
 
 
-def test_a_completion_call(renderer: Renderer) -> None:
+def test_a_completion_call(renderer: TemplateRenderer) -> None:
     asked_body = completion(stop="x", logprobs=3, max_tokens=4)
     ids = prompt_ids_of(asked_body, renderer)
     assert renderer.decode(ids) == "Hello"

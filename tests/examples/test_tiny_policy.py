@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from agentloop.client.rollout import load_tasks
 from agentloop.codec import from_builtins
 from agentloop.errors import ToolError
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.types import RolloutTask
 from agentloop_tools.calculator import evaluate
 from agentloop_tools.python import PythonTool
@@ -126,9 +126,9 @@ def test_parallel_results_share_one_user_turn(tokenizer):
 
 
 def test_the_service_can_use_the_template():
-    renderer = Renderer.from_directory(POLICY / "v0")
-    assert renderer.is_prefix_stable
-    assert renderer.supports_tools
+    renderer = TemplateRenderer.from_directory(POLICY / "v0")
+    assert renderer.facts.user_turns is None
+    assert renderer.facts.supports_tools
     assert renderer.decode(renderer.stop_token_ids[:1]) == "<|im_end|>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import Message
@@ -23,16 +24,17 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return Renderer.from_directory(write_folder(tmp_path_factory.mktemp("model")))
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
+    return TemplateRenderer.from_directory(write_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
-def reader(renderer: Renderer) -> TurnReader:
+def reader(renderer: TemplateRenderer) -> TurnReader:
     return TurnReader(renderer, get_parser("hermes"))
 
 
-def byte_fallback_renderer() -> Renderer:
+@functools.cache
+def byte_fallback_renderer() -> TemplateRenderer:
     """A tokenizer of the other kind: characters it does not know are written as tokens of single bytes."""
     words = ["▁", "a", "b", "▁a", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("▁", "a")], byte_fallback=True))
@@ -41,7 +43,7 @@ def byte_fallback_renderer() -> Renderer:
     )
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
     template = IGNORES_TOOLS.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>")
-    return Renderer(ChatTemplate(template, {}), Tokens(tokenizer), stop_token_ids=[5], vocab_size=300)
+    return TemplateRenderer(ChatTemplate(template, {}), Tokens(tokenizer), stop_token_ids=[5], vocab_size=300)
 
 
 def cut(values: list[int], sizes: list[int]) -> list[list[int]]:
@@ -71,12 +73,14 @@ sizes = st.lists(st.integers(0, 5), max_size=40)
 
 
 @given(token_ids, sizes)
-def test_ids_in_pieces_decode_as_all_at_once(reader: TurnReader, renderer: Renderer, ids: list[int], at: list[int]):
+def test_ids_in_pieces_decode_as_all_at_once(
+    reader: TurnReader, renderer: TemplateRenderer, ids: list[int], at: list[int]
+):
     _, whole = decoded_in_pieces(reader, cut(ids, at))
     assert whole == renderer.decode_with_offsets(ids)
 
 
-def test_a_character_is_given_out_once_all_of_its_bytes_are_there(reader: TurnReader, renderer: Renderer):
+def test_a_character_is_given_out_once_all_of_its_bytes_are_there(reader: TurnReader, renderer: TemplateRenderer):
     ids = renderer.ids("é😀x€")
     texts, _ = decoded_in_pieces(reader, [[token_id] for token_id in ids])
     assert [text for text in texts if text] == ["é", "😀", "x", "€"]
@@ -111,7 +115,7 @@ def test_bytes_that_make_no_character_do_not_vanish(size: int):
 
 
 @pytest.mark.slow
-def test_unfinished_characters_cost_linear_time(reader: TurnReader, renderer: Renderer):
+def test_unfinished_characters_cost_linear_time(reader: TurnReader, renderer: TemplateRenderer):
     lead = renderer.ids("😀")[0]
     for ids in ([lead] * 20_000, [lead] + [511] * 20_000):
         decoder = reader.decoder()
@@ -174,6 +178,6 @@ def test_a_prompt_tells_whether_it_leaves_a_thought_open(tmp_path: Path):
     opening = TEMPLATE.rpartition("{%- if add_generation_prompt %}")[0] + prompt
     for template, is_thinking in ((opening, True), (opening.replace("<think>\\n", "<think>\\n</think>"), False)):
         folder = write_folder(tmp_path, template)
-        renderer = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
+        renderer = TemplateRenderer.from_directory(folder, RenderSettings(on_unstable=OnUnstable.FORK))
         ids = renderer.render([Message("user", "?")], [])
         assert TurnReader(renderer, get_parser("hermes")).is_thinking(ids) is is_thinking

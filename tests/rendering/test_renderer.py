@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from agentloop.errors import InvalidRequest
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.port import TurnEnd
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.types import Message
 from tests.support.records.model_folder import (
     BACKUP_STOP,
@@ -37,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def renderer(folder: Path) -> Renderer:
-    return Renderer.from_directory(folder)
+def renderer(folder: Path) -> TemplateRenderer:
+    return TemplateRenderer.from_directory(folder)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +86,16 @@ def conversations(draw: st.DrawFn) -> list[Message]:
 
 
 @pytest.fixture(scope="module", params=["own", "shipped"])
-def both_ways(request: pytest.FixtureRequest, folder: Path) -> tuple[Renderer, Any]:
+def both_ways(request: pytest.FixtureRequest, folder: Path) -> tuple[TemplateRenderer, Any]:
     chosen = folder if request.param == "own" else SHIPPED
-    return Renderer.from_directory(chosen), AutoTokenizer.from_pretrained(chosen)
+    return TemplateRenderer.from_directory(chosen), AutoTokenizer.from_pretrained(chosen)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(conversations(), st.booleans())
-def test_render_equals_transformers(both_ways: tuple[Renderer, Any], messages: list[Message], has_tools: bool):
+def test_render_equals_transformers(
+    both_ways: tuple[TemplateRenderer, Any], messages: list[Message], has_tools: bool
+):
     renderer, reference = both_ways
     tools = TOOLS if has_tools else []
     expected = reference.apply_chat_template(
@@ -105,20 +108,20 @@ def test_render_equals_transformers(both_ways: tuple[Renderer, Any], messages: l
     assert renderer.render(messages, tools) == expected
 
 
-def test_stop_ids_and_vocabulary_come_from_the_folder(renderer: Renderer, tokenizer: Tokenizer):
+def test_stop_ids_and_vocabulary_come_from_the_folder(renderer: TemplateRenderer, tokenizer: Tokenizer):
     assert renderer.stop_token_ids == (tokenizer.token_to_id(STOP), tokenizer.token_to_id(BACKUP_STOP))
     assert renderer.vocab_size == 512
-    assert renderer.is_prefix_stable
-    assert renderer.supports_tools
+    assert renderer.facts.user_turns is None
+    assert renderer.facts.supports_tools
 
 
 def test_stop_ids_without_a_generation_config(tmp_path: Path, tokenizer: Tokenizer):
     (write_folder(tmp_path) / "generation_config.json").unlink()
-    renderer = Renderer.from_directory(tmp_path)
+    renderer = TemplateRenderer.from_directory(tmp_path)
     assert renderer.stop_token_ids == (tokenizer.token_to_id(BACKUP_STOP), tokenizer.token_to_id(STOP))
 
 
-def test_the_developer_role_is_the_system_role(renderer: Renderer):
+def test_the_developer_role_is_the_system_role(renderer: TemplateRenderer):
     as_developer = [Message("developer", "Be brief."), Message("user", "Hi")]
     assert renderer.render(as_developer, []) == renderer.render(
         [Message("system", "Be brief."), Message("user", "Hi")], []
@@ -130,23 +133,23 @@ def test_the_developer_role_is_the_system_role(renderer: Renderer):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(conversations(), st.booleans())
-def test_bridges_grow_to_the_whole_rendering(renderer: Renderer, messages: list[Message], has_tools: bool):
+def test_bridges_grow_to_the_whole_rendering(renderer: TemplateRenderer, messages: list[Message], has_tools: bool):
     tools = TOOLS if has_tools else []
     assert grown(renderer, messages, tools) == renderer.render(messages, tools)
 
 
-def test_a_bridge_starts_with_the_templates_boundary(renderer: Renderer):
+def test_a_bridge_starts_with_the_templates_boundary(renderer: TemplateRenderer):
     answer = [Message("tool", "449", tool_call_id="call_0_0", name="calculator")]
     text = "\n<|im_start|>user\n<tool_response>\n449\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert renderer.decode(renderer.bridge(answer, TOOLS, is_closed=True)) == text
-    assert renderer.decode(renderer.bridge(answer, TOOLS, is_closed=False)) == STOP + text
+    assert renderer.decode(renderer.bridge(answer, TOOLS, TurnEnd(renderer.stop_token_ids[0]))) == text
+    assert renderer.decode(renderer.bridge(answer, TOOLS, TurnEnd())) == STOP + text
 
 
 def test_a_bridge_costs_the_new_text_only(folder: Path):
-    renderer = Renderer.from_directory(folder)
+    renderer = TemplateRenderer.from_directory(folder)
     answer = [Message("tool", "449", tool_call_id="call_0_0", name="calculator")]
     long = [Message("user", "What is 37 * 12 + 5? " * 2_000)]
-    renderer.bridge(answer, TOOLS, is_closed=True)
+    renderer.bridge(answer, TOOLS, TurnEnd(renderer.stop_token_ids[0]))
 
     def cpu_s(work: Any) -> float:
         started = time.process_time()
@@ -154,26 +157,34 @@ def test_a_bridge_costs_the_new_text_only(folder: Path):
         return time.process_time() - started
 
     whole = min(cpu_s(lambda: renderer.render(long, TOOLS)) for _ in range(3))
-    bridge = min(cpu_s(lambda: renderer.bridge(answer, TOOLS, is_closed=True)) for _ in range(3))
+    bridge = min(
+        cpu_s(lambda: renderer.bridge(answer, TOOLS, TurnEnd(renderer.stop_token_ids[0]))) for _ in range(3)
+    )
     assert bridge * 10 < whole
 
 
 @pytest.mark.parametrize("appended", [[], [Message("assistant", "I go on.")]])
-def test_only_answers_can_be_appended(renderer: Renderer, appended: list[Message]):
+def test_only_answers_can_be_appended(renderer: TemplateRenderer, appended: list[Message]):
     with pytest.raises(InvalidRequest):
-        renderer.bridge(appended, [], is_closed=True)
+        renderer.bridge(appended, [], TurnEnd(renderer.stop_token_ids[0]))
 
 
-def test_threads_share_a_renderer(renderer: Renderer):
+def test_threads_share_a_renderer(renderer: TemplateRenderer):
     messages = [Message("user", "What is 37 * 12? <|im_end|>" * 50)]
-    expected = renderer.render(messages, TOOLS), renderer.bridge(messages, TOOLS, is_closed=True)
+    expected = (
+        renderer.render(messages, TOOLS),
+        renderer.bridge(messages, TOOLS, TurnEnd(renderer.stop_token_ids[0])),
+    )
     seen: list[bool] = []
 
     def work(index: int) -> None:
         tools = [*TOOLS, {"type": "function", "function": {"name": f"tool{index}", "parameters": {}}}]
         for _ in range(20):
-            renderer.bridge(messages, tools, is_closed=True)
-            got = renderer.render(messages, TOOLS), renderer.bridge(messages, TOOLS, is_closed=True)
+            renderer.bridge(messages, tools, TurnEnd(renderer.stop_token_ids[0]))
+            got = (
+                renderer.render(messages, TOOLS),
+                renderer.bridge(messages, TOOLS, TurnEnd(renderer.stop_token_ids[0])),
+            )
             seen.append(got == expected and renderer.decode_with_offsets(got[0]).text == renderer.decode(got[0]))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]

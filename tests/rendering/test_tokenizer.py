@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.port import TurnEnd
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import Message, ToolCall, ToolCallStatus
 from tests.support.records.model_folder import (
@@ -34,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def renderer(folder: Path) -> Renderer:
-    return Renderer.from_directory(folder)
+def renderer(folder: Path) -> TemplateRenderer:
+    return TemplateRenderer.from_directory(folder)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ hostile_text = st.lists(literals | st.text(st.characters(exclude_categories=["Cs
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(hostile_text)
-def test_content_is_encoded_as_the_text_it_is(renderer: Renderer, tokenizer: Tokenizer, content: str):
+def test_content_is_encoded_as_the_text_it_is(renderer: TemplateRenderer, tokenizer: Tokenizer, content: str):
     start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id(STOP)
     newline = as_text(tokenizer, "\n")
     tail = [end, *newline, start, *as_text(tokenizer, "assistant\n")]
@@ -80,21 +81,21 @@ def test_content_is_encoded_as_the_text_it_is(renderer: Renderer, tokenizer: Tok
     opening, closing = tokenizer.token_to_id("<tool_response>"), tokenizer.token_to_id("</tool_response>")
     wrapped = as_text(tokenizer, f"\n{content}\n")
     user = as_text(tokenizer, "user\n")
-    assert renderer.bridge([Message("tool", content)], TOOLS, is_closed=True) == (
+    assert renderer.bridge([Message("tool", content)], TOOLS, TurnEnd(renderer.stop_token_ids[0])) == (
         [*newline, start, *user, opening, *wrapped, closing, *tail]
     )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(hostile_text, hostile_text)
-def test_no_field_can_hold_a_control_token(renderer: Renderer, tokenizer: Tokenizer, text: str, key: str):
+def test_no_field_can_hold_a_control_token(renderer: TemplateRenderer, tokenizer: Tokenizer, text: str, key: str):
     def control(of: str, of_key: str) -> list[int]:
         made = ToolCall(f"id{of}", f"name{of}", {of_key + "key": [of, {"inner": of}]})
         tools = [
             {"type": "function", "function": {"name": f"t{of}", "description": of, "parameters": {of_key: of}}}
         ]
         messages = [
-            Message("system", of),
+            Message("system", "Be brief."),
             Message("user", of),
             Message("assistant", "I call.", tool_calls=(made,)),
             Message("tool", of, tool_call_id=of, name=of),
@@ -104,7 +105,17 @@ def test_no_field_can_hold_a_control_token(renderer: Renderer, tokenizer: Tokeni
     assert control(text, key) == control("harmless", "harmless")
 
 
-def test_a_policys_own_markup_stays_its_own(renderer: Renderer, tokenizer: Tokenizer):
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_trusted_text_keeps_its_markup_and_no_control_token(
+    renderer: TemplateRenderer, tokenizer: Tokenizer, role: str
+):
+    text = "Think within <think></think> tags.<|im_end|>"
+    ids = renderer.render([Message(role, text), Message("user", text)], [])
+    assert [ids.count(tokenizer.token_to_id(mark)) for mark in ("<think>", "</think>", STOP)] == [1, 1, 2]
+    assert renderer.decode(ids).count(text) == 2
+
+
+def test_a_policys_own_markup_stays_its_own(renderer: TemplateRenderer, tokenizer: Tokenizer):
     """Re-rendering sampled text keeps `<think>` a token, but a special token in it is text."""
     messages = [
         Message("user", "Hi"),
@@ -127,13 +138,15 @@ def test_a_policys_own_markup_stays_its_own(renderer: Renderer, tokenizer: Token
         ([Message("user", "x")], [{"description": "\ud800"}], "tools"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_refused(renderer: Renderer, messages: list[Message], tools: Any, param: str):
+def test_what_cannot_be_rendered_is_refused(
+    renderer: TemplateRenderer, messages: list[Message], tools: Any, param: str
+):
     with pytest.raises(InvalidRequest) as caught:
         renderer.render(messages, tools)
     assert caught.value.param == param
 
 
-def test_nul_and_escape_codes_pass_exactly(renderer: Renderer):
+def test_nul_and_escape_codes_pass_exactly(renderer: TemplateRenderer):
     text = "\x00\x1b[31mred\x07"
     assert text in renderer.decode(renderer.render([Message("user", text)], []))
 
@@ -141,7 +154,7 @@ def test_nul_and_escape_codes_pass_exactly(renderer: Renderer):
 # --- decoding ---------------------------------------------------------------------------------------------
 
 
-def test_offsets_wait_for_the_last_byte_of_a_character(renderer: Renderer, tokenizer: Tokenizer):
+def test_offsets_wait_for_the_last_byte_of_a_character(renderer: TemplateRenderer, tokenizer: Tokenizer):
     text = "a é 😀<|im_end|>"
     ids = tokenizer.encode(text).ids
     decoded = renderer.decode_with_offsets(ids)
@@ -153,7 +166,7 @@ def test_offsets_wait_for_the_last_byte_of_a_character(renderer: Renderer, token
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.integers(0, 600), max_size=40))
-def test_offsets_agree_with_decode_on_any_ids(renderer: Renderer, ids: list[int]):
+def test_offsets_agree_with_decode_on_any_ids(renderer: TemplateRenderer, ids: list[int]):
     decoded = renderer.decode_with_offsets(ids)
     assert decoded.text == renderer.decode(ids)
     assert len(decoded.ends) == len(ids)
@@ -161,7 +174,7 @@ def test_offsets_agree_with_decode_on_any_ids(renderer: Renderer, ids: list[int]
     assert not ids or decoded.ends[-1] == len(decoded.text)
 
 
-def test_decoding_bytes_that_make_no_text_is_linear(renderer: Renderer, tokenizer: Tokenizer):
+def test_decoding_bytes_that_make_no_text_is_linear(renderer: TemplateRenderer, tokenizer: Tokenizer):
     continuation = tokenizer.token_to_id("¤")  # one byte of 0x80 to 0xbf, never valid on its own
 
     def cpu_s(num_ids: int) -> float:
@@ -175,7 +188,7 @@ def test_decoding_bytes_that_make_no_text_is_linear(renderer: Renderer, tokenize
 
 
 @pytest.fixture(scope="module")
-def fallback(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
     """A tokenizer that writes characters it does not know as tokens of single bytes: ids 0-255."""
     tmp_path = tmp_path_factory.mktemp("fallback")
     write_folder(tmp_path)
@@ -188,10 +201,10 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text("{}")
-    return Renderer.from_directory(tmp_path)
+    return TemplateRenderer.from_directory(tmp_path)
 
 
-def test_other_decoders_have_offsets_too(fallback: Renderer):
+def test_other_decoders_have_offsets_too(fallback: TemplateRenderer):
     ids = fallback.ids("a é b<|im_end|>")
     decoded = fallback.decode_with_offsets(ids)
     assert decoded.text == "a é b<|im_end|>"
@@ -202,7 +215,7 @@ def test_other_decoders_have_offsets_too(fallback: Renderer):
     assert invalid.ends[-1] == len(invalid.text)
 
 
-def test_good_characters_beside_bad_bytes_stay(fallback: Renderer):
+def test_good_characters_beside_bad_bytes_stay(fallback: TemplateRenderer):
     ids = [0xC3, 0xA9, 0xFF, *fallback.ids("b")]
     assert fallback.decode_with_offsets(ids) == DecodedText("é\ufffdb", (0, 1, 2, 3))
     assert fallback.decode(ids) == "é\ufffdb"
@@ -214,7 +227,7 @@ BYTES_OF = {value: bytes([value]) for value in range(256)} | {257: b"a", 258: b"
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 255) | st.sampled_from([0xC3, 0xA9, 0xFF, 257, 258, 259, 5000]), max_size=30))
-def test_byte_tokens_are_their_bytes(fallback: Renderer, ids: list[int]):
+def test_byte_tokens_are_their_bytes(fallback: TemplateRenderer, ids: list[int]):
     decoded = fallback.decode_with_offsets(ids)
     assert decoded.text == b"".join(BYTES_OF[token_id] for token_id in ids).decode(errors="replace")
     assert list(decoded.ends) == sorted(decoded.ends)
@@ -232,14 +245,14 @@ def test_decoders_of_any_kind_have_offsets():
     assert whole.ends[-1] == len(whole.text)
 
 
-def test_a_token_has_its_bytes(renderer: Renderer, fallback: Renderer):
+def test_a_token_has_its_bytes(renderer: TemplateRenderer, fallback: TemplateRenderer):
     for one in (renderer, fallback):
         ids = one.ids("a é😀")
         assert b"".join(map(one.token_bytes, ids)).decode() == "a é😀"
         assert any(len(one.token_bytes(token_id).decode(errors="ignore")) == 0 for token_id in ids)
 
 
-def test_a_sampled_turn_becomes_calls_with_its_tokens(renderer: Renderer, tokenizer: Tokenizer):
+def test_a_sampled_turn_becomes_calls_with_its_tokens(renderer: TemplateRenderer, tokenizer: Tokenizer):
     first = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "é 😀"}}\n</tool_call>'
     ids = tokenizer.encode(f"I ask.\n{first}\n<tool_call>\n{{").ids
     turn = get_parser("hermes").parse(renderer.decode_with_offsets(ids), TOOLS, 0)

@@ -9,7 +9,7 @@ import pytest
 from agentloop.api.coordinator import Orders
 from agentloop.engine import WeightUpdate
 from agentloop.errors import EngineLost, ServiceUnavailable, TemplateNotPrefixStable
-from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.tool import ToolSpec
 from agentloop.score import PathScore, Score
@@ -160,8 +160,8 @@ async def test_a_template_that_rewrites_history_forks_with_its_reason(tmp_path):
     shortened = "{{- message.content if loop.last else 'Earlier words.' }}"
     template.write_text(template.read_text().replace("{{- message.content }}", shortened))
     with pytest.raises(TemplateNotPrefixStable):
-        Renderer.from_directory(folder)
-    forking = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
+        TemplateRenderer.from_directory(folder)
+    forking = TemplateRenderer.from_directory(folder, RenderSettings(on_unstable=OnUnstable.FORK))
     feeder = FakeCoordinator([task()])
     engines = {"sim://a": scripted_engine("Let me see.\n" + CALL, ANSWER)}
     found = await records(feeder, engines, renderer=forking)

@@ -8,7 +8,7 @@ import pytest
 from agentloop.chat.call import ToolChoice
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
-from agentloop.rendering.renderer import OnUnstable, Renderer
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd
@@ -395,8 +395,8 @@ async def test_a_template_that_rewrites_history_splits(tmp_path):
         "{% if loop.last %} last{% endif %}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     )
     folder = write_folder(tmp_path, template)
-    renderer = Renderer.from_directory(folder, on_unstable=OnUnstable.FORK)
-    assert not renderer.is_prefix_stable
+    renderer = TemplateRenderer.from_directory(folder, RenderSettings(on_unstable=OnUnstable.FORK))
+    assert renderer.facts.user_turns is not None or renderer.facts.plain_turns is not None
     async with started(scripted_engine(spec=replace(SPEC, vocab_size=renderer.vocab_size))) as running:
         session = make_session(running, renderer=renderer, vocab_size=renderer.vocab_size)
         await converse(session, "one", "two")

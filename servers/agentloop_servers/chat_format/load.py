@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentloop.parsers import Parser, get_parser
-from agentloop.rendering import OnUnstable, Renderer
+from agentloop.rendering import OnUnstable, Renderer, RenderSettings, TemplateRenderer
 from agentloop_servers.config import ChatSettings
 
 
@@ -25,5 +25,5 @@ class ChatFormat:
 def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
     """Build the chat format of a model folder. Raises InvalidRequest for a parser that there is not, and
     TemplateError for a template that cannot be used."""
-    renderer = Renderer.from_directory(folder, on_unstable=OnUnstable(settings.on_unstable_template))
+    renderer = TemplateRenderer.from_directory(folder, RenderSettings(OnUnstable(settings.on_unstable_template)))
     return ChatFormat(renderer, get_parser(settings.parser))

@@ -56,7 +56,7 @@ class Endpoint:
         """The model, as dialects must know it."""
         renderer = self.renderer
         return ChatModel(
-            self.parser, renderer.vocab_size, renderer.template_arguments, timeout_s=self.limits.timeout_s
+            self.parser, renderer.vocab_size, renderer.facts.template_arguments, timeout_s=self.limits.timeout_s
         )
 
     async def weight_version(self) -> int | None:

@@ -20,7 +20,7 @@ import orjson
 
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, TokenPolicy
@@ -35,7 +35,7 @@ from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
 MODEL = "tiny"
-RENDERER = Renderer.from_directory(POLICY)
+RENDERER = TemplateRenderer.from_directory(POLICY)
 PARSER = get_parser("hermes")
 SPEC = SimulatedSpec(
     vocab_size=RENDERER.vocab_size, max_context_tokens=4096, num_blocks=64_000, max_running=512, can_constrain=True

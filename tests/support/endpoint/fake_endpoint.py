@@ -15,7 +15,7 @@ from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
 from agentloop.sessions.prompts import Prompt
@@ -99,7 +99,7 @@ class FakeRegistry:
     """As `Sessions`, in memory."""
 
     def __init__(self) -> None:
-        self.renderer = Renderer.from_directory(MODEL)
+        self.renderer = TemplateRenderer.from_directory(MODEL)
         self._keys = SessionKeys("secret")
         self.reset()
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
 from agentloop.types import Message
 
 POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v1"
 TOKENIZER = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
-RENDERER = Renderer.from_directory(POLICY)
+RENDERER = TemplateRenderer.from_directory(POLICY)
 SPEC = SimulatedSpec(vocab_size=RENDERER.vocab_size, max_context_tokens=2048, num_blocks=64_000, max_running=2048)
 
 

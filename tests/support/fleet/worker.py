@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from agentloop.engine import Engine
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.tool import Tool
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
@@ -28,7 +28,7 @@ def task(task_id: str = "t", **fields: object) -> RolloutTask:
 async def running_worker(
     coordinator: FakeCoordinator,
     engines: Mapping[str, Engine],
-    renderer: Renderer = RENDERER,
+    renderer: TemplateRenderer = RENDERER,
     tools: Sequence[Tool] = (),
     **config: object,
 ):

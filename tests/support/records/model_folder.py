@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.port import TurnEnd
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.types import Message, ToolCall
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -128,7 +129,7 @@ def call(text: Any, index: int = 0) -> ToolCall:
     return ToolCall(f"call_0_{index}", "calculator", {"expression": text})
 
 
-def grown(renderer: Renderer, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+def grown(renderer: TemplateRenderer, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
     """The conversation's ids as a rollout gets them: a first prompt, then sampled ids and bridges."""
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     ids = renderer.render(messages[: turns[0]] if turns else messages, tools)
@@ -138,5 +139,6 @@ def grown(renderer: Renderer, messages: list[Message], tools: Sequence[Mapping[s
         sampled = extended[len(prompt) :].rsplit(STOP, 2)[0]
         is_closed = number % 2 == 0
         ids += renderer.ids(sampled + STOP if is_closed else sampled)
-        ids += renderer.bridge(messages[turn + 1 : following], tools, is_closed=is_closed)
+        end = TurnEnd(renderer.stop_token_ids[0] if is_closed else None)
+        ids += renderer.bridge(messages[turn + 1 : following], tools, end)
     return ids

@@ -22,7 +22,7 @@ from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.weight_update import WeightConfig
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, KVPolicy, Message, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig
@@ -74,7 +74,7 @@ async def commit(engine: VllmEngine, version: int, directory: str) -> None:
 async def share_of_wrong_tokens(engine: VllmEngine, checkpoint: str) -> float:
     """How many of the engine's greedy tokens transformers would not have chosen with `checkpoint`, given those
     before."""
-    renderer = Renderer.from_directory(POLICY / checkpoint)
+    renderer = TemplateRenderer.from_directory(POLICY / checkpoint)
     is_wrong = []
     for number, question in enumerate(QUESTIONS):
         prompt = tuple(renderer.render([Message("user", question)], []))

@@ -29,7 +29,7 @@ from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest
 from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.images import Image, ImageSpan, shown
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.sessions.session import Session
 from agentloop.types import GenerateRequest, Generation, Message, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.engine import VllmEngine
@@ -54,8 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def renderer(folders: list[Path]) -> Renderer:
-    return Renderer.from_directory(folders[0])
+def renderer(folders: list[Path]) -> TemplateRenderer:
+    return TemplateRenderer.from_directory(folders[0])
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ class Reference:
         return np.concatenate([[0.0], chosen[:, 0].numpy()])
 
 
-def new_session(engine: VllmEngine, renderer: Renderer) -> Session:
+def new_session(engine: VllmEngine, renderer: TemplateRenderer) -> Session:
     placer = ImagePlacer(takes_images=True)
     sizes = {"max_context_tokens": CONTEXT_TOKENS, "vocab_size": renderer.vocab_size}
     return make_session(engine, renderer=renderer, placer=placer, **sizes)
@@ -121,7 +121,9 @@ def call(messages: Sequence[Message], *images: Image, seed: int = 0) -> ChatCall
     return ChatCall(tuple(messages), SamplingParams(1, seed=seed), max_tokens=10, images=images)
 
 
-async def prompt_of(engine: VllmEngine, renderer: Renderer, image: Image) -> tuple[tuple[int, ...], ImageSpan]:
+async def prompt_of(
+    engine: VllmEngine, renderer: TemplateRenderer, image: Image
+) -> tuple[tuple[int, ...], ImageSpan]:
     """A prompt with one image, and where it is."""
     ids = renderer.render([asks("What is ", image, "?")], [])
     (tokens,) = await engine.image_tokens([image])

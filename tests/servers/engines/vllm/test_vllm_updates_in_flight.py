@@ -29,7 +29,7 @@ from agentloop.client.rollout import load_tasks
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.parsers.by_name import get_parser
-from agentloop.rendering.renderer import Renderer
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.worker import Worker, WorkerConfig
 from agentloop.storage.trajectory_store import TrajectoryStore
@@ -129,7 +129,7 @@ async def service(
         ReplicaRegistration(REPLICA, "local://", engine.info, engine.weight_version)
     )
     toolbox = Toolbox(load_tools(tuple(SHIPPED_TOOLS), SHIPPED_TOOLS))
-    renderer = Renderer.from_directory(POLICY / "v0")
+    renderer = TemplateRenderer.from_directory(POLICY / "v0")
     worker = Worker(
         "worker-0",
         coordinator.rollouts,

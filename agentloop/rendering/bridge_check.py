@@ -1,0 +1,290 @@
+"""The trial of a template: what conversations it takes, and whether bridges write what its own rendering would.
+
+What must hold is not that whole renderings grow, but that bridged ones are the template's own. Within one tool
+cycle, for turns sampled as the template writes them, thoughts included: prompt + sampled + bridge is its whole
+rendering, in text and ids. For a user's message: the bridge is exactly what the whole rendering ends with, and
+nothing before it changed but thoughts, which a bridge keeps. Templates differ in what they accept (a system
+message, tools, several calls in a turn), so each is judged by the richest conversation that it renders.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+from agentloop.errors import TemplateError
+from agentloop.rendering.port import TurnEnd
+from agentloop.rendering.prompt_text import TemplateForm
+from agentloop.types import JSON, Message, ToolCall
+
+_WINDOW_CHARS = 48
+_TOOL_NAME = "look_up"
+_SHOWN_TOOL = "Look a word up in the great dictionary."
+_TOOLS: tuple[Mapping[str, JSON], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL_NAME,
+            "description": _SHOWN_TOOL,
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        },
+    },
+)
+_QUESTION, _NEXT_QUESTION = "What is a rook?", "And in chess?"
+_THOUGHT_OPENINGS = ("<think>", "[THINK]")
+_EMPTY_THOUGHT = re.compile(r"(<think>|\[THINK\])\s*(</think>|\[/THINK\])\s*")
+
+
+class RenderedConversation(Protocol):
+    """A template in one form, as the trial asks it. Texts are masked: only `ids` makes tokens of them."""
+
+    def text(
+        self, messages: Sequence[Message], definitions: Sequence[JSON], *, adds_generation_prompt: bool = True
+    ) -> str:
+        """The whole prompt. Raises TemplateError."""
+
+    def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
+        """Return what follows an assistant turn up to the next one. Raises TemplateError."""
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeReport:
+    """Findings of the trial. The three `*_turns` are as in `ModelFacts`.
+
+    `strips_in_cycle`: even within a tool cycle an empty thought, which the generation prompt wrote, is dropped.
+    """
+
+    form: TemplateForm
+    strips_thinking: bool
+    strips_in_cycle: bool
+    tool_turns: str | None
+    user_turns: str | None
+    plain_turns: str | None
+
+    @property
+    def difference(self) -> str | None:
+        """The first finding against the template."""
+        return self.tool_turns or self.user_turns or self.plain_turns
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """A way to hold the trial's conversation."""
+
+    num_calls: int
+    has_thoughts: bool
+    has_content: bool  # beside calls
+    has_system: bool
+
+
+def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[[str], list[int]]) -> BridgeReport:
+    """Judge a template by the richest conversations it renders. Raises TemplateError if it renders none."""
+    form, style = _richest(make)
+    trial = _Trial(make(form), ids)
+    tool_turns = user_turns = None
+    if form.supports_tools:
+        cycle = _conversation(style)
+        tool_turns = trial.tool_turns(cycle)
+        user_turns = trial.user_turns(cycle, _TOOLS)
+    plain = _conversation(_plain_style(trial, style))
+    plain_turns = trial.user_turns(plain, ())
+    return BridgeReport(form, trial.strips_thinking, trial.strips_in_cycle, tool_turns, user_turns, plain_turns)
+
+
+def show_difference(expected: str, actual: str) -> str:
+    """Show where two texts part, with what stands there in each."""
+    at = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), -1)
+    if at < 0:
+        at = min(len(expected), len(actual))
+    start = max(0, at - _WINDOW_CHARS)
+    before, after = expected[start : at + _WINDOW_CHARS], actual[start : at + _WINDOW_CHARS]
+    return f"at character {at}: {before!r} became {after!r}"
+
+
+class _Trial:
+    """One template's verdicts. Each is None, or says what is wrong."""
+
+    def __init__(self, subject: RenderedConversation, ids: Callable[[str], list[int]]) -> None:
+        self._subject = subject
+        self._ids = ids
+        self.strips_thinking = False
+        self.strips_in_cycle = False
+
+    def objection(self, messages: Sequence[Message]) -> TemplateError | None:
+        """Return what the template has against these messages; None if it renders them."""
+        try:
+            self._subject.text(messages, ())
+        except TemplateError as error:
+            return error
+        return None
+
+    def tool_turns(self, messages: Sequence[Message]) -> str | None:
+        """Judge the bridges within one tool cycle: prompt, turn and bridge are the template's whole rendering."""
+        for turn, following in pairwise(_turns(messages)):
+            prompt, whole = (self._subject.text(messages[:end], _TOOLS) for end in (turn, following))
+            appended = messages[turn + 1 : following]
+            try:
+                bridge = self._subject.bridge(appended, _TOOLS, TurnEnd())
+            except TemplateError as error:
+                return error.message
+            if (problem := self._ending_problem(whole, bridge, appended)) is not None:
+                return problem
+            if not whole.startswith(prompt):
+                kept, shown = (_EMPTY_THOUGHT.sub("", text) for text in (prompt, whole))
+                if not shown.startswith(kept):
+                    return f"earlier text changes {show_difference(prompt, whole)}"
+                self.strips_in_cycle = True
+            elif len(prompt) + len(bridge) > len(whole):
+                return f"the turns do not join {show_difference(bridge, whole[-len(bridge) :])}"
+            if (problem := self._content_problem(messages[:following], turn)) is not None:
+                return problem
+        return None
+
+    def _content_problem(self, messages: Sequence[Message], turn: int) -> str | None:
+        """Say what is wrong if a turn's text beside its calls is neither shown nor simply left out."""
+        plain = _without_thoughts(messages)
+        whole = self._subject.text(plain, _TOOLS)
+        if plain[turn].content in whole:
+            return None
+        plain[turn] = replace(plain[turn], content="")
+        dropped = self._subject.text(plain, _TOOLS)
+        return None if whole == dropped else f"the turn's text changes {show_difference(dropped, whole)}"
+
+    def user_turns(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str | None:
+        """Judge the bridges to a user's message, behind an answer and straight behind the answers of tools."""
+        turns = _turns(messages)
+        asked = Message("user", _NEXT_QUESTION)
+        cuts = [len(messages), *([turns[-1]] if messages[turns[-1] - 1].role == "tool" else [])]
+        for turn, cut in zip(reversed(turns), cuts, strict=False):
+            try:
+                if (problem := self._user_turn([*messages[:cut], asked], turn, tools)) is not None:
+                    return problem
+            except TemplateError as error:
+                return error.message
+        return None
+
+    def _user_turn(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
+        prompt, whole = self._subject.text(messages[:turn], tools), self._subject.text(messages, tools)
+        before = self._subject.text(messages[:-1], tools, adds_generation_prompt=False)
+        appended = messages[turn + 1 :]
+        bridge = self._subject.bridge(appended, tools, TurnEnd())
+        if (problem := self._ending_problem(whole, bridge, appended)) is not None:
+            return problem
+        if (problem := self._earlier_problem(messages, turn, tools)) is not None:
+            return problem
+        thoughts = [message.reasoning for message in messages if message.reasoning]
+        is_open = prompt.rstrip().endswith(_THOUGHT_OPENINGS)
+        lost = any((thought in before or is_open) and thought not in whole for thought in thoughts)
+        self.strips_thinking |= lost or not whole.startswith(prompt)
+        return None
+
+    def _earlier_problem(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
+        """Say what changed before the last turn but thoughts, which a bridge keeps."""
+        plain = _without_thoughts(messages)
+        prompt, whole = (_EMPTY_THOUGHT.sub("", self._subject.text(part, tools)) for part in (plain[:turn], plain))
+        observed = prompt[: prompt.rfind(plain[turn - 1].content) + len(plain[turn - 1].content)]
+        if not whole.startswith(observed):
+            return f"earlier text changes {show_difference(observed, whole)}"
+        if prompt.find(_SHOWN_TOOL) != whole.find(_SHOWN_TOOL):
+            return f"the tools move {show_difference(prompt, whole)}"
+        if plain[turn].content not in whole:
+            return self._content_problem(messages, turn)
+        return None
+
+    def _ending_problem(self, whole: str, bridge: str, appended: Sequence[Message]) -> str | None:
+        """Say what is wrong if the whole rendering does not end with the bridge, in text or ids."""
+        if not whole.endswith(bridge):
+            return f"the turns do not join {show_difference(bridge, whole[-len(bridge) :])}"
+        if any(message.content not in bridge for message in appended):
+            return "the template ends an assistant turn only behind what answers it"
+        if self._ids(whole[: -len(bridge)]) + self._ids(bridge) != self._ids(whole):
+            return f"the tokens around {bridge[:_WINDOW_CHARS]!r} depend on what stands before it"
+        return None
+
+
+def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[TemplateForm, _Style]:
+    """Find the form and the style of the richest conversation; without tools if it takes none."""
+    thoughts = [(True, True), (True, False), (False, True)]
+    for max_calls, takes_text in itertools.product((2, 1), (False, True)):
+        form = TemplateForm(takes_text_arguments=takes_text, max_calls=max_calls)
+        subject = make(form)
+        for (has_thoughts, has_content), has_system in itertools.product(thoughts, (True, False)):
+            style = _Style(max_calls, has_thoughts, has_content, has_system)
+            if _shows_tools(subject, _conversation(style)):
+                return _with_thoughts(form, make, _conversation(style), _TOOLS), style
+    form, style = TemplateForm(supports_tools=False, max_calls=0), _Style(0, True, True, has_system=False)
+    return _with_thoughts(form, make, _conversation(style), ()), style
+
+
+def _with_thoughts(
+    form: TemplateForm,
+    make: Callable[[TemplateForm], RenderedConversation],
+    messages: Sequence[Message],
+    tools: Sequence[JSON],
+) -> TemplateForm:
+    """Return the form in which thoughts are shown, if there is one."""
+    thoughts = [message.reasoning for message in messages if message.reasoning]
+    for embeds_thoughts in (False, True):
+        found = replace(form, embeds_thoughts=embeds_thoughts)
+        try:
+            text = make(found).text(messages, tools, adds_generation_prompt=False)
+        except TemplateError:
+            continue
+        if any(thought in text for thought in thoughts):
+            return found
+    return form
+
+
+def _shows_tools(subject: RenderedConversation, messages: Sequence[Message]) -> bool:
+    """Tell whether a template shows tools, calls and answers. One without often leaves them out in silence."""
+    try:
+        text = subject.text(messages, _TOOLS)
+        first_prompt = subject.text(messages[: _turns(messages)[0]], _TOOLS)
+    except TemplateError:
+        return False
+    answers = [message.content for message in messages if message.role == "tool"]
+    words = [call.arguments["word"] for message in messages for call in message.tool_calls]
+    return _TOOL_NAME in first_prompt and all(text.count(shown) == 1 for shown in (*answers, *words))
+
+
+def _plain_style(trial: _Trial, style: _Style) -> _Style:
+    """Return the style of a conversation without tools. Raises TemplateError if the template renders none."""
+    objection: TemplateError | None = None
+    for has_system in (True, False):
+        plain = replace(style, num_calls=0, has_system=has_system)
+        objection = trial.objection([*_conversation(plain), Message("user", _NEXT_QUESTION)])
+        if objection is None:
+            return plain
+    raise TemplateError(f"the chat template renders no plain conversation: {objection}")
+
+
+def _conversation(style: _Style) -> list[Message]:
+    """One tool cycle up to its answer: every text in it is unlike every other."""
+    messages = [Message("system", "You look words up.")] if style.has_system else []
+    messages.append(Message("user", _QUESTION))
+    thought = iter(["A bird or a piece?", "I know one of them.", "So I can answer."])
+    if not style.num_calls:
+        messages += [
+            Message("assistant", "It is a piece.", reasoning=next(thought) if style.has_thoughts else ""),
+            Message("user", "Is it not a bird?"),
+        ]
+    for turn, count in enumerate((1, style.num_calls) if style.num_calls else ()):
+        calls = [ToolCall(f"call{turn}{i:04d}", _TOOL_NAME, {"word": f"rook {turn}.{i}"}) for i in range(count)]
+        content = f"I look it up {turn}." if style.has_content else ""
+        reasoning = next(thought) if style.has_thoughts else ""
+        messages.append(Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning))
+        messages += [Message("tool", f"It is {call.id}.", tool_call_id=call.id, name=_TOOL_NAME) for call in calls]
+    messages.append(Message("assistant", "A bird.", reasoning=next(thought) if style.has_thoughts else ""))
+    return messages
+
+
+def _turns(messages: Sequence[Message]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message.role == "assistant"]
+
+
+def _without_thoughts(messages: Sequence[Message]) -> list[Message]:
+    return [replace(message, reasoning="") for message in messages]

@@ -1,0 +1,111 @@
+"""The renderer as its users see it: messages to ids, the bridge between turns, and ids to text.
+
+There are three sources of renderers: our own, by the model folder's chat template (`TemplateRenderer`); an import
+path; and adapters over libraries. All have these two protocols; methods may be called from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentloop.parsers import DecodedText
+from agentloop.rendering.tokenizer import TextDecoder
+from agentloop.types import JSON, Message
+
+NO_KWARGS: Mapping[str, JSON] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """The end of a sampled turn, which decides how a bridge goes on from it.
+
+    `stop_id` is the stop token that was sampled last, None for a turn that was cut. `is_thinking`: it was cut
+    inside a thought.
+    """
+
+    stop_id: int | None = None
+    is_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts of one model's chat format, for those that choose a parser and those that report.
+
+    The three `*_turns` say why turns that tools answer, that a user answers under tools, and that a user answers
+    without tools cannot be bridged; None: they can, exactly.
+    """
+
+    template_source: str  # empty where no template is used
+    template_arguments: frozenset[str]  # the names of the further arguments that it reads
+    literals: frozenset[str]  # the added tokens that are marks: control tokens and markup such as `<think>`
+    stop_tokens: tuple[str, ...]
+    supports_tools: bool
+    strips_thinking: bool  # its own rendering drops thoughts before the last user turn
+    tool_turns: str | None = None
+    user_turns: str | None = None
+    plain_turns: str | None = None
+
+    def has_literal(self, text: str) -> bool:
+        """Return true if the tokenizer has one token of its own for this mark."""
+        return text in self.literals
+
+
+class TokenText(Protocol):
+    """One tokenizer: ids to text and back, exactly."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids an engine can sample are below this: the model's size, padding included, or the tokenizer's."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a turn, the model's own first. Never empty."""
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text in which control tokens are spelled out; nothing is added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included, nothing stripped."""
+
+    def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
+        """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
+
+    def decoder(self) -> TextDecoder:
+        """Make a decoder for ids that come in pieces."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token adds to a text: it may be a part of a character."""
+
+
+class Renderer(TokenText, Protocol):
+    """One model's way from messages to ids, on top of its tokenizer."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of the model's chat format, under the renderer's own template arguments."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
+        """The ids of the whole prompt, generation prompt included. Time grows with all of the text.
+
+        Raises InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
+        """
+
+    def bridge(
+        self,
+        appended: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        end: TurnEnd,
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
+        """The ids between an assistant turn's sampled ids and the next turn's; none of them are sampled.
+
+        Raises as `render`, and TemplateNotPrefixStable where these messages cannot be appended as the model's own
+        rendering would show them: the caller then renders the whole conversation, and forks.
+        """

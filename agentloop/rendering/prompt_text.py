@@ -1,0 +1,198 @@
+"""Conversations as one template writes them, as masked text: whole prompts, and bridges cut from a rendering.
+
+A bridge is the end of a rendering of a synthetic turn with the messages that answer it. It is cut from that very
+rendering, behind an unguessable mark in the synthetic turn: what a template makes of a turn may depend on what
+follows. Nothing here judges a template: `bridge_check.py` does, and a `Renderer` refuses what it found wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
+from agentloop.images import ImageRef, parts_of
+from agentloop.rendering.port import NO_KWARGS, TurnEnd
+from agentloop.rendering.template import ChatTemplate
+from agentloop.rendering.tokenizer import Tokens
+from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
+
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+_TRUSTED = frozenset({"system", "assistant"})  # their markup is markup; control tokens proper are text everywhere
+_THOUGHT_KEYS = ("reasoning_content", "thinking")  # as Qwen's and most templates name it, and as gpt-oss's does
+_CALL_ID = "call0000"  # with a digit nine letters and digits: some templates insist
+_THOUGHT_ENDS = {"</think>": "\n</think>\n\n", "[/THINK]": "[/THINK]"}  # for templates that show no thoughts
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateForm:
+    """The form in which a template takes conversations, found by trial."""
+
+    supports_tools: bool = True
+    takes_text_arguments: bool = False  # a call's arguments as JSON text, not as an object
+    max_calls: int = 2  # of one turn; more than one: any number
+    embeds_thoughts: bool = False  # it shows thoughts only within the content, between their marks
+
+
+class PromptText:
+    """One template with one tokenizer and one set of template arguments. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokens: Tokens,
+        stops: Sequence[str],
+        form: TemplateForm,
+        kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> None:
+        """`kwargs` are a caller's: their strings become no control tokens."""
+        self._template = template
+        self._tokens = tokens
+        self._stops = tuple(stops)
+        self._form = form
+        self._kwargs: Mapping[str, JSON] = masked(tokens, kwargs, "chat_template_kwargs")
+        self._mark = f"turn{secrets.randbits(64)}"
+        self._thought_keys = [key for key in _THOUGHT_KEYS if key in template.source] or list(_THOUGHT_KEYS[:1])
+
+    def text(
+        self, messages: Sequence[Message], definitions: Sequence[JSON], *, adds_generation_prompt: bool = True
+    ) -> str:
+        """The whole prompt. `definitions` are masked tools. Raises InvalidRequest and TemplateError."""
+        form = self._form
+        if not form.supports_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
+            raise TemplateError("this model's chat template does not support tools", param="tools")
+        try:
+            entries = [self._entry(message) for message in messages]
+        except RecursionError as error:
+            raise InvalidRequest("arguments are nested too deeply", param="messages") from error
+        return self._template.render(
+            entries, definitions, add_generation_prompt=adds_generation_prompt, kwargs=self._kwargs
+        )
+
+    def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
+        """The text between a sampled turn and the next: what ends the turn, the messages, the generation prompt.
+
+        A turn that ended with the template's own stop token is closed; any other gets that token first. Raises as
+        `text`, and TemplateNotPrefixStable if the template does not show where the turn ends.
+        """
+        text = self.text([*self._synthetic_turn(appended), *appended], definitions)
+        stop_start, stop = self._turn_end(text)
+        if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
+            return text[stop_start + len(stop) :]
+        return (self._thought_end() if end.is_thinking else "") + text[stop_start:]
+
+    def closing_special(self) -> str | None:
+        """Return the special token that ends an assistant's turn before a user's, whatever the stop tokens are."""
+        asked = Message("user", "one question")
+        conversation = [asked, Message("assistant", self._mark), asked]
+        text = self.text(conversation, ())
+        closing = self._tokens.first_special(text[text.rfind(self._mark) + len(self._mark) :])
+        num_before = len(self.text(conversation, (), adds_generation_prompt=False))
+        return None if closing is None or closing in text[num_before:] else closing
+
+    def _synthetic_turn(self, appended: Sequence[Message]) -> list[Message]:
+        """A conversation of one assistant turn, with the calls that the first of `appended` answer."""
+        num_answers = next((i for i, message in enumerate(appended) if message.role != "tool"), len(appended))
+        calls = tuple(
+            ToolCall(answer.tool_call_id or f"{_CALL_ID}{i % 10}", answer.name or "tool", {"text": self._mark})
+            for i, answer in enumerate(appended[: num_answers if self._form.max_calls > 1 else min(num_answers, 1)])
+        )
+        return [Message("user", "one question"), Message("assistant", self._mark, tool_calls=calls)]
+
+    def _turn_end(self, text: str) -> tuple[int, str]:
+        """Find the stop token behind the synthetic turn: where it begins, and which."""
+        if (at := text.rfind(self._mark)) < 0:
+            raise TemplateNotPrefixStable("the template does not show the turn that is answered", param="messages")
+        turn_end = at + len(self._mark)
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop, turn_end)) >= 0]
+        if not found:
+            raise TemplateNotPrefixStable(
+                f"the template does not end an assistant turn with a stop token ({' '.join(self._stops)})",
+                param="messages",
+            )
+        return min(found)
+
+    def _thought_end(self) -> str:
+        """The text with which the template ends a thought, where nothing but the turn's end follows it."""
+        turn = Message("assistant", "", reasoning=self._mark)
+        text = self.text([Message("user", "one question"), turn], (), adds_generation_prompt=False)
+        if (at := text.rfind(self._mark)) >= 0:
+            rest = text[at + len(self._mark) :]
+            return rest[: min((rest.find(stop) for stop in self._stops if stop in rest), default=len(rest))]
+        source = self._template.source
+        return next((end for mark, end in _THOUGHT_ENDS.items() if mark in source), "")
+
+    def _entry(self, message: Message) -> dict[str, JSON]:
+        """The message as templates read it, every string of it masked."""
+        role = _ROLES.get(message.role)
+        if role is None:
+            raise InvalidRequest(f"no role {message.role[:32]!r}: there are {', '.join(_ROLES)}", param="messages")
+        # No template shows a call that could not be read: it stays the text that the policy wrote.
+        unread = [_written(call) for call in message.tool_calls if call.status is ToolCallStatus.MALFORMED]
+        content = "\n".join(filter(None, [message.content, *unread])) if unread else message.content
+        calls = [call for call in message.tool_calls if call.status is ToolCallStatus.OK]
+        if message.reasoning and self._form.embeds_thoughts:
+            content = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
+        tokens = self._tokens
+        entry: dict[str, JSON] = {
+            "role": role,
+            "content": self._content(content, message.images, keeps_markup=role in _TRUSTED),
+        }
+        if calls:
+            entry["tool_calls"] = [self._call_entry(call) for call in calls]
+        if message.tool_call_id is not None:
+            entry["tool_call_id"] = masked(tokens, message.tool_call_id, "messages")
+        if message.name is not None:
+            entry["name"] = masked(tokens, message.name, "messages")
+        if message.reasoning and not self._form.embeds_thoughts:
+            thought = masked(tokens, message.reasoning, "messages", keeps_markup=True)
+            entry |= dict.fromkeys(self._thought_keys, thought)
+        return entry
+
+    def _content(self, content: str, images: Sequence[ImageRef], *, keeps_markup: bool) -> JSON:
+        """A text, or the parts of a message with images, as templates of models that see them read it."""
+        if not images:
+            return masked(self._tokens, content, "messages", keeps_markup=keeps_markup)
+        return [
+            {"type": "image"}
+            if isinstance(part, ImageRef)
+            else {"type": "text", "text": masked(self._tokens, part, "messages", keeps_markup=keeps_markup)}
+            for part in parts_of(content, images)
+        ]
+
+    def _call_entry(self, call: ToolCall) -> dict[str, JSON]:
+        arguments: JSON = call.arguments
+        if self._form.takes_text_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        entry: dict[str, JSON] = {"id": call.id, "type": "function", "function": function}
+        return {key: masked(self._tokens, value, "messages") for key, value in entry.items()}
+
+
+def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = False) -> JSON:
+    """Return a JSON value, every string and key of it masked. Raises InvalidRequest for what is no JSON or Unicode.
+
+    `keeps_markup`, of a string: see `Tokens.mask`. Raises RecursionError where it is nested too deeply.
+    """
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest("text with a lone surrogate is not Unicode", param=param) from error
+        return tokens.mask(value, keeps_markup=keeps_markup)
+    if isinstance(value, Mapping):
+        return {masked(tokens, key, param): masked(tokens, item, param) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(tokens, item, param) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest("NaN and infinities are not JSON", param=param)
+    return value
+
+
+def _written(call: ToolCall) -> str:
+    """Return what was written for a call that could not be read; a client's history may have its name apart."""
+    return call.text if call.name in call.text else f"{call.name} {call.text}"
