@@ -5,11 +5,12 @@ from __future__ import annotations
 from agentloop.parsers.base import MAX_CALLS, DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
 from agentloop.parsers.by_name import PARSER_NAMES, get_parser
 from agentloop.parsers.choose import ChosenParser, choose_parser, parsers_that_read
-from agentloop.parsers.grammar import loads
+from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS, behind_thought, loads
 from agentloop.parsers.hermes import HermesParser
 
 __all__ = [
     "MAX_CALLS",
+    "MAX_JSON_WHITESPACE_CHARS",
     "PARSER_NAMES",
     "ChosenParser",
     "DecodedText",
@@ -18,6 +19,7 @@ __all__ = [
     "ParsedTurn",
     "Parser",
     "ThoughtMarks",
+    "behind_thought",
     "choose_parser",
     "get_parser",
     "loads",

@@ -18,7 +18,11 @@ from dataclasses import dataclass
 import orjson
 
 from agentloop.errors import InvalidRequest
+from agentloop.parsers.base import ThoughtMarks
 from agentloop.types import JSON, Constraint, ConstraintKind
+
+MAX_JSON_WHITESPACE_CHARS = 8
+"""In a row, between the parts of constrained JSON: enough to indent it."""
 
 MAX_CALL_WHITESPACE_CHARS = 1
 """In a row, between the parts of arguments, as templates write them: a policy could fill its turn with more."""
@@ -83,9 +87,32 @@ def constraint_of_calls(
 
 def either_constraint(one: Constraint, other: Constraint) -> Constraint:
     """Allow what one of two structural tags allows."""
-    elements = [json.loads(constraint.text)["format"] for constraint in (one, other)]
+    elements = [_format_of(one), _format_of(other)]
     tag = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
     return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+
+
+def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint:
+    """Let a thought that the prompt left open end, and a few blanks, before what `constraint` allows."""
+    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts.close}
+    blanks = {"type": "regex", "pattern": "[ \\n]{0,2}"}
+    tag = {"type": "sequence", "elements": [thought, blanks, _format_of(constraint)]}
+    return Constraint(
+        ConstraintKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False)
+    )
+
+
+def _format_of(constraint: Constraint) -> JSON:
+    """The constraint as a part of a structural tag."""
+    match constraint.kind:
+        case ConstraintKind.STRUCTURAL_TAG:
+            return json.loads(constraint.text)["format"]
+        case ConstraintKind.REGEX:
+            return {"type": "regex", "pattern": constraint.text}
+        case ConstraintKind.JSON_OBJECT | ConstraintKind.JSON_SCHEMA:
+            is_any = constraint.kind is ConstraintKind.JSON_OBJECT
+            schema = {"type": "object"} if is_any else json.loads(constraint.text)
+            return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE_CHARS}
 
 
 def _tag(function: Mapping[str, JSON], syntax: CallSyntax) -> dict[str, JSON]:

@@ -26,7 +26,7 @@ from agentloop.errors import (
 )
 from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader
 from agentloop.images import ImageFiles, ImageSpan, shifted_images
-from agentloop.parsers import Parser
+from agentloop.parsers import Parser, behind_thought
 from agentloop.rendering import NO_KWARGS, Renderer, off_loop
 from agentloop.trajectory import Match, Node, Split, TurnGraph
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
@@ -124,6 +124,9 @@ async def make_question(
         return Question(prompt, sampling, reads_calls, overflow)
     max_tokens = room if chat.max_tokens is None else min(chat.max_tokens, room)
     sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+    if sampling.constraint is not None and chat.prompt_ids is None and parts.reader.is_thinking(prompt.ids):
+        constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
+        sampling = replace(sampling, constraint=constraint)
     # The ids are within the vocabulary: they were rendered, stored, or checked above.
     check_sampling(sampling, parts.vocab_size, can_constrain=parts.can_constrain, engine="session")
     return Question(prompt, sampling, reads_calls)

@@ -12,6 +12,7 @@ import xgrammar
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
+from agentloop.parsers.grammar import behind_thought
 from agentloop.types import Constraint, ConstraintKind, ToolCallStatus
 from tests.parsers.writing import WRITE, dumps, mistral_list
 
@@ -136,6 +137,23 @@ def test_a_name_that_the_format_cannot_hold_is_refused() -> None:
         get_parser("qwen3_xml").call_constraint(tools, forced=None, is_parallel=True)
     constraint = get_parser("hermes").call_constraint(tools, forced=None, is_parallel=True)
     assert allows(constraint, '<tool_call>\n{"name": "a>b", "arguments": {}}\n</tool_call>')
+
+
+def test_a_constraint_behind_a_thought_that_the_prompt_opened() -> None:
+    parser = get_parser("hermes")
+    calls = parser.call_constraint(TOOLS, forced=None, is_parallel=True)
+    thoughts, now = parser.marks.thoughts, written("hermes", ("now", {}))
+    for constraint, text in (
+        (calls, now),
+        (Constraint(ConstraintKind.JSON_OBJECT), '{"a": 1}'),
+        (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}'), "7"),
+        (Constraint(ConstraintKind.REGEX, "yes|no"), "yes"),
+    ):
+        behind = behind_thought(constraint, thoughts)
+        assert allows(behind, f"I could write <tool_call> or 7.\n</think>\n\n{text}")
+        assert allows(behind, f"</think>{text}")
+        assert not allows(behind, text)
+        assert not allows(behind, f"Hm.</think>So: {text}")
 
 
 def test_both_forms_of_mistral_are_allowed() -> None:

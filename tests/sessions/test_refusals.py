@@ -1,6 +1,7 @@
 """What a session refuses, bounds and gives up."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,14 @@ from agentloop.errors import (
     Overloaded,
     UnsupportedParameter,
 )
+from agentloop.rendering import TemplateRenderer
 from agentloop.sessions.prompts import CallLimits
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Constraint, ConstraintKind, Message, SamplingParams
 from tests.support.endpoint.sessions import CALCULATOR, MemoryJournal, ask, key, make_session, streamed
 from tests.support.engine.recording import RecordingEngine
-from tests.support.engine.scripted import scripted_engine, started
+from tests.support.engine.scripted import SPEC, scripted_engine, started
+from tests.support.families.table import write_family
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
 
@@ -73,6 +76,18 @@ async def test_a_required_call_constrains_the_engine():
         with pytest.raises(InvalidRequest):
             await session.call(replace(chat, tools=()), key("c"))
         assert not engine.requests
+
+
+async def test_a_required_call_stands_behind_the_thought_that_the_prompt_opened(tmp_path):
+    renderer = TemplateRenderer.from_directory(write_family(tmp_path, "qwen3_thinking_2507"))
+    spec = replace(SPEC, can_constrain=True, vocab_size=renderer.vocab_size)
+    async with started(scripted_engine(spec=spec)) as running:
+        engine = RecordingEngine(running)
+        session = make_session(engine, renderer=renderer, can_constrain=True, vocab_size=renderer.vocab_size)
+        await session.call(ask("one", tools=(CALCULATOR,), tool_choice=ToolChoice.REQUIRED), key("a"))
+    constraint = json.loads(engine.requests[0].sampling.constraint.text)
+    thought, _, calls = constraint["format"]["elements"]
+    assert (thought["end"], calls["type"]) == ("</think>", "tags_with_separator")
 
 
 @pytest.mark.parametrize("max_tokens", [None, 10_000])

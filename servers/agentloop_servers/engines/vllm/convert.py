@@ -16,6 +16,7 @@ from agentloop.errors import (
     MalformedEngineResponse,
     Overloaded,
 )
+from agentloop.parsers import MAX_JSON_WHITESPACE_CHARS
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.types import (
@@ -29,9 +30,6 @@ from agentloop.types import (
     TopLogprobs,
     WeightVersionSpan,
 )
-
-MAX_JSON_WHITESPACE_CHARS = 8
-"""In a row, between the parts of constrained JSON: enough to indent it."""
 
 RAW_TOKEN_ID = -1
 """The id under which a raw logprob travels, beside that of the sampled token: vLLM merges what has one id."""
