@@ -20,13 +20,18 @@ test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not slow" $(ARGS)
 
 # Agents of other people's making, each in an environment of its own, against the service: `make test-clients`.
-CLIENTS := $(basename $(notdir $(wildcard requirements/clients/*.txt)))
+# Those of the npm registry name one version, which pins the one package it depends on; `npm` must be there.
+CLIENTS := $(basename $(notdir $(wildcard requirements/clients/*.txt requirements/clients/*.npm)))
 test-clients: $(VENV)/.dev $(CLIENTS:%=$(VENV)/clients/%/.installed)
 	$(BIN)/python -m pytest -m clients $(ARGS)
 
 $(VENV)/clients/%/.installed: requirements/clients/%.txt
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $<
+	@touch $@
+
+$(VENV)/clients/%/.installed: requirements/clients/%.npm
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) $$(cat $<)
 	@touch $@
 
 check: $(VENV)/.dev

@@ -70,7 +70,7 @@ def refuse_hosted(values: Any, known: Collection[str], param: str) -> None:
     for index, kind in enumerate(kinds):
         if isinstance(kind, str) and kind not in known and not (is_search[index] and not all(is_search)):
             raise UnsupportedParameter(
-                f"the type {kind[:64]!r} is not supported: nobody runs tools here but the client",
+                f"the type {kind[:64]!r} is not supported: tools are functions that the client runs",
                 param=f"{param}.{index}.type",
             )
 

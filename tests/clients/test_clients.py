@@ -37,6 +37,9 @@ CLIENTS = {
     "pydantic-ai": "pydantic_ai_agent.py",
     "smolagents": "smolagents_agent.py",
     "anthropic": "anthropic_sdk.py",
+    "llama-index": "llama_index_agent.py",
+    "instructor": "instructor_client.py",
+    "litellm": "litellm_client.py",
 }
 
 
@@ -78,6 +81,7 @@ async def run_script(client: str, script: str, url: str) -> list[dict]:
     python = ROOT / ".venv" / "clients" / client / "bin" / "python"
     assert python.exists(), f"no environment for {client}: run `make test-clients`"
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "NO_COLOR": "1"}
+    environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices
     process = await asyncio.create_subprocess_exec(
         python,
         AGENTS / script,

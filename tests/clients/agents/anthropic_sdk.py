@@ -1,7 +1,7 @@
-"""The Anthropic SDK on `/v1/messages`: a tool loop, and a stream."""
+"""The Anthropic SDK on `/v1/messages`: a tool loop, a stream, and the SDK's own loop, which asks for a thread."""
 
 import anthropic
-from support import QUESTION, Session, calculate, service_url
+from support import QUESTION, Expression, Session, calculate, service_url
 
 TOOLS = [
     {
@@ -60,6 +60,29 @@ def streaming(url: str) -> None:
     session.report(2)
 
 
+@anthropic.beta_tool
+def calculator(expression: Expression) -> str:
+    """Evaluate an arithmetic expression."""
+    return calculate(expression)
+
+
+def tool_runner(url: str) -> None:
+    """The SDK sends `thread` first; what we refuse it with makes it go on with whole histories."""
+    session = Session(url, "anthropic, tool runner")
+    runner = client_of(session).beta.messages.tool_runner(
+        model="default",
+        max_tokens=96,
+        max_iterations=2,
+        messages=[{"role": "user", "content": QUESTION}],
+        tools=[calculator],
+        tool_choice={"type": "any"},
+    )
+    answers = list(runner)
+    assert [block.type for answer in answers for block in answer.content] == ["tool_use", "tool_use"]
+    session.report(2)
+
+
 if __name__ == "__main__":
     tools(service_url())
+    tool_runner(service_url())
     streaming(service_url())

@@ -10,13 +10,13 @@ from pathlib import Path
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.sessions.prompts import SessionParts
-from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import KVPolicy, Trajectory
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.ingress.app import create_app
 from tests.support.endpoint.front_door import serving
+from tests.support.engine.recording import RecordingEngine
 from tests.support.engine.scripted import RENDERER, SPEC, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
@@ -29,7 +29,7 @@ class DialectService:
 
     url: str
     sessions: Sessions
-    engine: SimulatedEngine
+    engine: RecordingEngine
     endpoint: Endpoint
 
     async def trajectory(self, session_id: str) -> Trajectory:
@@ -37,15 +37,21 @@ class DialectService:
 
 
 @asynccontextmanager
-async def dialect_service(tmp_path: Path, *replies: str, keys: Keys = Keys()) -> AsyncIterator[DialectService]:  # noqa: B008
+async def dialect_service(
+    tmp_path: Path,
+    *replies: str,
+    keys: Keys = Keys(),  # noqa: B008 - frozen
+    max_context_tokens: int = 8192,
+) -> AsyncIterator[DialectService]:
     """The n-th turn of any conversation says the n-th reply."""
-    engine = scripted_engine(*replies, spec=replace(SPEC, max_context_tokens=8192))
-    await engine.start()
+    scripted = scripted_engine(*replies, spec=replace(SPEC, max_context_tokens=max_context_tokens))
+    await scripted.start()
+    engine = RecordingEngine(scripted)
     coordinator = FakeCoordinator()
     parser = get_parser("hermes")
 
     reader = TurnReader(RENDERER, parser)
-    parts = SessionParts(RENDERER, reader, parser, KVPolicy.KEEP, 8192, RENDERER.vocab_size)
+    parts = SessionParts(RENDERER, reader, parser, KVPolicy.KEEP, max_context_tokens, RENDERER.vocab_size)
     sessions = Sessions(
         tmp_path / "sessions.sqlite",
         parts=parts,
@@ -54,11 +60,11 @@ async def dialect_service(tmp_path: Path, *replies: str, keys: Keys = Keys()) ->
         secret="s" * 32,
     )
     await sessions.start()
-    endpoint = Endpoint(sessions, RENDERER, parser, MODEL, 8192)
+    endpoint = Endpoint(sessions, RENDERER, parser, MODEL, max_context_tokens)
     app = create_app(coordinator, lambda url: engine, keys, endpoint=endpoint)
     try:
         async with serving(app) as url:
             yield DialectService(url, sessions, engine, endpoint)
     finally:
         await sessions.close()
-        await engine.close()
+        await scripted.close()
