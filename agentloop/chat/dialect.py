@@ -17,7 +17,7 @@ from agentloop.chat.call import ChatResult, ToolChoice
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text
 from agentloop.parsers import Parser, loads
-from agentloop.trajectory import Node, as_shown
+from agentloop.trajectory import Node
 from agentloop.types import (
     JSON,
     Constraint,
@@ -250,39 +250,8 @@ class Block:
     name: str = ""
 
 
-class ShownPieces:
-    """The pieces of one choice as clients see them: what `as_shown` makes of the whole reply."""
-
-    def __init__(self) -> None:
-        self._has_content = False
-        self._begins_line = False  # the next text is that of another call
-        self._places: dict[int, int | None] = {}  # of calls among those that are shown; None: shown as text
-        self._num_calls = 0
-
-    def show(self, piece: TurnPiece) -> TurnPiece:
-        """Return the piece, the calls without a name as content."""
-        self._has_content = self._has_content or bool(piece.content)
-        if not piece.calls:
-            return piece
-        texts, calls = [piece.content], []
-        for delta in piece.calls:
-            if delta.id is not None:
-                self._begins_line = not delta.name
-                self._places[delta.index] = self._num_calls if delta.name else None
-                self._num_calls += bool(delta.name)
-            place = self._places[delta.index]
-            if place is not None:
-                calls.append(replace(delta, index=place))
-            elif delta.arguments:
-                separator = "\n" if self._begins_line and self._has_content else ""
-                texts.append(separator + delta.arguments)
-                self._begins_line, self._has_content = False, True
-        return replace(piece, content="".join(texts), calls=tuple(calls))
-
-
 def blocks_of(message: Message) -> tuple[Block, ...]:
     """Return the blocks of a whole reply: reasoning, text, calls. Never none: an empty turn is an empty text."""
-    message = as_shown(message)
     blocks: list[Block] = []
     if message.reasoning:
         blocks.append(Block(0, BlockKind.REASONING, message.reasoning))
@@ -326,7 +295,6 @@ class BlockReader:
         self._call_index: int | None = None  # of the open block, if it is a call
         self._parts: list[str] = []
         self._done: list[Block] = []
-        self._shown = ShownPieces()
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -335,7 +303,6 @@ class BlockReader:
 
     def feed(self, piece: TurnPiece) -> Iterator[BlockStep]:
         """Yield the steps that a piece adds."""
-        piece = self._shown.show(piece)
         if piece.reasoning:
             yield from self._text(BlockKind.REASONING, piece.reasoning)
         if piece.content:

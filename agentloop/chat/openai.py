@@ -8,7 +8,6 @@ recorded; a stream's chunks concatenate to the answer of the same result. Answer
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,6 @@ from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cac
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
 from agentloop.chat.dialect import (
     Answer,
-    ShownPieces,
     answer_constraint,
     check_tool_choice,
     check_tool_names,
@@ -34,7 +32,7 @@ from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest
 from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
-from agentloop.trajectory import Node, as_shown, tools_key
+from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -223,7 +221,7 @@ def _choice(node: Node, body: ChatBody, texts: TokenTexts) -> Answer:
     reply = node.reply
     choice: Answer = {
         "index": node.choice_index,
-        "message": _answer_message(as_shown(reply.message)),
+        "message": _answer_message(reply.message),
         "logprobs": None,
         "finish_reason": finish_of(reply).value,
         "weight_versions": versions_of(node),
@@ -314,13 +312,11 @@ class _ChatStream:
             "system_fingerprint": None,
         }
         self._has_role: set[int] = set()
-        self._shown: defaultdict[int, ShownPieces] = defaultdict(ShownPieces)  # by choice
         self._shows_tokens = bool(body.logprobs or body.return_token_ids)
 
     def feed(self, piece: TurnPiece) -> Iterator[Answer]:
         """The chunks of one piece: none where it shows nothing that was asked for."""
         index = piece.choice_index
-        piece = self._shown[index].show(piece)
         if piece.weight_versions:
             self._head["system_fingerprint"] = f"v{piece.weight_versions[-1].version}"
         yield from self._role(index)

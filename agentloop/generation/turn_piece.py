@@ -56,8 +56,7 @@ def finish_of(reply: Reply) -> TurnFinish:
     """Return why a reply ended, as clients are told."""
     if reply.finish_reason is FinishReason.LENGTH:
         return TurnFinish.LENGTH
-    has_calls = any(call.name for call in reply.message.tool_calls)  # the others are shown as text
-    return TurnFinish.TOOL_CALLS if has_calls else TurnFinish.STOP
+    return TurnFinish.TOOL_CALLS if reply.message.tool_calls else TurnFinish.STOP
 
 
 def arguments_text(call: ToolCall) -> str:

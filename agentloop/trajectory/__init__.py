@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop.trajectory.growing_path import GrowingPath
-from agentloop.trajectory.message_key import as_shown, message_key, tools_key
+from agentloop.trajectory.message_key import message_key, tools_key
 from agentloop.trajectory.node import CallRecord, ModelCallState, Node, Reply, Split, json_chars, message_chars
 from agentloop.trajectory.token_paths import token_paths
 from agentloop.trajectory.turn_graph import BYTES_PER_CHAR, BYTES_PER_TOKEN, Match, TurnGraph
@@ -19,7 +19,6 @@ __all__ = [
     "Reply",
     "Split",
     "TurnGraph",
-    "as_shown",
     "json_chars",
     "message_chars",
     "message_key",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from agentloop.trajectory.diff import MAX_DETAIL_CHARS
-from agentloop.trajectory.message_key import as_shown, canonical_role, message_key, tools_key
+from agentloop.trajectory.message_key import canonical_role, message_key, tools_key
 from agentloop.trajectory.node import Node
 from agentloop.trajectory.prefix_index import PathKey
 from agentloop.types import JSON, Message
@@ -76,7 +76,7 @@ class HistoryIndex:
             place = self._step(place, key, node.node_id)
         if node.parent_id is None and (opening := opening_of(node.observed)) is not None:
             self.openings[keys[opening]] = node.node_id
-        reply = as_shown(node.reply.message)
+        reply = node.reply.message
         reply_key = message_key(reply, is_strict=self.is_strict)
         before, place = place, self._step(place, reply_key, node.node_id)
         if reply_key != self._no_reply_key:
@@ -227,7 +227,7 @@ def _is_allowed(candidate: _Candidate, messages: Sequence[Message], nodes: Mappi
     node = candidate.at
     if node is None:
         return True
-    said, echoed = as_shown(node.reply.message), as_shown(messages[candidate.end - 1])
+    said, echoed = node.reply.message, messages[candidate.end - 1]
     pairs = [(call.id, echo.id) for call, echo in zip(said.tool_calls, echoed.tool_calls, strict=True)]
     pairs.append((said.reasoning.strip(), echoed.reasoning.strip()))
     if any(echo and echo != mine for mine, echo in pairs):

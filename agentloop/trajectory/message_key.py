@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 
 import orjson
@@ -52,25 +51,8 @@ def canonical_json(value: JSON) -> str:
         raise InvalidRequest("arguments or tools are nested too deeply", param="messages") from error
 
 
-def as_shown(message: Message) -> Message:
-    """Return a reply as clients see it: a call whose name is not legible is text, behind the rest of the content.
-
-    Agents look up the tool of every call, and many fail for one without a name.
-    """
-    if all(call.name for call in message.tool_calls):
-        return message
-    texts = [message.content, *(call.text for call in message.tool_calls if not call.name)]
-    calls = tuple(call for call in message.tool_calls if call.name)
-    return replace(message, content="\n".join(text for text in texts if text), tool_calls=calls)
-
-
 def message_key(message: Message, *, is_strict: bool = False) -> bytes:
-    """A digest that two messages share if they are the same turn of a conversation, in any process.
-
-    A reply has the key of what clients are shown of it.
-    """
-    if message.tool_calls:
-        message = as_shown(message)
+    """A digest that two messages share if they are the same turn of a conversation, in any process."""
     role = canonical_role(message.role)
     name = None if role == "tool" else message.name
     call_id = message.tool_call_id if is_strict else None

@@ -322,7 +322,6 @@ MESSAGES = {
     "text": Message("assistant", "Just text, é."),
     "calls": Message("assistant", tool_calls=CALLS),
     "malformed": Message("assistant", "Hm.", (MALFORMED,)),
-    "only malformed": Message("assistant", "", (MALFORMED, MALFORMED)),
     "cut": Message("assistant", "Hm.", (CALLS[1], CUT)),
     "thought": Message("assistant", reasoning="Only a thought."),
     "empty": Message("assistant"),

@@ -411,10 +411,9 @@ def test_a_whole_answer(texts: TokenTexts) -> None:
     choice = answer["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"] == "They want x."
-    # Agents look up the tool of every call: one whose name is not legible is text.
-    assert choice["message"]["content"] == "Well.\n<tool_call>{oops"
     assert [call["function"] for call in choice["message"]["tool_calls"]] == [
         {"name": "look", "arguments": '{"x":1.5,"y":"é"}'},
+        {"name": "", "arguments": "<tool_call>{oops"},
     ]
     assert answer["usage"] == {
         "prompt_tokens": 3,
@@ -443,12 +442,6 @@ def test_a_cut_call_keeps_its_name_and_what_there_is_of_its_arguments(texts: Tok
         echo = {**call, "function": {**call["function"], "arguments": arguments}}
         [again] = asked(messages=[{"role": "assistant", "tool_calls": [echo]}]).messages
         assert message_key(again) == message_key(message)
-
-
-def test_a_reply_of_unreadable_calls_alone_is_an_answer(texts: TokenTexts) -> None:
-    [choice] = render_chat(result(Message("assistant", "", (CALLS[1],))), body(), texts)["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("<tool_call>{oops", "stop")
-    assert "tool_calls" not in choice["message"]
 
 
 def test_tokens_are_text_and_bytes(renderer: TemplateRenderer, texts: TokenTexts) -> None:

@@ -367,13 +367,6 @@ def test_a_cut_call_keeps_its_name_and_what_there_is_of_its_arguments():
     assert message_key(again) == message_key(Message("assistant", "", (CUT,)))
 
 
-def test_a_call_without_a_name_is_text():
-    [item] = whole(result(Message("assistant", "", (MALFORMED,))))["output"]
-    assert (item["type"], item["content"][0]["text"]) == ("message", MALFORMED.text)
-    [again] = asked(input=[item]).messages
-    assert message_key(again) == message_key(Message("assistant", "", (MALFORMED,)))
-
-
 def test_an_empty_turn_is_an_empty_message():
     [item] = whole(result(Message("assistant")))["output"]
     assert (item["type"], item["content"][0]["text"]) == ("message", "")
@@ -384,7 +377,6 @@ MESSAGES = {
     "text": Message("assistant", "Just text, é."),
     "calls": Message("assistant", tool_calls=CALLS),
     "malformed": Message("assistant", "Hm.", (MALFORMED,)),
-    "only malformed": Message("assistant", "", (MALFORMED, MALFORMED)),
     "cut": Message("assistant", "Hm.", (CALLS[1], CUT)),
     "thought": Message("assistant", reasoning="Only a thought."),
     "empty": Message("assistant"),
@@ -435,15 +427,6 @@ def test_text_after_a_call_is_an_item_of_its_own():
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     again = asked(input=output).messages
     assert (len(again), again[0].content, again[0].tool_calls[0].arguments) == (1, "a\nb", {"q": "a"})
-
-
-def test_unreadable_calls_between_others_are_text_that_is_known_again():
-    message = Message("assistant", "Hm.", (CALLS[0], MALFORMED, CALLS[1], MALFORMED))
-    streamed = written(body(), [*pieces_of(message), result(message)])[-1]["response"]["output"]
-    for output in (streamed, whole(result(message))["output"]):
-        [again] = asked(input=output).messages
-        assert message_key(again) == message_key(message)
-        assert [call.name for call in again.tool_calls] == ["lookup", "lookup"]
 
 
 def test_a_cut_stream_is_incomplete():

@@ -12,8 +12,8 @@ from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 from tests.trajectory.sessions import assistant, call, definition, system, tool, user
 
 
-def unread(text: str, name: str = "add", partial: str | None = None) -> ToolCall:
-    return ToolCall("a", name, {}, ToolCallStatus.MALFORMED, "no JSON", text=text, partial_arguments=partial)
+def unread(text: str, partial: str | None = None) -> ToolCall:
+    return ToolCall("a", "add", {}, ToolCallStatus.MALFORMED, "no JSON", text=text, partial_arguments=partial)
 
 
 def cut(partial: str) -> ToolCall:
@@ -53,10 +53,6 @@ SAME = {
     "a cut call as it is shown": (assistant("", cut('{"x": 1, "y')), assistant("", unread('{"x": 1, "y'))),
     "a cut call all of whose arguments were written": (assistant("", cut('{"x": 1}')), assistant("", call("add"))),
     "a cut call none of whose arguments was written": (assistant("", cut("")), assistant("", call("add", {}))),
-    "a call without a name as text": (
-        assistant("Hm.", call("add"), unread("<tool_call>{", name="")),
-        assistant("Hm.\n<tool_call>{", call("add")),
-    ),
 }
 DIFFERENT = {
     "role": (user("4"), assistant("4")),
