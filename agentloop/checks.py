@@ -33,6 +33,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_VOCAB_SIZE = 1 << 31
 """Token ids are int32 wherever they are stored: the bound where the model's own is not known."""
 
+MIN_TEMPERATURE = 0.01
+"""The smallest above 0. vLLM samples at this one where it is asked for less, and a record would say otherwise."""
+
 MAX_TEMPERATURE = 100.0
 MAX_CHAT_TEMPERATURE = 2.0  # as the OpenAI and Anthropic APIs have it
 MAX_TOP_K = (1 << 31) - 1
@@ -91,6 +94,10 @@ def _check_numbers(sampling: SamplingParams) -> None:
         raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, not positive", param="max_tokens")
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise InvalidRequest(f"temperature is {sampling.temperature}, not >= 0", param="temperature")
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature is {sampling.temperature}, neither 0 nor >= {MIN_TEMPERATURE:g}", param="temperature"
+        )
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequest(f"top_p is {sampling.top_p}, not in (0, 1]", param="top_p")
     if sampling.top_k < 0:

@@ -68,6 +68,7 @@ def test_a_prompt_needs_room_for_one_token() -> None:
         ("max_tokens", -3),
         ("temperature", -0.1),
         ("temperature", math.nan),
+        ("temperature", 0.0099),
         ("temperature", math.inf),
         ("top_p", 0.0),
         ("top_p", 1.5),

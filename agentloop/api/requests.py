@@ -34,6 +34,7 @@ from agentloop.checks import (
     MAX_TOP_K,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
 )
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
@@ -76,13 +77,20 @@ _LIMITS = Limits()
 _TASK = RolloutTask(task_id="", messages=())  # the dataclasses own the defaults
 _SAMPLING = SamplingParams(max_tokens=1)
 
+
+def _sampleable(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"neither 0 nor at least {MIN_TEMPERATURE:g}")
+    return temperature
+
+
 ID_PATTERN = r"^[A-Za-z0-9._\-]{1,128}$"
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 ImportName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*(:[A-Za-z_][A-Za-z0-9_.]*)?$")]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Text = Annotated[str, Field(max_length=MAX_TASK_CONTENT_CHARS)]
-Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_sampleable)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=0, le=MAX_TOP_K)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]

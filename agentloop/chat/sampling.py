@@ -20,6 +20,7 @@ from agentloop.checks import (
     MAX_SEED,
     MAX_TOP_K,
     MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
 )
 from agentloop.errors import InvalidRequest
 from agentloop.types import JSON, SamplingParams
@@ -111,15 +112,19 @@ class TemplateBody(Body):
 
 
 def sampling_params(body: SampledBody, max_tokens: int | None, vocab_size: int) -> SamplingParams:
-    """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest."""
+    """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest.
+
+    A temperature so small that engines have no such one is 0: clients write it for that.
+    """
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise InvalidRequest("min_tokens is above the maximum", param="min_tokens")
     stops = tuple(dict.fromkeys(body.stop_token_ids or ()))
     if max(stops, default=0) >= vocab_size:
         raise InvalidRequest(f"token id {max(stops)} is outside [0, {vocab_size})", param="stop_token_ids")
+    temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingParams(
         max_tokens=1 if max_tokens is None else max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=0.0 if 0 < temperature < MIN_TEMPERATURE else temperature,
         top_p=body.top_p or 1.0,
         top_k=1 if body.top_p == 0 else max(body.top_k or 0, 0),
         min_p=body.min_p or 0.0,

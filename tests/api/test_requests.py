@@ -175,6 +175,7 @@ def pushed(**changes: Any) -> dict[str, Any]:
         (GenerateBody, sampled(presence_penalty="1"), "sampling.presence_penalty"),
         (GenerateBody, sampled(num_top_logprobs=21), "sampling.num_top_logprobs"),
         (GenerateBody, sampled(min_p=1.5), "sampling.min_p"),
+        (GenerateBody, sampled(temperature=1e-7), "sampling.temperature"),
         (GenerateBody, sampled(repetition_penalty=0), "sampling.repetition_penalty"),
         (GenerateBody, sampled(num_top_logprobs=True), "sampling.num_top_logprobs"),
         (GenerateBody, sampled(logit_bias={"3": 1}), "sampling.logit_bias"),

@@ -172,6 +172,7 @@ def test_sampling() -> None:
     assert asked().sampling == SamplingParams(1)
     assert asked().max_tokens is None
     assert asked(top_p=0).sampling.top_k == 1
+    assert [asked(temperature=t).sampling.temperature for t in (0, 1e-7, 0.01)] == [0.0, 0.0, 0.01]
 
 
 @pytest.mark.parametrize(
