@@ -61,7 +61,7 @@ COMPILE := uv pip compile --quiet --override requirements/overrides.txt --no-hea
 GPU_HOST := --python-platform x86_64-manylinux_2_35
 lock:
 	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt --extra cpu --group build pyproject.toml | sed 's/+cpu$$//' > requirements/cpu.txt
-	$(COMPILE) --python-version 3.11 -c requirements/cpu.txt requirements/dev.in > requirements/dev.txt
+	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt -c requirements/cpu.txt requirements/dev.in > requirements/dev.txt
 	$(COMPILE) --python-version 3.11 $(GPU_HOST) --extra vllm pyproject.toml > requirements/vllm.txt
 	$(COMPILE) --python-version 3.12 $(GPU_HOST) --extra sglang pyproject.toml > requirements/sglang.txt
 	for client in requirements/clients/*.in; do $(COMPILE) --python-version 3.11 $$client > $${client%.in}.txt; done

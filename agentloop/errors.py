@@ -25,6 +25,7 @@
     ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
     ├── TemplateError                   400  the chat template cannot be used
     │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens
+    ├── ParserMismatch                  400  the parser does not read what the model's chat format writes
     ├── ToolError                            becomes a tool message; never ends a trajectory
     ├── RewardError                          becomes a failed reward; never loses a trajectory
     └── InvariantBroken                 500  a bug: misaligned data, spans that do not tile
@@ -178,6 +179,10 @@ class TemplateError(AgentLoopError):
 
 class TemplateNotPrefixStable(TemplateError):
     code = "template_not_prefix_stable"
+
+
+class ParserMismatch(AgentLoopError):
+    code, http_status = "parser_mismatch", 400
 
 
 class ToolError(AgentLoopError):

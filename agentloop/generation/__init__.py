@@ -5,6 +5,7 @@ from __future__ import annotations
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
+from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
@@ -18,6 +19,7 @@ __all__ = [
     "LeaseConfig",
     "LeasedEngine",
     "NewestVersion",
+    "SelfTest",
     "SessionLeases",
     "TurnFinish",
     "TurnPiece",
@@ -25,6 +27,8 @@ __all__ = [
     "TurnRequest",
     "arguments_text",
     "finish_of",
+    "parsers_that_fit",
     "sample_turn",
+    "self_test",
     "stream_turn",
 ]

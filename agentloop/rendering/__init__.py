@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from agentloop.rendering.bridge_check import examine
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, Renderer, TokenText, TurnEnd
-from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, Thinking, off_loop
+from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked
+from agentloop.rendering.renderer import (
+    ModelText,
+    OnUnstable,
+    RenderSettings,
+    TemplateRenderer,
+    Thinking,
+    model_text,
+    off_loop,
+)
+from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
 
 __all__ = [
     "NO_KWARGS",
+    "ChatTemplate",
     "ModelFacts",
+    "ModelText",
     "OnUnstable",
+    "PromptText",
     "RenderSettings",
     "Renderer",
+    "TemplateForm",
     "TemplateRenderer",
     "TextDecoder",
     "Thinking",
     "TokenText",
     "Tokens",
     "TurnEnd",
+    "examine",
+    "masked",
+    "model_text",
     "off_loop",
 ]

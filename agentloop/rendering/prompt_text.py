@@ -64,13 +64,16 @@ class PromptText:
         form = self._form
         if not form.supports_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
             raise TemplateError("this model's chat template does not support tools", param="tools")
+        return self._template.render(
+            self.entries(messages), definitions, add_generation_prompt=adds_generation_prompt, kwargs=self._kwargs
+        )
+
+    def entries(self, messages: Sequence[Message]) -> list[dict[str, JSON]]:
+        """The messages as templates read them, every string of them masked. Raises InvalidRequest."""
         try:
-            entries = [self._entry(message) for message in messages]
+            return [self._entry(message) for message in messages]
         except RecursionError as error:
             raise InvalidRequest("arguments are nested too deeply", param="messages") from error
-        return self._template.render(
-            entries, definitions, add_generation_prompt=adds_generation_prompt, kwargs=self._kwargs
-        )
 
     def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
         """The text between a sampled turn and the next: what ends the turn, the messages, the generation prompt.

@@ -71,7 +71,67 @@ class RenderSettings:
     stop_tokens: tuple[str, ...] = ()  # in place of those that the folder declares
 
 
-class TemplateRenderer:
+class ModelText:
+    """One model's tokenizer with its stop tokens: a `TokenText`."""
+
+    def __init__(self, tokens: Tokens, *, stop_token_ids: Sequence[int], vocab_size: int) -> None:
+        """Raises TemplateError without a stop token."""
+        self.tokens = tokens
+        self._vocab_size = vocab_size
+        self._stop_token_ids = tuple(stop_token_ids)
+        if not any(tokens.literal_of(token_id) for token_id in self._stop_token_ids):
+            raise TemplateError(
+                "no stop token: neither generation_config.json, config.json nor the tokenizer has one"
+            )
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a turn, the model's own first. Never empty."""
+        return self._stop_token_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids an engine can sample are below this: the model's size, padding included, or the tokenizer's."""
+        return self._vocab_size
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included, nothing stripped."""
+        return self.tokens.decode(ids)
+
+    def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
+        """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
+        return self.tokens.decode_with_offsets(ids)
+
+    def decoder(self) -> TextDecoder:
+        """Make a decoder for ids that come in pieces."""
+        return TextDecoder(self.tokens, self._stop_token_ids[0])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token adds to a text: it may be a part of a character."""
+        return self.tokens.token_bytes(token_id)
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text in which control tokens are spelled out, or of what `text` returned."""
+        return self.tokens.encode(text)
+
+
+def model_text(folder: Path, stop_tokens: Sequence[str] = ()) -> ModelText:
+    """Read the tokenizer of a model folder, with `stop_tokens` in place of those that it declares.
+
+    Raises TemplateError naming the file.
+    """
+    tokens = _tokens_of(folder)
+    config = read_json(folder / "config.json")
+    if isinstance(text_config := config.get("text_config"), dict):  # of a model that also sees
+        config = text_config | config
+    return ModelText(
+        tokens,
+        stop_token_ids=_stop_token_ids(folder, config, tokens, stop_tokens),
+        vocab_size=max(tokens.num_ids, _int_or(config.get("vocab_size"), 0)),
+    )
+
+
+class TemplateRenderer(ModelText):
     """One model folder's way from messages to ids and back. `from_directory` makes one."""
 
     def __init__(
@@ -87,16 +147,10 @@ class TemplateRenderer:
 
         Of `settings`, those that `template` and `stop_token_ids` carry are not read.
         """
+        super().__init__(tokens, stop_token_ids=stop_token_ids, vocab_size=vocab_size)
         self._template = template
-        self._tokens = tokens
-        self._vocab_size = vocab_size
         self._thinking = settings.thinking
-        self._stop_token_ids = tuple(stop_token_ids)
         self._stops = [text for i in self._stop_token_ids if (text := tokens.literal_of(i))]
-        if not self._stops:
-            raise TemplateError(
-                "no stop token: neither generation_config.json, config.json nor the tokenizer has one"
-            )
         if not settings.stop_tokens:
             self._adopt_stop()
         self._definitions_of: _Remembered[list[JSON]] = _Remembered()
@@ -114,40 +168,27 @@ class TemplateRenderer:
     ) -> TemplateRenderer:
         """The renderer of a Hugging Face model folder. Reads files only; raises TemplateError naming the file."""
         folder = Path(directory)
-        tokens = _tokens_of(folder)
-        config = read_json(folder / "config.json")
-        if isinstance(text_config := config.get("text_config"), dict):  # of a model that also sees
-            config = text_config | config
+        text = model_text(folder, settings.stop_tokens)
         template = ChatTemplate.from_directory(
             folder, file=settings.template_file, kwargs=settings.kwargs, date=settings.date
         )
         return cls(
             template,
-            tokens,
-            stop_token_ids=_stop_token_ids(folder, config, tokens, settings.stop_tokens),
-            vocab_size=max(tokens.num_ids, _int_or(config.get("vocab_size"), 0)),
+            text.tokens,
+            stop_token_ids=text.stop_token_ids,
+            vocab_size=text.vocab_size,
             settings=settings,
         )
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn, the model's own first. Never empty."""
-        return self._stop_token_ids
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids an engine can sample are below this: the model's size, padding included, or the tokenizer's."""
-        return self._vocab_size
-
-    @property
     def facts(self) -> ModelFacts:
         """The facts of the folder's chat format, under the renderer's own template arguments."""
-        report, unmask = self._report, self._tokens.unmask
+        report, unmask = self._report, self.tokens.unmask
         problems = (report.tool_turns, report.user_turns, report.plain_turns)
         return ModelFacts(
             self._template.source,
             self._template.arguments,
-            self._tokens.literals,
+            self.tokens.literals,
             tuple(self._stops),
             report.form.supports_tools,
             report.strips_thinking,
@@ -164,7 +205,7 @@ class TemplateRenderer:
 
         Raises InvalidRequest for what cannot be rendered by any template, TemplateError for what this one refuses.
         """
-        return self._tokens.encode(self.text(messages, tools, template_kwargs))
+        return self.tokens.encode(self.text(messages, tools, template_kwargs))
 
     def text(
         self,
@@ -194,27 +235,7 @@ class TemplateRenderer:
         text, report = self._under(template_kwargs)
         if (problem := self._problem(report, appended, has_tools=bool(tools))) is not None:
             raise TemplateNotPrefixStable(problem, param="messages")
-        return self._tokens.encode(text.bridge(appended, self._definitions(tools), end))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included, nothing stripped."""
-        return self._tokens.decode(ids)
-
-    def decode_with_offsets(self, ids: Sequence[int]) -> DecodedText:
-        """`decode(ids)` with the number of characters complete after each id. Takes linear time."""
-        return self._tokens.decode_with_offsets(ids)
-
-    def decoder(self) -> TextDecoder:
-        """Make a decoder for ids that come in pieces."""
-        return TextDecoder(self._tokens, self._stop_token_ids[0])
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to a text: it may be a part of a character."""
-        return self._tokens.token_bytes(token_id)
-
-    def ids(self, text: str) -> list[int]:
-        """The ids of a text in which control tokens are spelled out, or of what `text` returned."""
-        return self._tokens.encode(text)
+        return self.tokens.encode(text.bridge(appended, self._definitions(tools), end))
 
     def _under(self, template_kwargs: Mapping[str, JSON]) -> tuple[PromptText, BridgeReport]:
         """Return the template under a call's arguments, and what a trial found of it."""
@@ -224,14 +245,14 @@ class TemplateRenderer:
         check_kwargs(template_kwargs)
 
         def make(form: TemplateForm) -> PromptText:
-            return PromptText(self._template, self._tokens, self._stops, form, template_kwargs)
+            return PromptText(self._template, self.tokens, self._stops, form, template_kwargs)
 
-        report = examine(make, self._tokens.encode)
+        report = examine(make, self.tokens.encode)
         return make(report.form), report
 
     def _definitions(self, tools: Sequence[Mapping[str, JSON]]) -> list[JSON]:
         def make() -> list[JSON]:
-            return [masked(self._tokens, tool, "tools") for tool in tools]
+            return [masked(self.tokens, tool, "tools") for tool in tools]
 
         return self._definitions_of.get(list(tools), "tools", make) if tools else []
 
@@ -239,14 +260,14 @@ class TemplateRenderer:
         """Say why these messages cannot be appended as the template would show them; None if they can."""
         shown = "the template cannot append {}: {}".format
         if appended[0].role == "tool" and report.tool_turns is not None:
-            return shown("a tool's answer", self._tokens.unmask(report.tool_turns))
+            return shown("a tool's answer", self.tokens.unmask(report.tool_turns))
         if report.strips_in_cycle and self._thinking is Thinking.TEMPLATE:
             return "thinking is as the template has it, and it drops empty thoughts"
         if all(message.role == "tool" for message in appended):
             return None
         problem = report.user_turns if has_tools else report.plain_turns
         if problem is not None:
-            return shown("a user's message", self._tokens.unmask(problem))
+            return shown("a user's message", self.tokens.unmask(problem))
         if report.strips_thinking and self._thinking is Thinking.TEMPLATE:
             return "thinking is as the template has it, and it drops thoughts at a user's message"
         return None
@@ -257,10 +278,10 @@ class TemplateRenderer:
             return
         plain = TemplateForm(supports_tools=False)
         try:
-            closing = PromptText(self._template, self._tokens, self._stops, plain).closing_special()
+            closing = PromptText(self._template, self.tokens, self._stops, plain).closing_special()
         except TemplateError:
             return  # the trial says what the template refuses
-        token_id = None if closing is None or closing in self._stops else self._tokens.id_of(closing)
+        token_id = None if closing is None or closing in self._stops else self.tokens.id_of(closing)
         if closing is not None and token_id is not None:
             _log.info("the template ends turns with a token that the folder does not declare", stop_token=closing)
             self._stop_token_ids = (*self._stop_token_ids, token_id)

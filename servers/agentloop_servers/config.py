@@ -6,18 +6,18 @@ are this model.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import KVPolicy
@@ -92,11 +92,25 @@ class EngineConfig(_Strict):
         return self.tensor_parallel_size * self.data_parallel_size
 
 
-class ChatSettings(_Strict):
-    """The model's way from messages to tokens and back, for workers and endpoint alike."""
+class TemplateSettings(_Strict):
+    """The chat template, and what it is given with every rendering."""
 
-    parser: str = "hermes"
-    on_unstable_template: Literal["raise", "fork"] = "raise"
+    file: str | None = None  # in place of the model folder's
+    kwargs: dict[str, JsonValue] = {}  # enable_thinking and the like; a request's own go before them
+    date: datetime.date | None = None  # the day a template is told; None: always the same, 2025-01-01
+
+
+class ChatSettings(_Strict):
+    """The model's way from messages to tokens and back, for workers and endpoint alike. See docs/models.md."""
+
+    renderer: str = "template"  # or renderers:FAMILY of the package renderers, or an import path
+    parser: str = "auto"  # or a name of ours, vllm:NAME, renderers:FAMILY, or an import path
+    template: TemplateSettings = TemplateSettings()
+    thinking: Literal["keep", "template"] = "keep"  # earlier thoughts at a user's message: kept, or as the template
+    stop_tokens: list[str] = []  # what ends a turn, in place of those the model folder declares
+    on_unstable_template: Literal["raise", "fork"] = (
+        "fork"  # where turns cannot be bridged: refuse, or fork the path
+    )
 
 
 class WorkerSettings(_Strict):
@@ -266,6 +280,6 @@ def run_secret(run_dir: Path) -> str:
 
 def new_run_dir(parent: Path) -> Path:
     """A new directory under `parent`, named by the time and a few random digits."""
-    path = parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    path = parent / f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     path.mkdir(parents=True)
     return path

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
+from agentloop_servers.chat_format.load import (
+    ChatFormat,
+    ChosenFormat,
+    load_chat_format,
+    load_parser,
+    load_renderer,
+)
 
-__all__ = ["ChatFormat", "load_chat_format"]
+__all__ = ["ChatFormat", "ChosenFormat", "load_chat_format", "load_parser", "load_renderer"]

@@ -16,8 +16,10 @@ from types import FrameType
 def main() -> None:
     """Run the console script. Exits with one line where the service's packages are not installed."""
     signal.signal(signal.SIGINT, _leave)
+    # The doctor needs neither Ray nor an engine: it answers in a second, also where one of them does not import.
+    module = "doctor" if sys.argv[1:2] == ["doctor"] else "commands"
     try:
-        commands = importlib.import_module("agentloop_servers.cli.commands")
+        commands = importlib.import_module(f"agentloop_servers.cli.{module}")
     except ModuleNotFoundError as error:
         sys.exit(f"agentloop: {error.name} is not installed: pip install 'agentloop[serve]'")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the one that asyncio replaces by its own

@@ -25,7 +25,7 @@ from agentloop.export import export
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.storage import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, StalenessLimit
-from agentloop_servers.cli.doctor import examine
+from agentloop_servers.cli.doctor import doctor
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
     AgentCollect,
@@ -218,17 +218,7 @@ def wake(
     _console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
 
 
-@app.command()
-def doctor() -> None:
-    """Check this machine. Exits with 1 if something needed is broken."""
-    checks = examine()
-    table = Table("check", "", "found", box=None)
-    for check in checks:
-        mark = "ok" if check.is_ok else "BROKEN" if check.is_needed else "-"
-        table.add_row(check.name, mark, check.detail)
-    _console().print(table)
-    if any(check.is_needed and not check.is_ok for check in checks):
-        raise typer.Exit(1)
+app.command()(doctor)
 
 
 def _limit(

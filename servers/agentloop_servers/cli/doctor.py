@@ -1,20 +1,34 @@
-"""`agentloop doctor`: what this machine has of what the service needs."""
+"""`agentloop doctor`: what this machine has of what the service needs, and what the service makes of a model.
+
+Imports neither Ray nor an engine: it starts nothing, and its verdict on a model folder takes a second.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pydantic_monty
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agentloop.errors import AgentLoopError
+from agentloop.rendering import Renderer
+from agentloop_servers.chat_format import ChosenFormat, load_parser, load_renderer
+from agentloop_servers.config import ServiceConfig, located, model_sizes
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 MIN_FREE_DISK_GIB = 1.0
@@ -29,6 +43,64 @@ class Check:
     is_ok: bool
     detail: str
     is_needed: bool = True
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `doctor` a word of the command line, as it is among the other commands."""
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(help="A model folder: how a service would render and read it.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A Serve config: its model, with its chat settings.")] = None,
+    parser: Annotated[str | None, typer.Option(help="A parser, as `chat.parser` of a config.")] = None,
+    renderer: Annotated[str | None, typer.Option(help="A renderer, as `chat.renderer` of a config.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Check this machine, or a model folder. Exits with 1 if something needed is broken or would be refused."""
+    if model is None and config is None:
+        if parser is not None or renderer is not None:
+            raise typer.BadParameter("--parser and --renderer need --model or --config")
+        checks = examine()
+    else:
+        checks = _examined(model, config, {"parser": parser, "renderer": renderer})
+    is_good = all(check.is_ok or not check.is_needed for check in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": is_good, "checks": [asdict(check) for check in checks]}, ensure_ascii=False))
+    else:
+        _show(checks)
+    if not is_good:
+        raise typer.Exit(1)
+
+
+def _examined(model: Path | None, config: Path | None, chat: dict[str, str | None]) -> list[Check]:
+    """Examine a model; a config that cannot be read is the finding."""
+    changed = {name: value for name, value in chat.items() if value is not None}
+    try:
+        settings = (
+            ServiceConfig.load(located(str(config))) if config is not None else ServiceConfig(model=str(model))
+        )
+        if model is not None:
+            settings = settings.model_copy(update={"model": str(model)})
+        return examine_model(
+            settings.model_copy(update={"chat": settings.chat.model_copy(update=changed)}),
+        )
+    except AgentLoopError as error:
+        return [Check("config", False, error.message)]
+
+
+def _show(checks: Sequence[Check]) -> None:
+    table = Table("check", "", "found", box=None)
+    for check in checks:
+        mark = "ok" if check.is_ok else "BROKEN" if check.is_needed else "-"
+        table.add_row(check.name, mark, Text(check.detail))
+    Console().print(table)
 
 
 def examine() -> list[Check]:
@@ -105,3 +177,67 @@ def _port() -> tuple[bool, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return True, f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def examine_model(config: ServiceConfig) -> list[Check]:
+    """Return the whole verdict on a service's model, in the order of a turn's life. Takes about a second."""
+    checks: list[Check] = []
+    try:
+        folder = config.model_path()
+        checks.append(Check("model", True, str(folder)))
+        sizes = model_sizes(config)
+        checks.append(Check("context", True, f"{sizes.max_context_tokens:,} tokens"))
+    except AgentLoopError as error:
+        return [*checks, Check("config.json", False, error.message)]
+    try:
+        renderer = load_renderer(folder, config.chat)
+    except AgentLoopError as error:
+        return [*checks, Check("chat format", False, error.message)]
+    checks += _of_renderer(renderer, config)
+    try:
+        chosen = load_parser(folder, config.chat, renderer)
+    except AgentLoopError as error:
+        return [*checks, Check("parser", False, error.message)]
+    return [*checks, *_of_parser(chosen)]
+
+
+def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
+    facts = renderer.facts
+    stops = [
+        f"{text} {token_id}" for text, token_id in zip(facts.stop_tokens, renderer.stop_token_ids, strict=False)
+    ]
+    yield Check("chat format", True, config.chat.renderer)
+    yield Check("vocabulary", True, f"{renderer.vocab_size:,} ids, {len(facts.literals)} of them marks")
+    yield Check("stop tokens", True, ", ".join(stops))
+    shown = "shown to the model" if facts.supports_tools else "none: the chat format shows none"
+    yield Check("tools", facts.supports_tools, shown, is_needed=False)
+    if facts.supports_tools:
+        yield _bridge("tools' answers", facts.tool_turns)
+        yield _bridge("user, with tools", facts.user_turns)
+    yield _bridge("user, no tools", facts.plain_turns)
+    if not facts.strips_thinking:
+        yield Check("earlier thoughts", True, "as they were sampled; the chat format drops none")
+    elif config.chat.thinking == "keep":
+        yield Check("earlier thoughts", True, "kept; the chat format itself drops them at a user's message")
+    else:
+        yield Check(
+            "earlier thoughts", True, "dropped at a user's message, as the chat format does: the path forks"
+        )
+
+
+def _bridge(name: str, problem: str | None) -> Check:
+    """Say how a conversation goes on: by a bridge, or by a fork, which costs tokens but is right."""
+    return Check(name, problem is None, f"fork: {problem}" if problem else "bridged exactly", is_needed=False)
+
+
+def _of_parser(chosen: ChosenFormat) -> Iterator[Check]:
+    test = chosen.test
+    opened = ", opened by the prompt" if test.opens_thought else ""
+    has_thoughts, marks = test.thoughts or test.opens_thought, chosen.parser.marks.thoughts
+    thoughts = f"{marks.open} {marks.close}{opened}" if has_thoughts else "none are written"
+    yield Check("thoughts", has_thoughts, thoughts, is_needed=False)
+    yield Check("parser", True, f"{chosen.name}: {chosen.reason}")
+    read = ["an answer", *(["a thought"] if test.thoughts else []), *(["a call"] if test.calls else [])]
+    yield Check("self-test", True, f"{', '.join(read)}: rendered, cut out and read back")
+    if test.calls:
+        yield Check("a call", True, test.call_text.strip().replace("\n", "⏎"))

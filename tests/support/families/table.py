@@ -21,7 +21,17 @@ _SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _THINK = ("<think>", "</think>")
-_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHATML = (
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    ),
+)
 _QWEN3 = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", *_THINK)
 _LLAMA = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",

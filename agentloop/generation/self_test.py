@@ -1,0 +1,205 @@
+"""The self-test of a model's chat format: what its renderer writes of a turn, its parser must read.
+
+A conversation with a thought, a call and an answer is rendered, the assistant's turns are cut out of it as the
+model would have sampled them, and read back. A parser of another family takes a call for the final answer, or for a
+mistake of the policy: without the test a run would go on, and train on that. Takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from agentloop.errors import AgentLoopError, ParserMismatch
+from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.parsers import PARSER_NAMES, DecodedText, Parser, get_parser
+from agentloop.rendering import Renderer
+from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
+
+_TOOL_NAME = "look_up"
+_ARGUMENTS: Mapping[str, JSON] = {"word": "rook", "limit": 3}
+_TOOLS: tuple[Mapping[str, JSON], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL_NAME,
+            "description": "Look a word up.",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}, "limit": {"type": "integer"}},
+                "required": ["word"],
+            },
+        },
+    },
+)
+# Some templates insist on nine letters and digits; some models write the name as a part of the id.
+_CALL_IDS = ("call00000", f"functions.{_TOOL_NAME}:0")
+_QUESTION = Message("user", "What is a rook?")
+_CALLING = Message("assistant", "I look the word up.", reasoning="A rook may be two things.")
+_ANSWER = Message("assistant", "A bird, and a piece.", reasoning="Both of them are meant.")
+_EMBEDDED = "<think>"  # what a renderer puts before a thought that its template has no place for
+_MAX_TURN_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """The findings of a test that was passed; `calls` and `thoughts` are False if the model's turns show none."""
+
+    calls: bool  # a call was written, and read
+    thoughts: bool  # a thought was written, and read
+    opens_thought: bool  # the prompt leaves a thought open
+    call_text: str  # the turn with a call, as it would be sampled; empty without calls
+
+
+@dataclass(frozen=True, slots=True)
+class _RenderedTurn:
+    """One assistant turn as it would be sampled, the message it stands for, and the text before it."""
+
+    text: str
+    written: Message
+    before: str
+
+
+@dataclass(frozen=True, slots=True)
+class _RenderedTurns:
+    """The turns that a renderer wrote: an answer, and a call in every form it takes; none if it shows no tools."""
+
+    calling: tuple[_RenderedTurn, ...]
+    answer: _RenderedTurn
+
+
+def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
+    """Read a rendered call, thought and answer with the parser.
+
+    Raises ParserMismatch, naming the parser, the text, and our own parsers that would have read it, and
+    TemplateError if nothing can be rendered.
+    """
+    reader, turns = TurnReader(renderer, parser), _turns(renderer)
+    calling = _read_in_one_form(reader, turns.calling)
+    for turn in (calling, turns.answer):
+        if turn is not None and (problem := _problem(reader, turn)) is not None:
+            raise ParserMismatch(_mismatch(renderer, turns, parser_name, turn, problem), param="parser")
+    return SelfTest(
+        calls=calling is not None,
+        thoughts=any(turn is not None and turn.written.reasoning for turn in (calling, turns.answer)),
+        opens_thought=reader.is_thinking(renderer.render([_QUESTION], ())),
+        call_text=calling.text if calling is not None else "",
+    )
+
+
+def parsers_that_fit(renderer: Renderer) -> tuple[str, ...]:
+    """Return the names of our own parsers that pass the test with this renderer."""
+    return _fitting(renderer, _turns(renderer))
+
+
+def _fitting(renderer: Renderer, turns: _RenderedTurns) -> tuple[str, ...]:
+    found = []
+    for name in PARSER_NAMES:
+        reader = TurnReader(renderer, get_parser(name))
+        calling = _read_in_one_form(reader, turns.calling)
+        if all(turn is None or _problem(reader, turn) is None for turn in (calling, turns.answer)):
+            found.append(name)
+    return tuple(found)
+
+
+def _read_in_one_form(reader: TurnReader, calling: Sequence[_RenderedTurn]) -> _RenderedTurn | None:
+    """Return the first form of the calling turn that is read, else the first of all."""
+    read = (turn for turn in calling if _problem(reader, turn) is None)
+    return next(read, calling[0] if calling else None)
+
+
+def _turns(renderer: Renderer) -> _RenderedTurns:
+    answer, thought = _cut(renderer, [_QUESTION], _ANSWER, [], ()), _CALLING.reasoning
+    source = renderer.facts.template_source
+    if source and _EMBEDDED in answer.text and _EMBEDDED not in source:
+        # The template knows no thoughts, and the renderer wrote one into the content: it is not the model's format.
+        answer, thought = _cut(renderer, [_QUESTION], replace(_ANSWER, reasoning=""), [], ()), ""
+    return _RenderedTurns(_calling_turns(renderer, thought) if renderer.facts.supports_tools else (), answer)
+
+
+def _calling_turns(renderer: Renderer, thought: str) -> tuple[_RenderedTurn, ...]:
+    """Cut the turn that calls, in the forms that the template takes. Raises TemplateError if it takes none.
+
+    The forms: a call's id, and a text beside the call, which gpt-oss has instead of a thought and not beside one.
+    """
+    failure: AgentLoopError | None = None
+    turns = []
+    for call_id, content in product(_CALL_IDS, (_CALLING.content, "")):
+        call = ToolCall(call_id, _TOOL_NAME, _ARGUMENTS)
+        reply = Message("tool", "a bird", tool_call_id=call_id, name=_TOOL_NAME)
+        written = replace(_CALLING, content=content, reasoning=thought, tool_calls=(call,))
+        try:
+            turns.append(_cut(renderer, [_QUESTION], written, [reply], _TOOLS))
+        except AgentLoopError as error:
+            failure = error
+    if not turns and failure is not None:
+        raise failure
+    return tuple(turns)
+
+
+def _cut(
+    renderer: Renderer,
+    before: Sequence[Message],
+    written: Message,
+    after: Sequence[Message],
+    tools: Sequence[Mapping[str, JSON]],
+) -> _RenderedTurn:
+    """Cut a turn out of the rendering of a conversation: what stands behind its prompt, up to a stop token."""
+    prompt = renderer.decode(renderer.render(before, tools))
+    whole = renderer.decode(renderer.render([*before, written, *after], tools))
+    if not whole.startswith(prompt) and written.reasoning:
+        # The prompt closes an empty thought, or a thought is shown in other places only: this turn has none.
+        written = replace(written, reasoning="")
+        whole = renderer.decode(renderer.render([*before, written, *after], tools))
+    start = _num_common(prompt, whole)
+    text = whole[start : _end_of_turn(renderer, prompt, whole, start)]
+    if written.reasoning not in text:  # such a template shows no thoughts
+        written = replace(written, reasoning="")
+    if written.tool_calls and written.content not in text:  # some drop the text beside a call
+        written = replace(written, content="")
+    return _RenderedTurn(text, written, prompt[:start])
+
+
+def _end_of_turn(renderer: Renderer, prompt: str, whole: str, start: int) -> int:
+    """Find the turn's stop token; without one the turn ends where the next generation prompt begins."""
+    found = [whole.find(stop, start) for stop in renderer.facts.stop_tokens]
+    num_generation_prompt = _num_common(prompt[::-1], whole[::-1])
+    return min((end for end in found if end >= 0), default=len(whole) - num_generation_prompt)
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _problem(reader: TurnReader, turn: _RenderedTurn) -> str | None:
+    """Return what is read otherwise than it was written; None if all is well."""
+    tools = _TOOLS if turn.written.tool_calls else ()
+    decoded = DecodedText(turn.text, tuple(range(1, len(turn.text) + 1)))
+    is_thinking = turn.before.rstrip().endswith(reader.marks.thoughts.open)
+    reading = Reading(tools, 0, reads_calls=bool(tools), reads_thoughts=True, is_thinking=is_thinking)
+    read, _ = reader.read(decoded, reading)
+    written = turn.written
+    calls = [(call.name, dict(call.arguments)) for call in written.tool_calls]
+    if any(call.status is ToolCallStatus.MALFORMED for call in read.tool_calls):
+        return f"a malformed call: {next(call.error for call in read.tool_calls if call.error)}"
+    if [(call.name, dict(call.arguments)) for call in read.tool_calls] != calls:
+        found = ", ".join(call.name for call in read.tool_calls) or "no call"
+        return f"{found} instead of {_TOOL_NAME}({dict(_ARGUMENTS)})"
+    if read.reasoning.strip() != written.reasoning:
+        return f"the thought {read.reasoning!r} instead of {written.reasoning!r}"
+    if read.content.strip() != written.content:
+        return f"the content {read.content!r} instead of {written.content!r}"
+    return None
+
+
+def _mismatch(
+    renderer: Renderer, turns: _RenderedTurns, parser_name: str, turn: _RenderedTurn, problem: str
+) -> str:
+    fitting = ", ".join(_fitting(renderer, turns)) or "none of our own"
+    return (
+        f"the parser {parser_name!r} does not read this model's turns: of {turn.text[:_MAX_TURN_CHARS]!r}, which "
+        f"its chat format writes, it reads {problem}; parsers that read it: {fitting}"
+    )

@@ -1,0 +1,272 @@
+"""Adapter over the `renderers` package: renderers written by hand, one a model family.
+
+The package (Apache-2.0, https://pypi.org/project/renderers) renders, bridges and parses by token ids, without a
+template. It is given our tokenizer and masked messages: what it encodes goes through `Tokens.encode`, so content
+becomes no control token here either. Imported only where a config names it: the extra `renderers` installs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from renderers import config_from_name, create_renderer, template_field_names
+from renderers.base import MODEL_RENDERER_MAP
+
+from agentloop.errors import AgentLoopError, InvalidRequest, TemplateError, TemplateNotPrefixStable
+from agentloop.rendering import (
+    NO_KWARGS,
+    ChatTemplate,
+    ModelFacts,
+    ModelText,
+    PromptText,
+    RenderSettings,
+    TemplateForm,
+    Thinking,
+    Tokens,
+    TurnEnd,
+    examine,
+    masked,
+    model_text,
+)
+from agentloop.types import JSON, Message
+
+T = TypeVar("T")
+
+_UNUSABLE = {
+    "default": "it is a chat template in the library's hands; write `renderer: template`",
+    "custom": "write the renderer's own import path",
+    "gpt-oss": "it encodes with a vocabulary that it downloads, not with the model's tokenizer",
+}
+_MAX_KWARGS = 64  # sets of template arguments whose renderers are kept
+_TEXT = "one sampled turn"
+_NUM_LAST = 16  # tokens
+_QUESTION = Message("user", "one question")
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"  # of every family of the library that is used here
+
+
+def family_of(name: str, folder: Path) -> tuple[str, str]:
+    """Return the library's name of a family, and the published name of the model.
+
+    `auto` is looked up by the folder's name, which must be the model's. Raises InvalidRequest with those there are.
+    """
+    models = {model.rpartition("/")[2]: model for model in MODEL_RENDERER_MAP}
+    model = models.get(folder.name, folder.name)
+    families = ", ".join(sorted(set(MODEL_RENDERER_MAP.values()) - set(_UNUSABLE)))
+    if name == "auto" and model not in MODEL_RENDERER_MAP:
+        raise InvalidRequest(
+            f"renderers:auto knows no model called {folder.name!r}: write its family, one of {families}",
+            param="renderer",
+        )
+    family = MODEL_RENDERER_MAP[model] if name == "auto" else name
+    if (reason := _UNUSABLE.get(family)) is not None:
+        raise InvalidRequest(f"renderers:{family} cannot be used: {reason}", param="renderer")
+    return family, model
+
+
+class LibraryTokenizer:
+    """Our tokenizer as the library calls one. Without offsets: no attribution of tokens is asked for."""
+
+    unk_token_id = None
+
+    def __init__(self, tokens: Tokens, model: str, eos_token_id: int) -> None:
+        self._tokens = tokens
+        self.name_or_path = model  # some renderers differ by a family's sizes
+        self.eos_token_id = eos_token_id
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        """Encode a text in which content is masked; nothing is added."""
+        return self._tokens.encode(text)
+
+    def decode(self, token_ids: int | Sequence[int], **_: object) -> str:
+        """Decode ids, special tokens included."""
+        return self._tokens.decode([token_ids] if isinstance(token_ids, int) else token_ids)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """Return the id of a token, or of each; None where the tokenizer has none."""
+        id_of = self._tokens.id_of
+        return id_of(tokens) if isinstance(tokens, str) else [id_of(token) for token in tokens]
+
+
+class Library:
+    """One family's renderer of the library, made anew for other template arguments. For several threads."""
+
+    def __init__(self, family: str, model: str, text: ModelText, settings: RenderSettings) -> None:
+        """Raises InvalidRequest for a family or arguments that the library refuses, and for a tokenizer that lacks
+        tokens of the family."""
+        self.family = family
+        self._tokenizer = LibraryTokenizer(text.tokens, model, text.stop_token_ids[0])
+        self._settings = settings
+        self._made: OrderedDict[bytes, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self.arguments: frozenset[str] = template_field_names(self.under(NO_KWARGS).config)
+
+    def under(self, kwargs: Mapping[str, JSON]) -> Any:
+        """Return the library's renderer under template arguments, which go before the service's own."""
+        key = orjson.dumps(dict(kwargs), option=orjson.OPT_SORT_KEYS)
+        with self._lock:
+            found = self._made.pop(key, None)
+            if found is None:
+                found = self._make({**self._settings.kwargs, **kwargs})
+            self._made[key] = found
+            if len(self._made) > _MAX_KWARGS:
+                self._made.popitem(last=False)
+        return found
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run code of the library. Raises TemplateError with what it objected to: it may raise anything."""
+        try:
+            return work()
+        except AgentLoopError:
+            raise
+        except Exception as error:
+            raise TemplateError(f"renderers:{self.family} failed: {error or type(error).__name__}") from error
+
+    def _make(self, kwargs: Mapping[str, JSON]) -> Any:
+        keeps = self._settings.thinking is Thinking.KEEP
+        fields: dict[str, Any] = {"thinking_retention": "all"} if keeps else {}
+        try:
+            config = type(config_from_name(self.family))
+            if "date_string" in config.model_fields:
+                fields["date_string"] = f"{self._settings.date:%d %b %Y}"
+            return create_renderer(self._tokenizer, config(**fields), chat_template_kwargs=kwargs)
+        except Exception as error:
+            raise InvalidRequest(f"renderers:{self.family} cannot be used: {error}", param="renderer") from error
+
+
+class LibraryRenderer(ModelText):
+    """A renderer of the library behind our port, `agentloop.rendering.Renderer`."""
+
+    def __init__(self, folder: Path, family: str, settings: RenderSettings) -> None:
+        """`family` is the library's name, or `auto`. Raises InvalidRequest and TemplateError."""
+        text = model_text(folder, settings.stop_tokens)
+        super().__init__(text.tokens, stop_token_ids=text.stop_token_ids, vocab_size=text.vocab_size)
+        self.library = Library(*family_of(family, folder), self, settings)
+        self._prompts = PromptText(ChatTemplate("", {}), text.tokens, (), TemplateForm())  # for its entries alone
+        self._has_tools = True
+        report = examine(lambda _: _Conversation(self), self.ids)
+        self._has_tools = report.form.supports_tools
+        self.facts = ModelFacts(
+            template_source="",
+            template_arguments=self.library.arguments,
+            literals=self.tokens.literals,
+            stop_tokens=tuple(self.decode([token_id]) for token_id in self.stop_token_ids),
+            supports_tools=report.form.supports_tools,
+            strips_thinking=report.strips_thinking,
+            tool_turns=report.tool_turns,
+            user_turns=report.user_turns,
+            plain_turns=report.plain_turns,
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
+        """See `Renderer.render`."""
+        if not messages:
+            raise InvalidRequest("there are no messages", param="messages")
+        return self.rendered(messages, self._definitions(tools), template_kwargs, adds_generation_prompt=True)
+
+    def bridge(
+        self,
+        appended: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        end: TurnEnd,
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
+        """See `Renderer.bridge`. Which stop tokens close a turn is the library's decision."""
+        if not appended or appended[0].role == "assistant":
+            raise InvalidRequest("after a sampled turn come the messages that answer it", param="messages")
+        return self.bridged(appended, self._definitions(tools), end, template_kwargs)
+
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        definitions: Sequence[JSON],
+        kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        adds_generation_prompt: bool,
+    ) -> list[int]:
+        """Render with masked definitions. Raises as `render`."""
+        if not self._has_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
+            raise TemplateError(f"renderers:{self.library.family} shows no tools", param="tools")
+        renderer, entries = self.library.under(kwargs), self._prompts.entries(messages)
+        return self.library.run(
+            lambda: list(
+                renderer.render_ids(
+                    entries, tools=list(definitions) or None, add_generation_prompt=adds_generation_prompt
+                )
+            )
+        )
+
+    def bridged(
+        self,
+        appended: Sequence[Message],
+        definitions: Sequence[JSON],
+        end: TurnEnd,
+        kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
+        """Bridge with masked definitions. Raises as `bridge`.
+
+        The library asks for the ids before, so a synthetic turn stands for them. A turn that was cut gets the stop
+        token that the library's own rendering ends it with.
+        """
+        if end.stop_id is None and (stop_id := self._own_stop(appended, definitions, kwargs)) is not None:
+            closing = [*(self.ids(THINK_CLOSE) if end.is_thinking else []), stop_id]
+            return closing + self.bridged(appended, definitions, TurnEnd(stop_id), kwargs)
+        if not self._has_tools and any(message.role == "tool" for message in appended):
+            raise TemplateError(f"renderers:{self.library.family} shows no tools", param="tools")
+        prompt = self.rendered([_QUESTION], definitions, kwargs, adds_generation_prompt=True)
+        is_open = self.decode(prompt[-_NUM_LAST:]).rstrip().endswith(THINK_OPEN)
+        thought = ("" if is_open else THINK_OPEN) + ("" if end.is_thinking else THINK_CLOSE)
+        turn = [*self.ids(thought + _TEXT), *([] if end.stop_id is None else [end.stop_id])]
+        renderer, entries = self.library.under(kwargs), self._prompts.entries(appended)
+        made = self.library.run(
+            lambda: renderer.bridge_to_next_turn(prompt, turn, entries, tools=list(definitions) or None)
+        )
+        num_before = len(prompt) + len(turn)
+        if made is None or made.token_ids[:num_before] != [*prompt, *turn]:
+            raise TemplateNotPrefixStable(
+                f"renderers:{self.library.family} renders the whole conversation anew here", param="messages"
+            )
+        return list(made.token_ids[num_before:])
+
+    def _own_stop(
+        self, appended: Sequence[Message], definitions: Sequence[JSON], kwargs: Mapping[str, JSON]
+    ) -> int | None:
+        """Return the stop token that a whole rendering has between a turn and these messages; None without one."""
+        messages = [_QUESTION, Message("assistant", _TEXT), *appended]
+        ids = self.rendered(messages, definitions, kwargs, adds_generation_prompt=True)
+        decoded = self.decode_with_offsets(ids)
+        _, turn_end = decoded.token_span(0, decoded.text.find(_TEXT) + len(_TEXT))
+        return next((token_id for token_id in ids[turn_end:] if token_id in self.stop_token_ids), None)
+
+    def _definitions(self, tools: Sequence[Mapping[str, JSON]]) -> list[JSON]:
+        try:
+            return [masked(self.tokens, tool, "tools") for tool in tools]
+        except RecursionError as error:
+            raise InvalidRequest("tools are nested too deeply", param="tools") from error
+
+
+class _Conversation:
+    """The library's texts, for the trial of bridges."""
+
+    def __init__(self, renderer: LibraryRenderer) -> None:
+        self._renderer = renderer
+
+    def text(
+        self, messages: Sequence[Message], definitions: Sequence[JSON], *, adds_generation_prompt: bool = True
+    ) -> str:
+        """See `RenderedConversation.text`."""
+        ids = self._renderer.rendered(messages, definitions, adds_generation_prompt=adds_generation_prompt)
+        return self._renderer.decode(ids)
+
+    def bridge(self, appended: Sequence[Message], definitions: Sequence[JSON], end: TurnEnd) -> str:
+        """See `RenderedConversation.bridge`."""
+        return self._renderer.decode(self._renderer.bridged(appended, definitions, end))

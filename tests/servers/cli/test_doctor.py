@@ -1,0 +1,126 @@
+"""The doctor's verdict on model folders of every family, and on what a service would refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentloop_servers.cli.doctor import app
+from tests.support.families.table import FAMILIES, write_family
+
+THINK = "<think> </think>"
+OPENED = f"{THINK}, opened by the prompt"
+
+# Per family: its parser, its thoughts, and where its conversations fork instead of being bridged.
+VERDICTS: dict[str, tuple[str, str, set[str]]] = {
+    "qwen2_5": ("hermes", "none are written", set()),
+    "qwen3": ("hermes", THINK, set()),
+    "qwen3_instruct_2507": ("hermes", "none are written", set()),
+    "qwen3_thinking_2507": ("hermes", OPENED, set()),
+    "qwen3_coder": ("qwen3_xml", "none are written", set()),
+    "qwen3_5": ("qwen3_xml", OPENED, set()),
+    "qwen3_6": ("qwen3_xml", OPENED, set()),
+    "llama3_1": ("llama3_json", "none are written", set()),
+    "llama3_2": ("llama3_json", "none are written", set()),
+    "deepseek_r1": ("deepseek_v3", OPENED, set()),
+    "deepseek_v3_1": ("deepseek_v31", "none are written", set()),
+    "glm4_5": ("glm45", THINK, set()),
+    "kimi_k2": ("kimi_k2", "none are written", set()),
+    "mistral_small_3_1": ("mistral", "none are written", {"user, with tools"}),
+    "mistral_small_3_2": ("mistral", "none are written", {"user, with tools"}),
+    "nemotron_3": ("qwen3_xml", OPENED, set()),
+    "gpt_oss": ("harmony", "<|channel|>analysis<|message|> <|end|>", {"user, with tools", "user, no tools"}),
+    "gemma3": ("hermes", "none are written", set()),
+    "phi4_mini": ("hermes", "none are written", set()),
+}
+
+runner = CliRunner()
+
+
+def a_model(folder: Path, family: str) -> Path:
+    """A model folder of the family, with the context that a service asks for."""
+    write_family(folder, family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    return folder
+
+
+def verdict(folder: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit code, and the checks by their names."""
+    result = runner.invoke(app, ["doctor", "--model", str(folder), "--json", *arguments])
+    report = json.loads(result.output)
+    assert report["ok"] == (result.exit_code == 0)
+    return result.exit_code, {check["name"]: check for check in report["checks"]}
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_every_family_has_its_verdict(tmp_path: Path, family: str) -> None:
+    exit_code, checks = verdict(a_model(tmp_path, family))
+    parser, thoughts, forks = VERDICTS[family]
+    assert exit_code == 0
+    assert checks["parser"]["detail"].startswith(f"{parser}: ")
+    assert checks["thoughts"]["detail"] == thoughts
+    assert {name for name, check in checks.items() if check["detail"].startswith("fork: ")} == forks
+    assert checks["self-test"]["is_ok"]
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "where", "said"),
+    [
+        ("llama3_1", ["--parser", "hermes"], "parser", "parsers that read it: llama3_json"),
+        ("qwen3_coder", ["--parser", "hermes"], "parser", "parsers that read it: qwen3_coder, qwen3_xml"),
+        ("qwen3", ["--parser", "nonsense"], "parser", "no parser 'nonsense'"),
+        ("qwen3", ["--renderer", "nonsense"], "chat format", "'nonsense' is not an import path"),
+    ],
+)
+def test_what_a_service_would_refuse_is_broken(
+    tmp_path: Path, family: str, arguments: list[str], where: str, said: str
+) -> None:
+    exit_code, checks = verdict(a_model(tmp_path, family), *arguments)
+    assert exit_code == 1
+    assert not checks[where]["is_ok"]
+    assert said in checks[where]["detail"]
+
+
+def test_a_folder_without_a_model_or_a_template_is_named(tmp_path: Path) -> None:
+    exit_code, checks = verdict(tmp_path / "absent")
+    assert exit_code == 1
+    assert "no model at" in checks["config.json"]["detail"]
+    folder = a_model(tmp_path / "bare", "qwen3")
+    (folder / "chat_template.jinja").unlink()
+    exit_code, checks = verdict(folder)
+    assert exit_code == 1
+    assert "no chat_template.jinja" in checks["chat format"]["detail"]
+
+
+def test_a_configs_chat_settings_count(tmp_path: Path) -> None:
+    config = tmp_path / "service.yaml"
+    chat = {"stop_tokens": ["<|endoftext|>", "<|im_end|>"], "template": {"kwargs": {"enable_thinking": False}}}
+    args = {"model": str(a_model(tmp_path / "model", "qwen3")), "chat": chat}
+    config.write_text(json.dumps({"applications": [{"args": args}]}))  # JSON is YAML
+    result = runner.invoke(app, ["doctor", "--config", str(config)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    rows = {line[1:18].strip(): line[22:].strip() for line in result.output.splitlines()}
+    assert rows["stop tokens"].startswith("<|endoftext|> ")
+    assert rows["thoughts"] == "none are written"
+    assert rows["self-test"] == "an answer, a call: rendered, cut out and read back"
+
+
+def test_the_doctor_needs_neither_ray_nor_an_engine(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.argv = ['agentloop', 'doctor', '--model', sys.argv[1]]\n"
+        "import agentloop_servers.cli as cli\n"
+        "try: cli.main()\n"
+        "finally: print(sorted({'ray', 'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program, str(a_model(tmp_path, "qwen3"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "self-test" in result.stdout
+    assert result.stdout.rstrip().endswith("[]")

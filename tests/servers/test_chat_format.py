@@ -1,0 +1,145 @@
+"""From a model folder and chat settings to a renderer and a parser, chosen, tested and told in the log."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError, TemplateNotPrefixStable
+from agentloop.parsers.hermes import HermesParser
+from agentloop.rendering.port import Renderer, TurnEnd
+from agentloop.rendering.renderer import RenderSettings, TemplateRenderer
+from agentloop.types import Message
+from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
+from agentloop_servers.config import ChatSettings
+from tests.support.families.table import FAMILY, write_family
+
+HERE = __name__ if "." in __name__ else f"tests.servers.{__name__}"
+QUESTION = [Message("user", "What is a rook?")]
+
+
+class OwnParser(HermesParser):
+    """A user's parser."""
+
+
+def own_renderer(folder: Path, settings: RenderSettings) -> Renderer:
+    """A user's renderer: the model's template, under other arguments."""
+    kwargs = {**settings.kwargs, "enable_thinking": False}
+    return TemplateRenderer.from_directory(folder, RenderSettings(kwargs=kwargs))
+
+
+def no_renderer(folder: Path, settings: RenderSettings) -> object:
+    return object()
+
+
+def loaded(folder: Path, family: str, **settings: Any) -> ChatFormat:
+    return load_chat_format(write_family(folder, family), ChatSettings.model_validate(settings))
+
+
+def prompt(chat: ChatFormat) -> str:
+    return chat.renderer.decode(chat.renderer.render(QUESTION, ()))
+
+
+def test_the_log_says_what_was_chosen_and_why(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        loaded(tmp_path, "qwen3_coder")
+    assert [entry["event"] for entry in logs] == ["chat_format"]
+    assert logs[0]["parser"] == "qwen3_xml"
+    assert "<function=" in logs[0]["because"]
+    assert logs[0]["tools"]
+    assert "<|im_end|>" in logs[0]["stop_tokens"]
+
+
+def test_the_log_says_where_paths_fork(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        loaded(tmp_path, "mistral_small_3_1")
+    assert [entry["at"] for entry in logs if entry["event"] == "paths_fork"] == ["user_turns"]
+    with pytest.raises(TemplateNotPrefixStable):
+        loaded(tmp_path, "mistral_small_3_1", on_unstable_template="raise")
+
+
+def test_a_parser_is_a_name_or_an_import_path(tmp_path: Path) -> None:
+    assert isinstance(loaded(tmp_path, "qwen3", parser=f"{HERE}:OwnParser").parser, OwnParser)
+    assert isinstance(loaded(tmp_path, "qwen3", parser="hermes").parser, HermesParser)
+    with pytest.raises(ParserMismatch, match="'llama3_json' does not read"):
+        loaded(tmp_path, "qwen3", parser="llama3_json")
+
+
+def test_auto_finds_what_reads_calls_that_the_template_does_not_spell_out(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "qwen2_5")
+    hidden = FAMILY["qwen2_5"].template.replace("'\\n<tool_call>\\n", "'\\n<tool' ~ '_call>\\n")
+    hidden = hidden.replace("<tool_call>", "the marks")
+    (folder / "chat_template.jinja").write_text(hidden)
+    with capture_logs() as logs:
+        chat = load_chat_format(folder, ChatSettings())
+    assert isinstance(chat.parser, HermesParser)
+    assert logs[0]["because"] == "it reads what the renderer writes"
+
+
+def test_a_renderer_is_an_import_path_too(tmp_path: Path) -> None:
+    assert prompt(loaded(tmp_path, "qwen3", renderer=f"{HERE}:own_renderer")).endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "param", "said"),
+    [
+        ({"renderer": "nonsense"}, "renderer", "not an import path"),
+        ({"renderer": f"{HERE}:no_renderer"}, "renderer", "makes no renderer"),
+        ({"renderer": f"{HERE}:HERE"}, "renderer", "no function"),
+        ({"parser": "nonsense"}, "parser", "there are hermes"),
+    ],
+)
+def test_what_names_nothing_is_refused(tmp_path: Path, settings: dict[str, str], param: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        loaded(tmp_path, "qwen3", **settings)
+    assert caught.value.param == param
+
+
+def without_thoughts(folder: Path) -> ChatFormat:
+    return loaded(folder, "qwen3", template={"kwargs": {"enable_thinking": False}})
+
+
+def with_a_date(folder: Path) -> ChatFormat:
+    return loaded(folder, "llama3_2", template={"date": datetime.date(2026, 3, 9)})
+
+
+def with_a_file(folder: Path) -> ChatFormat:
+    folder.mkdir(exist_ok=True)
+    (folder / "own.jinja").write_text("Of mine." + FAMILY["qwen3"].template)
+    return loaded(folder, "qwen3", template={"file": str(folder / "own.jinja")})
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (without_thoughts, "<think>\n\n</think>\n\n"),
+        (with_a_date, "Today Date: 09 Mar 2026"),
+        (with_a_file, "Of mine."),
+    ],
+)
+def test_template_settings_reach_the_prompt(tmp_path: Path, make: Callable[[Path], ChatFormat], shown: str) -> None:
+    assert shown in prompt(make(tmp_path / "model"))
+
+
+def test_stop_tokens_take_the_place_of_the_folders(tmp_path: Path) -> None:
+    chat = loaded(tmp_path, "qwen3", stop_tokens=["<|im_end|>"])
+    assert chat.renderer.facts.stop_tokens == ("<|im_end|>",)
+    with pytest.raises(TemplateError, match="no token '<nothing>'"):
+        loaded(tmp_path, "qwen3", stop_tokens=["<nothing>"])
+
+
+def test_thoughts_are_kept_or_go_as_in_the_template(tmp_path: Path) -> None:
+    question = Message("user", "And in chess?")
+    for thinking, forks in (("keep", False), ("template", True)):
+        renderer = loaded(tmp_path, "qwen3", thinking=thinking).renderer
+        end = TurnEnd(renderer.stop_token_ids[0])
+        if forks:
+            with pytest.raises(TemplateNotPrefixStable):
+                renderer.bridge([question], (), end)
+        else:
+            assert "And in chess?" in renderer.decode(renderer.bridge([question], (), end))
