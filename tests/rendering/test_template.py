@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.errors import TemplateError, TemplateNotPrefixStable
+from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
 from agentloop.rendering.port import TurnEnd
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
-from agentloop.types import Message
+from agentloop.types import Message, ToolCall, ToolCallStatus
+from tests.support.families.table import write_family
 from tests.support.records.model_folder import (
     FORGETS_EARLIER,
     IGNORES_TOOLS,
@@ -107,6 +109,69 @@ def test_a_template_in_the_tokenizers_configuration_is_found(tmp_path: Path, ren
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": source}))
         found = TemplateRenderer.from_directory(tmp_path)
         assert found.render([Message("user", "Hi")], TOOLS) == renderer.render([Message("user", "Hi")], TOOLS)
+
+
+def test_arguments_reach_the_template_those_of_a_call_before_those_of_all(tmp_path: Path):
+    template = "{{- (tone | default('plain')) + ' ' + (size | default(1) | string) + '\\n' }}" + TEMPLATE
+    renderer = TemplateRenderer.from_directory(write_folder(tmp_path, template), RenderSettings(kwargs={"size": 0}))
+    asked = [Message("user", "Hi")]
+    assert renderer.facts.template_arguments == {"tone", "size"}
+    for kwargs, head in (({}, "plain 0"), ({"tone": "<|im_end|>"}, "<|im_end|> 0"), ({"size": 2}, "plain 2")):
+        ids = renderer.render(asked, [], kwargs)
+        assert renderer.decode(ids).startswith(f"{head}\n<|im_start|>")
+        assert ids.count(renderer.stop_token_ids[0]) == 1
+    for kwargs in ({"messages": []}, {"eos_token": "x"}, {"add_generation_prompt": False}):
+        with pytest.raises(InvalidRequest, match="not free"):
+            renderer.render(asked, [], kwargs)
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        renderer.render(asked, [], {"tone": object()})
+
+
+def test_a_template_file_and_a_date_take_the_place_of_the_folders(tmp_path: Path):
+    file = tmp_path / "dated.jinja"
+    file.write_text("{{- strftime_now('%d %b %Y') + '\\n' }}" + TEMPLATE)
+    settings = RenderSettings(template_file=file, date=datetime.date(2026, 2, 3))
+    renderer = TemplateRenderer.from_directory(write_folder(tmp_path / "model"), settings)
+    assert renderer.decode(renderer.render([Message("user", "Hi")], [])).startswith("03 Feb 2026\n<|im_start|>user")
+    with pytest.raises(TemplateError, match=r"none.jinja"):
+        TemplateRenderer.from_directory(tmp_path / "model", RenderSettings(template_file=tmp_path / "none.jinja"))
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_template_of_its_own_for_tools_is_used_with_tools(tmp_path: Path, is_named: bool):
+    folder = write_folder(tmp_path, WITHOUT_TOOLS)
+    if is_named:  # as transformers 4 wrote several templates
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [{"name": "default", "template": WITHOUT_TOOLS}, {"name": "tool_use", "template": TEMPLATE}]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    else:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
+    renderer = TemplateRenderer.from_directory(folder)
+    assert renderer.facts.supports_tools
+    assert "Tools:" in renderer.decode(renderer.render([Message("user", "Hi")], TOOLS))
+    with pytest.raises(TemplateError, match="must alternate"):  # as the default says
+        renderer.render([Message("user", "a"), Message("user", "b")], [])
+
+
+def test_a_template_that_wants_arguments_as_text_gets_text(tmp_path: Path):
+    """The first DeepSeek templates joined them to other text."""
+    template = TEMPLATE.replace("(call.function.arguments | tojson)", "call.function.arguments")
+    renderer = TemplateRenderer.from_directory(write_folder(tmp_path, template))
+    assert renderer.facts.supports_tools
+    messages = [Message("user", "Hi"), Message("assistant", "", (call("é"),)), Message("tool", "5")]
+    assert '"arguments": {"expression": "é"}}' in renderer.decode(renderer.render(messages, TOOLS))
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm4_5", "llama3_1", "kimi_k2"])
+def test_a_call_that_cannot_be_read_stays_the_text_it_is(tmp_path: Path, name: str):
+    """Templates that go through a call's arguments would fail on it."""
+    written = "<tool_call>\n<function=calculator>\n<parameter=expr"
+    bad = ToolCall("call00000", "calculator", {}, ToolCallStatus.MALFORMED, "no end", text=written)
+    renderer = TemplateRenderer.from_directory(write_family(tmp_path, name))
+    messages = [Message("user", "Hi"), Message("assistant", "I ask.", (bad,)), Message("user", "And?")]
+    assert f"I ask.\n{written}" in renderer.decode(renderer.render(messages, TOOLS))
 
 
 def broken_folders(tmp_path: Path) -> Iterator[tuple[Path, str]]:

@@ -1,0 +1,115 @@
+"""Prompts where the template and its arguments decide: refused bridges, thoughts, and forks with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, Thinking
+from agentloop.sessions.session import Session
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.simulation.policy import ScriptedPolicy
+from agentloop.types import Message, SplitReason
+from tests.support.endpoint.sessions import ask, key, make_session
+from tests.support.engine.scripted import SPEC, started
+from tests.support.families.table import write_family
+from tests.support.records.model_folder import TEMPLATE, write_folder
+
+THOUGHT = "Seven sixes are forty-two."
+REPLY = f"<think>\n{THOUGHT}\n</think>\n\nIt is 42."
+# Thoughts stay wherever they are, but the last user's message is written differently from earlier ones.
+MARKS_THE_LAST = TEMPLATE.replace(
+    "{{- '<|im_start|>user\\n' +", "{{- '<|im_start|>user' + (' now' if loop.last else '') + '\\n' +"
+)
+
+
+@dataclass
+class Talk:
+    session: Session
+    renderer: TemplateRenderer
+
+
+@asynccontextmanager
+async def conversing(folder: Path, settings: RenderSettings, reply: str = REPLY) -> AsyncIterator[Talk]:
+    """A session whose policy always gives this reply."""
+    renderer = TemplateRenderer.from_directory(folder, settings)
+
+    def script(prompt: Sequence[int]) -> Sequence[int]:
+        is_thinking = renderer.decode(prompt[-12:]).rstrip().endswith("<think>")
+        return renderer.ids(reply.removeprefix("<think>\n") if is_thinking else reply)
+
+    spec = replace(SPEC, vocab_size=renderer.vocab_size)
+    async with started(SimulatedEngine(spec, policy=ScriptedPolicy(script))) as engine:
+        session = make_session(engine, renderer=renderer, vocab_size=renderer.vocab_size)
+        yield Talk(session, renderer)
+
+
+async def converse(talk: Talk, *texts: str, **fields: object) -> list[str]:
+    """Ask, and echo replies without their thoughts, as clients do. Returns the prompts."""
+    messages, prompts = list[Message](), list[str]()
+    for number, text in enumerate(texts):
+        messages.append(Message("user", text))
+        result = await talk.session.call(ask(*messages, **{"max_tokens": 200, **fields}), key(f"{number}"))
+        prompts.append(talk.renderer.decode(result.prompt_ids))
+        messages.append(replace(result.choices[0].reply.message, reasoning=""))
+    return prompts
+
+
+async def test_in_a_fork_the_sessions_own_thoughts_stand_in_for_the_echo(tmp_path: Path):
+    folder = write_folder(tmp_path, MARKS_THE_LAST)
+    async with conversing(folder, RenderSettings(OnUnstable.FORK)) as talk:
+        prompts = await converse(talk, "6*7?", "Sure?")
+        first, second = talk.session.graph.nodes
+        assert first.reply.message.reasoning == THOUGHT
+        assert (second.parent_id, second.split.reason) == (None, SplitReason.TEMPLATE)
+        assert second.split.detail.startswith("the template cannot append a user's message: earlier text changes")
+        assert "user\n6*7?" in prompts[1]
+        assert f"{REPLY}<|im_end|>" in prompts[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+async def test_thoughts_stay_or_go_as_the_settings_say(tmp_path: Path, name: str):
+    folder = write_family(tmp_path, name)
+    async with conversing(folder, RenderSettings()) as talk:
+        prompts = await converse(talk, "6*7?", "Sure?", "Really?")
+        assert prompts[2].count(THOUGHT) == 2
+        assert [path.split_reason for path in talk.session.trajectory().paths] == [None]
+    async with conversing(folder, RenderSettings(thinking=Thinking.TEMPLATE)) as talk:
+        prompts = await converse(talk, "6*7?", "Sure?")
+        assert THOUGHT not in prompts[1]
+        split = talk.session.graph.nodes[1].split
+        assert split.reason is SplitReason.TEMPLATE
+        assert split.detail.startswith("thinking is as the template has it, and it drops thoughts")
+        assert "tokens[" in split.detail
+
+
+async def test_without_thoughts_nothing_forks(tmp_path: Path):
+    folder = write_family(tmp_path, "qwen3")
+    async with conversing(folder, RenderSettings(thinking=Thinking.TEMPLATE), "It is 42.") as talk:
+        await converse(talk, "6*7?", "Sure?", "Really?")
+        assert [path.split_reason for path in talk.session.trajectory().paths] == [None]
+
+
+async def test_a_thought_that_was_cut_is_closed_before_the_next_message(tmp_path: Path):
+    async with conversing(write_family(tmp_path, "qwen3_5"), RenderSettings()) as talk:
+        prompts = await converse(talk, "6*7?", "Go on.", max_tokens=4)
+        first, second = talk.session.graph.nodes
+        assert (first.reply.is_closed, second.parent_id) == (False, first.node_id)
+        cut = prompts[1].removeprefix(prompts[0])
+        assert cut.startswith(f"{first.reply.message.reasoning}\n</think>\n\n<|im_end|>\n<|im_start|>user\nGo on.")
+
+
+async def test_a_prompt_extends_turns_under_its_own_template_arguments(tmp_path: Path):
+    async with conversing(write_family(tmp_path, "qwen3"), RenderSettings(), "It is 42.") as talk:
+        off = {"enable_thinking": False}
+        prompts = await converse(talk, "6*7?", "Sure?", template_kwargs=off)
+        assert all(prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts)
+        assert talk.session.graph.nodes[1].parent_id == talk.session.graph.nodes[0].node_id
+        await talk.session.call(ask("6*7?", Message("assistant", "It is 42."), "Sure?"), key("other"))
+        other = talk.session.graph.nodes[2]
+        assert (other.parent_id, other.split.reason) == (None, SplitReason.TOOLS_CHANGED)
+        assert other.split.detail == "tools: template arguments removed"
