@@ -171,7 +171,7 @@ def _answer_problem(request: GenerateRequest, generation: Generation) -> str | N
     ids = generation.token_ids
     if generation.request_id != request.request_id:
         return f"the answer is for {generation.request_id}"
-    if not ids and generation.finish_reason is not FinishReason.ABORT:
+    if not ids and generation.finish_reason not in (FinishReason.ABORT, FinishReason.DEADLINE):
         return "no tokens"
     if ids and generation.finish_reason is FinishReason.STOP and ids[-1] not in request.sampling.stop_token_ids:
         return f"it stopped at {ids[-1]}, which is not a stop token"

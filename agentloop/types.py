@@ -38,6 +38,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token was sampled; it is the last id
     LENGTH = "length"  # `max_tokens` were sampled
     ABORT = "abort"  # somebody asked for it; the ids so far are valid
+    DEADLINE = "deadline"  # the turn's time was over, so it was asked for; no engine says this by itself
 
 
 class PauseMode(StrEnum):
@@ -496,7 +497,7 @@ class Trajectory:
     components: Mapping[str, float] = field(default_factory=dict)  # the named parts of the reward
     metrics: Mapping[str, float] = field(default_factory=dict)  # named numbers to look at, not to train on
     is_truncated: bool = False  # a limit cut the policy: TRUNCATIONS, or a last turn without its end
-    num_resampled_turns: int = 0  # samplings that were thrown away and begun anew, which favours short turns
+    num_resampled_turns: int = 0  # samplings that were lost and begun anew, which favours short turns
 
     @property
     def main_conversation(self) -> tuple[int, ...]:

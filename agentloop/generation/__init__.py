@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
-from agentloop.generation.leased_engine import Connect, LeasedEngine, NewestVersion
+from agentloop.generation.leased_engine import LATE_GRACE_S, Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
 from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
@@ -11,6 +11,7 @@ from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 
 __all__ = [
+    "LATE_GRACE_S",
     "AssignedLease",
     "CallDelta",
     "Connect",

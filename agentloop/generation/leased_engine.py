@@ -5,6 +5,9 @@ one. The policy, for whoever calls:
 
 - an error that is `retryable`, or the DeadlineExceeded of one replica while the call itself has time left, is
   followed by another attempt after a random pause that grows up to 5 s; in the end the last error comes as it is;
+- a turn that takes too long is no error where the caller `keeps_late` ones: its request is ended in the engine, and
+  what was sampled is the reply. To sample it again would favour short turns. Only a request that has no token by
+  then, or whose replica does not answer even that, is made again elsewhere; `num_resampled` counts what was lost;
 - a paused engine (EnginePaused) is asked again until the call's deadline and never counts as a failed attempt;
   after any other failure the coordinator is told, and the next attempt runs under the lease that it gives;
 - a failed call is made again with the same ids; a stream that has given out pieces goes on from their ids, so no
@@ -19,6 +22,7 @@ bounds each attempt. What leaves this module was checked (`check_generation`), e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -41,6 +45,9 @@ Connect = Callable[[str], TokenEngine]
 
 _FIRST_PAUSE_S = 0.1  # before the second attempt, at most; then doubled
 _MAX_PAUSE_S = 5.0
+
+LATE_GRACE_S = 5.0
+"""How long a replica may take to end a request that is late."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -89,6 +96,7 @@ class LeasedEngine:
         self._vocab_size = vocab_size
         self._max_attempts = max_attempts
         self._newest = newest
+        self.num_resampled = 0  # attempts that were lost under a lease, and made again from their first token
 
     async def image_tokens(self, request: GenerateRequest, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         """Ask as `TokenEngine.image_tokens` does, before `request` is made: under the lease that it will have."""
@@ -109,11 +117,17 @@ class LeasedEngine:
         except TimeoutError as error:
             raise call.late() from error
 
-    async def generate(self, request: GenerateRequest, *, deadline_at: float | None = None) -> Generation:
-        """Generate, as `TokenEngine.generate` does. Raises the last attempt's error, or DeadlineExceeded."""
+    async def generate(
+        self, request: GenerateRequest, *, deadline_at: float | None = None, keeps_late: bool = False
+    ) -> Generation:
+        """Generate, as `TokenEngine.generate` does. Raises the last attempt's error, or DeadlineExceeded.
+
+        With `keeps_late` an attempt whose time is over is ended, and returned with FinishReason.DEADLINE. That
+        takes up to `LATE_GRACE_S` more than `deadline_at`.
+        """
         call = _Call(request, SampledTokens(), deadline_at)
         try:
-            return await call.in_time(self._generate(call))
+            return await call.in_time(self._generate(call, keeps_late=keeps_late))
         except TimeoutError as error:
             raise call.late() from error
 
@@ -148,15 +162,17 @@ class LeasedEngine:
         except TimeoutError as error:
             raise call.late() from error
 
-    async def _generate(self, call: _Call) -> Generation:
+    async def _generate(self, call: _Call, *, keeps_late: bool) -> Generation:
         while True:
             asked, lease = call.next_request(), None
             try:
                 lease = await self._source.lease(asked)
-                generation = await self.connect(lease.url).generate(asked)
+                engine = self.connect(lease.url)
+                generation = await (_in_time(engine, asked, call) if keeps_late else engine.generate(asked))
                 self._check(asked, generation)
             except AgentLoopError as error:
                 await self._retry(call, lease, error)
+                self.num_resampled += lease is not None and not isinstance(error, EnginePaused)
                 continue
             if asked is call.request:
                 return generation
@@ -182,6 +198,35 @@ class LeasedEngine:
             raise error
         longest_s = _FIRST_PAUSE_S * 2.0 ** min(call.num_asked - 1, 10)
         await asyncio.sleep(random.uniform(0.0, min(longest_s, _MAX_PAUSE_S)))
+
+
+async def _in_time(engine: TokenEngine, asked: GenerateRequest, call: _Call) -> Generation:
+    """Generate; at the end of the attempt's time the request is ended, and returned as FinishReason.DEADLINE.
+
+    Raises DeadlineExceeded if nothing was sampled by then and the call has time for another attempt.
+    """
+    loop = asyncio.get_running_loop()
+    endings: list[asyncio.Task[None]] = []
+
+    async def end() -> None:
+        with contextlib.suppress(
+            AgentLoopError
+        ):  # a replica that is gone: its generation says so, or the grace ends
+            await engine.abort(asked.request_id)
+
+    late_s = max(min(asked.timeout_s, call.left_s), 0.0)
+    timer = loop.call_later(late_s, lambda: endings.append(loop.create_task(end())))
+    try:
+        generation = await engine.generate(replace(asked, timeout_s=late_s + LATE_GRACE_S))
+    finally:
+        timer.cancel()
+        for ending in endings:
+            ending.cancel()
+    if not endings or generation.finish_reason is not FinishReason.ABORT:
+        return generation
+    if not generation.token_ids and call.left_s > 0:
+        raise DeadlineExceeded(f"request {asked.request_id} had no token after {late_s:g} s")
+    return replace(generation, finish_reason=FinishReason.DEADLINE)
 
 
 class _Call:

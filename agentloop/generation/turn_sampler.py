@@ -70,6 +70,7 @@ class TurnRequest:
     reads_thoughts: bool = True  # false for a raw completion: all of its text is content
     timeout_s: float = 600.0
     deadline_at: float = math.inf
+    keeps_late: bool = False  # a turn whose time is over is what it has by then; only for whole turns without stops
     trajectory_id: str | None = None
     keeps_kv: bool = False  # the trajectory goes on with the KV of the version it began under
     kv_version: int | None = None  # that version; None before its first token
@@ -96,7 +97,9 @@ async def sample_turn(
                         pass
             else:
                 while (request := turn.next_request()) is not None:
-                    generation = await engine.generate(request, deadline_at=attempt.deadline_at)
+                    generation = await engine.generate(
+                        request, deadline_at=attempt.deadline_at, keeps_late=attempt.keeps_late
+                    )
                     turn.sampled.add(generation)
                     turn.end(generation)
             return turn.finish()
@@ -245,6 +248,8 @@ class _Turn:
         if self._wanted.shows_unread_calls:
             message, unread = with_unread_calls_as_content(message, self._wanted.turn_index)
         finish_reason = FinishReason.ABORT if self._is_left else FinishReason.LENGTH
+        if last is not None and last.finish_reason is FinishReason.DEADLINE:
+            finish_reason = FinishReason.DEADLINE
         raw_logprobs = self.sampled.raw_logprobs
         return Reply(
             message=message,

@@ -1,7 +1,7 @@
 """Budgets of one trajectory, and the StopReason of whichever is spent first.
 
 The rules, in one place:
-- a turn that its token limit cut ends the trajectory: its text has no proper end;
+- a turn that its token limit or its time cut ends the trajectory: its text has no proper end;
 - the calls of the last allowed turn are not run: nobody could read their results;
 - calls beyond a turn's cap are answered with an error message, or stop the trajectory (`on_excess_tool_calls`);
 - a tool response beyond its cap is cut with a visible mark, or stops it (`on_long_tool_response`).
@@ -56,6 +56,8 @@ class Budget:
         room = self._room(num_prompt_tokens)
         self.num_turns += 1
         self.num_sampled_tokens += num_sampled
+        if finish_reason is FinishReason.DEADLINE:
+            raise LimitReached(StopReason.DEADLINE)
         if finish_reason is FinishReason.LENGTH:
             tightest = min(room, key=lambda reason: room[reason])
             raise LimitReached(tightest if num_sampled >= room[tightest] else StopReason.MAX_TOKENS_PER_TURN)

@@ -6,13 +6,24 @@ Sampled ids are never rendered again; only what is new is. Long renders leave th
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from structlog.contextvars import bind_contextvars
 
 from agentloop.errors import RewardError, TemplateNotPrefixStable
-from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader, TurnRequest, sample_turn
+from agentloop.generation import (
+    LATE_GRACE_S,
+    ImageAsker,
+    ImagePlacer,
+    LeasedEngine,
+    TurnReader,
+    TurnRequest,
+    sample_turn,
+)
 from agentloop.images import ImageSpan
 from agentloop.rendering import Renderer, TurnEnd, off_loop
 from agentloop.rollout.budget import Budget, LimitReached
@@ -71,6 +82,7 @@ class LoopContext:
         self._end = TurnEnd()  # of the last turn
         self._kv_version: int | None = None  # the weight version at the trajectory's start
         self._score = Score()
+        self.deadline: asyncio.Timeout | None = None  # of the loop; a turn that it meets ends with what it has
         self.has_lost_call = False  # a generation was begun whose tokens never came
         self.num_tool_errors = 0
         self.generate_s = 0.0
@@ -90,6 +102,11 @@ class LoopContext:
     def budget(self) -> Budget:
         """The limits, and what has been used of them."""
         return self._budget
+
+    @property
+    def num_resampled_turns(self) -> int:
+        """Samplings that were lost with their replica, and begun anew."""
+        return self._engine.num_resampled
 
     @property
     def score(self) -> Score:
@@ -135,10 +152,11 @@ class LoopContext:
         await self._observe_pending(max_tokens)
         num_prompt = self._path.num_context_tokens
         room = self._budget.tokens_for_turn(num_prompt, max_tokens)
-        wanted = self._turn_request(room, temperature)
         self.has_lost_call = True
         started = time.perf_counter()
-        reply = await sample_turn(self._engine, self._reader, wanted, self._goes_on)
+        with self._time_to_end_a_turn() as deadline_at:
+            wanted = self._turn_request(room, temperature, deadline_at)
+            reply = await sample_turn(self._engine, self._reader, wanted, self._goes_on)
         self.generate_s += time.perf_counter() - started
         self.has_lost_call = False
         self._path.add_turn(reply)
@@ -216,7 +234,22 @@ class LoopContext:
         if self._guard is not None:
             self._guard.check(self._path)
 
-    def _turn_request(self, max_tokens: int, temperature: float | None) -> TurnRequest:
+    @contextmanager
+    def _time_to_end_a_turn(self) -> Iterator[float]:
+        """Put the loop's deadline off, so that a turn can be ended at it, in the event loop's time, and kept."""
+        scope = self.deadline
+        deadline_at = None if scope is None else scope.when()
+        if scope is None or deadline_at is None:
+            yield math.inf
+            return
+        scope.reschedule(deadline_at + LATE_GRACE_S)
+        try:
+            yield deadline_at
+        finally:
+            if not scope.expired():
+                scope.reschedule(deadline_at)
+
+    def _turn_request(self, max_tokens: int, temperature: float | None, deadline_at: float) -> TurnRequest:
         task, turn_index = self.task, self._budget.num_turns
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -236,6 +269,8 @@ class LoopContext:
             tools=self._definitions,
             reads_calls=bool(self._definitions),
             timeout_s=self._turn_timeout_s,
+            deadline_at=deadline_at,
+            keeps_late=True,
             trajectory_id=self.trajectory_id,
             keeps_kv=keeps_kv,
             kv_version=self._kv_version if keeps_kv else None,

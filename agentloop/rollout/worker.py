@@ -17,7 +17,7 @@ from structlog.contextvars import bind_contextvars
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from agentloop.api import WorkerPort, WorkerReport
-from agentloop.errors import AgentLoopError, ContextLengthExceeded, InvalidRequest, RewardError
+from agentloop.errors import AgentLoopError, ContextLengthExceeded, DeadlineExceeded, InvalidRequest, RewardError
 from agentloop.generation import AssignedLease, Connect, ImagePlacer, LeasedEngine, NewestVersion, TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
@@ -348,6 +348,7 @@ class _Rollout:
             num_masked_tokens=sum(path.num_masked_tokens for path in paths),
             num_stale_attempts=assignment.num_stale_attempts,
             max_staleness=limit.max_staleness if limit is not None else None,
+            num_resampled_turns=ctx.num_resampled_turns if ctx else 0,
         )
         return ended(trajectory)
 
@@ -395,6 +396,7 @@ class _Rollout:
         running.is_abortable = True
         try:
             async with asyncio.timeout(self._task.limits.timeout_s) as deadline:
+                ctx.deadline = deadline
                 await loop.run(self._task, ctx)
         except LimitReached as limit:
             return _Outcome(limit.reason)
@@ -408,7 +410,7 @@ class _Rollout:
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 return _Outcome(StopReason.DEADLINE)
-            if isinstance(error, AgentLoopError) and error.retryable:
+            if isinstance(error, DeadlineExceeded) or (isinstance(error, AgentLoopError) and error.retryable):
                 return _Outcome(StopReason.ENGINE_FAILED, f"{error.code}: {error}")
             self._shared.log.exception("loop_failed")
             return _Outcome(StopReason.LOOP_FAILED, f"{type(error).__name__}: {error}")

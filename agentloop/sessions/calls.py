@@ -191,6 +191,12 @@ class CallTable:
                 found.append(record)
         return found[::-1]
 
+    @property
+    def num_healed(self) -> int:
+        """Calls that failed, and that their client made again."""
+        num_failed = sum(record.state is ModelCallState.FAILED for record in self._records.values())
+        return num_failed - len(self.lost())
+
     def enter(self, live: LiveCall) -> None:
         """Have a call that is about to begin."""
         self.live[live.call_id] = live

@@ -278,6 +278,7 @@ class Session:
             reward_error=record.reward_error or None,
             error=self._error(),
             num_tool_calls=self._num_tool_calls,
+            num_resampled_turns=self._table.num_healed,
             timings=Timings(
                 generate_s=sum(call.generate_s for call in self._table.records),
                 total_s=max(ended_at - record.created_at, 0.0),

@@ -186,7 +186,36 @@ async def test_the_wall_clock_limit_ends_a_frozen_trajectory():
     trajectory = feeder.records["t/0"]
     # It may have finished before the pause took hold only if it was not frozen at all.
     assert trajectory.stop_reason in (StopReason.DEADLINE, StopReason.COMPLETED)
-    assert trajectory.is_complete is (trajectory.stop_reason is StopReason.COMPLETED)
+    assert trajectory.is_complete
+
+
+SLOW = "Let me think about this for a long while, for I am in no hurry, and it is not easy to say at all."
+
+
+@pytest.mark.parametrize("limits", [{"limits": Limits(timeout_s=0.5)}, {}], ids=["trajectory", "turn"])
+async def test_a_turn_that_takes_too_long_is_kept_as_far_as_it_came(limits):
+    feeder = FakeCoordinator([task(tools=(), reward="contains_reference", **limits)], urls=["sim://a", "sim://b"])
+    engines = {url: scripted_engine(SLOW, decode_s=0.05) for url in feeder.urls}
+    found = (await records(feeder, engines, turn_timeout_s=300.0 if limits else 0.5))["t/0"]
+    assert (found.stop_reason, found.is_complete, found.is_truncated) == (StopReason.DEADLINE, True, True)
+    assert (found.reward, found.num_resampled_turns) == (0.0, 0)
+    [turn] = found.path.turns
+    assert turn.finish_reason is FinishReason.DEADLINE
+    said = found.messages[-1].content
+    assert said
+    assert said != SLOW
+    assert SLOW.startswith(said)
+    assert found.path.response_mask.sum() == turn.end > 0
+
+
+async def test_a_turn_without_a_token_is_asked_for_elsewhere_and_counted():
+    feeder = FakeCoordinator([task(tools=())], urls=["sim://a", "sim://b"])
+    engines = {url: scripted_engine(ANSWER) for url in feeder.urls}
+    engines["sim://a"].faults.num_hung = 1
+    found = (await records(feeder, engines, turn_timeout_s=0.3))["t/0"]
+    assert (found.stop_reason, found.reward) == (StopReason.COMPLETED, 1.0)
+    assert found.num_resampled_turns == 1
+    assert engines["sim://a"].load().num_running == 0
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ async def test_a_retry_heals(engine):
     await session.call(CHAT, key("b", 2))
     assert session.is_complete
     assert journal.restored(session, engine).is_complete
+    assert session.trajectory().num_resampled_turns == 3  # of each of which the client saw nothing
 
 
 async def test_an_earlier_success_heals_nothing(engine):

@@ -45,6 +45,7 @@ class FakeSession:
         self.num_open_calls = 0
         self.num_bytes = 0
         self.is_complete = True
+        self.policy_failure = None
 
     async def call(self, chat: ChatCall, key: CallKey) -> ChatResult:
         self._enter(chat, key)
