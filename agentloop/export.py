@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from agentloop import codec
 from agentloop.errors import InvalidRequest
+from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
 from agentloop.sampling import TurnSampling
 from agentloop.storage import TrajectoryReader
 from agentloop.types import Message, TokenPath, ToolCall, ToolCallStatus, Trajectory, Turn, WeightVersionSpan
@@ -31,6 +32,7 @@ _ROW_GROUP_TOKENS = 1 << 20
 _ROW_GROUP_ROWS = 512
 
 _SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+_IMAGE = pa.struct([("sha256", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 _SAMPLING = pa.struct(
     [
         ("temperature", pa.float64()),
@@ -95,6 +97,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "max_staleness": pa.int64(),
     "staleness": pa.int64(),
     "main_conversation": pa.bool_(),
+    "images": pa.list_(_IMAGE),
     "components": pa.map_(pa.string(), pa.float64()),
     "metrics": pa.map_(pa.string(), pa.float64()),
     "path_reward": pa.float64(),
@@ -206,6 +209,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "max_staleness": trajectory.max_staleness,
             "staleness": trajectory.staleness,
             "main_conversation": branch in main,
+            "images": [dataclasses.asdict(span) for span in path.images],
             "components": dict(trajectory.components),
             "metrics": dict(trajectory.metrics),
             "path_reward": trajectory.reward if path.reward is None and branch in main else path.reward,
@@ -228,9 +232,10 @@ def _openai_json(messages: Sequence[Message]) -> str:
 def openai_message(message: Message) -> dict[str, Any]:
     """The message in the OpenAI chat format, a thought as `reasoning_content`; absent fields are left out.
 
-    A call that cannot be read has what the policy wrote as its arguments, and an `error` beside its function.
+    A call that cannot be read has what the policy wrote as its arguments, and an `error` beside its function. The
+    URL of an image is that of its file, relative to the run directory.
     """
-    out: dict[str, Any] = {"role": message.role, "content": message.content}
+    out: dict[str, Any] = {"role": message.role, "content": _content(message)}
     if message.reasoning:
         out["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -240,6 +245,17 @@ def openai_message(message: Message) -> dict[str, Any]:
     if message.name is not None:
         out["name"] = message.name
     return out
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    if not message.images:
+        return message.content
+    return [
+        {"type": "image_url", "image_url": {"url": f"{IMAGES_FOLDER}/{part.sha256}"}}
+        if isinstance(part, ImageRef)
+        else {"type": "text", "text": part}
+        for part in parts_of(message.content, message.images)
+    ]
 
 
 def _openai_call(call: ToolCall) -> dict[str, Any]:

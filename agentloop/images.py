@@ -30,6 +30,9 @@ MAX_IMAGE_BYTES = 16 << 20
 MAX_IMAGES = 64
 """Images that one conversation may show."""
 
+MAX_IMAGE_URL_CHARS = MAX_IMAGE_BYTES * 4 // 3 + 128
+"""Of a data URL with the largest image."""
+
 IMAGES_FOLDER = "images"
 """The folder of a run directory that has the images of its records."""
 

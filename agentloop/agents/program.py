@@ -31,8 +31,8 @@ from typing import IO, Any, Protocol, cast
 import orjson
 import structlog
 
-from agentloop import codec
 from agentloop.aio import in_daemon_thread, ordinary, settle
+from agentloop.api import task_fields
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.score import Score
@@ -148,7 +148,7 @@ def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Ma
 
     Raises InvalidRequest for a task that an environment cannot hold.
     """
-    document = codec.to_builtins(place.task)
+    document = task_fields(place.task)
     del document["reference"]  # the policy may read the environment of its agent
     task = orjson.dumps(document).decode()
     if len(task.encode()) > MAX_ENVIRONMENT_BYTES:

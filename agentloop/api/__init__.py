@@ -33,6 +33,7 @@ from agentloop.api.requests import (
     Body,
     GenerateBody,
     Id,
+    ImagePart,
     Json,
     PauseBody,
     SleepBody,
@@ -44,6 +45,9 @@ from agentloop.api.requests import (
     check_body,
     invalid_request,
     parse_body,
+    read_parts,
+    task_fields,
+    untagged,
 )
 from agentloop.api.sessions import (
     DEFAULT_TTL_S,
@@ -81,6 +85,7 @@ __all__ = [
     "FrontPort",
     "GenerateBody",
     "Id",
+    "ImagePart",
     "Json",
     "LeasePort",
     "NewSessionAnswer",
@@ -116,6 +121,9 @@ __all__ = [
     "generation_answer",
     "invalid_request",
     "parse_body",
+    "read_parts",
     "rollout_status",
     "score_values",
+    "task_fields",
+    "untagged",
 ]

@@ -8,15 +8,19 @@ those of `types.py` and `engine.py`, so conversion is `codec`; what is not in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
     JsonValue,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -38,6 +42,7 @@ from agentloop.checks import (
 )
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorNames, WeightUpdate
 from agentloop.errors import InvalidRequest
+from agentloop.images import MAX_IMAGE_URL_CHARS, Image, data_url, each_once, parts_of, read_image, shown
 from agentloop.types import (
     GenerateRequest,
     KVPolicy,
@@ -61,6 +66,7 @@ MAX_TASK_MESSAGES = 1024
 MAX_TASK_CONTENT_CHARS = 1 << 20
 MAX_TASK_TOOLS = 128
 MAX_TEMPLATE_KWARGS = 64
+MAX_TASK_PARTS = 1024  # texts and images of one message
 MAX_TOOL_CALLS = 256
 MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -157,7 +163,12 @@ def check_body(value: Any, kind: type[B]) -> B:
         return kind.model_validate(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
-        raise invalid_request([(problem["loc"], problem["msg"]) for problem in problems]) from error
+        raise invalid_request([(untagged(problem["loc"]), problem["msg"]) for problem in problems]) from error
+
+
+def untagged(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the place of a problem as the client wrote it: without the tags of unions, which begin with `~`."""
+    return tuple(part for part in place if not (isinstance(part, str) and part.startswith("~")))
 
 
 def invalid_request(problems: Sequence[tuple[tuple[int | str, ...], str]]) -> InvalidRequest:
@@ -229,13 +240,57 @@ class ToolCallBody(Body):
     token_start: int = Field(default=0, ge=0, le=_INT32_MAX)
     token_end: int = Field(default=0, ge=0, le=_INT32_MAX)
     text: Text = ""
+    partial_arguments: Text | None = None
+
+
+class ImageUrl(Body):
+    """The place of an image: a `data:` URL. `detail` is ignored: the model's own processor scales images."""
+
+    url: Annotated[str, Field(max_length=MAX_IMAGE_URL_CHARS)]
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Body):
+    """An image between texts."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class TaskTextPart(Body):
+    """A text between images."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _content_tag(value: Any) -> str:
+    return "~text" if isinstance(value, str) else "~parts"
+
+
+def _part_tag(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
+TaskPart = Annotated[
+    Annotated[TaskTextPart, Tag("~text")] | Annotated[ImagePart, Tag("~image_url")],
+    Discriminator(
+        _part_tag,
+        custom_error_type="unknown_part",
+        custom_error_message="a part of a content is of type text or image_url",
+    ),
+]
 
 
 class MessageBody(Body):
-    """`Message`."""
+    """`Message`. Its content is a text, or texts and images side by side."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: Text = ""
+    content: Annotated[
+        Annotated[Text, Tag("~text")] | Annotated[list[TaskPart], Field(max_length=MAX_TASK_PARTS), Tag("~parts")],
+        Discriminator(_content_tag),
+    ] = ""
     tool_calls: list[ToolCallBody] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
     tool_call_id: Name | None = None
     name: Name | None = None
@@ -273,9 +328,67 @@ class TaskBody(Body):
     seed: Seed | None = None
     template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
 
-    def to_task(self) -> RolloutTask:
-        """Return the task as the service holds it."""
-        return codec.from_builtins(self.model_dump(), RolloutTask)
+    @property
+    def first_image(self) -> str | None:
+        """The place of the first image: `messages.i.content.j`; None if there is none."""
+        places = (
+            f"messages.{index}.content.{place}"
+            for index, message in enumerate(self.messages)
+            for place, part in enumerate(() if isinstance(message.content, str) else message.content)
+            if isinstance(part, ImagePart)
+        )
+        return next(places, None)
+
+    def to_task(self, image_roots: Sequence[Path] = ()) -> RolloutTask:
+        """Return the task as the service holds it; its images may be local files within `image_roots`.
+
+        Raises InvalidRequest and UnsupportedParameter naming an image that cannot be had.
+        """
+        fields = self.model_dump()
+        images: list[Image] = []
+        for index, (message, body) in enumerate(zip(self.messages, fields["messages"], strict=True)):
+            if not isinstance(message.content, str):
+                parts = read_parts(message.content, image_roots, f"messages.{index}.content")
+                content, refs = shown(parts)
+                body |= {"content": content, "images": codec.to_builtins(refs)}
+                images += [part for part in parts if isinstance(part, Image)]
+        return replace(codec.from_builtins(fields, RolloutTask), images=each_once(images))
+
+
+def read_parts(parts: Sequence[Any], image_roots: Sequence[Path], param: str) -> list[str | Image]:
+    """Return the texts and images that checked parts of a content hold. Raises as `read_image`, naming the part."""
+    found: list[str | Image] = []
+    for place, part in enumerate(parts):
+        if not isinstance(part, ImagePart):
+            found.append(part.text)
+            continue
+        try:
+            found.append(read_image(part.image_url.url, image_roots))
+        except InvalidRequest as error:
+            raise type(error)(error.message, param=f"{param}.{place}") from error
+    return found
+
+
+def task_fields(task: RolloutTask) -> dict[str, Any]:
+    """Return a task as the fields of a `TaskBody`, its images as data URLs.
+
+    Raises InvalidRequest for a message that shows an image which the task does not bring.
+    """
+    fields: dict[str, Any] = codec.to_builtins(replace(task, images=()))
+    del fields["images"]
+    images = {image.sha256: image for image in task.images}
+    for message, body in zip(task.messages, fields["messages"], strict=True):
+        del body["images"]
+        if message.images:
+            if missing := [ref.sha256 for ref in message.images if ref.sha256 not in images]:
+                raise InvalidRequest(f"task {task.task_id!r} does not bring image {missing[0]}", param="images")
+            body["content"] = [
+                {"type": "text", "text": part}
+                if isinstance(part, str)
+                else {"type": "image_url", "image_url": {"url": data_url(images[part.sha256])}}
+                for part in parts_of(message.content, message.images)
+            ]
+    return fields
 
 
 class SubmitBody(Body):

@@ -20,6 +20,7 @@ import orjson
 from pydantic_core import to_json
 
 from agentloop.chat.dialect import with_name
+from agentloop.images import Image
 from agentloop.trajectory import BYTES_PER_CHAR, json_chars, message_chars, message_key
 from agentloop.types import JSON, Message
 
@@ -35,18 +36,22 @@ _TOOL_BYTES = 2000  # of a checked body beside the definition, whose values it s
 
 
 class CachedMessage:
-    """A message as it was read, and its loose canonical key."""
+    """A message as it was read, its loose canonical key, and the images that it shows."""
 
-    __slots__ = ("_named", "key", "message")
+    __slots__ = ("_named", "first_image", "images", "key", "message")
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message, images: tuple[Image, ...] = (), first_image: int = 0) -> None:
+        """`first_image` is the place of the first image among the parts of the content."""
         self.message = message
+        self.images = images
+        self.first_image = first_image
         self.key = message_key(message)
         self._named = message
 
     @property
     def num_bytes(self) -> int:
-        return _CACHED_BYTES + message_chars(self.message) * BYTES_PER_CHAR
+        num_image_bytes = sum(len(image.data) for image in self.images)
+        return _CACHED_BYTES + message_chars(self.message) * BYTES_PER_CHAR + num_image_bytes
 
     def with_name(self, name: str | None) -> Message:
         """The message, a tool's answer, with the tool's name: the last one it was asked with is kept."""

@@ -62,6 +62,7 @@ class ChatModel:
     vocab_size: int
     template_arguments: frozenset[str] = frozenset()  # the names that its chat template reads
     timeout_s: float = 600.0  # of a call that names no shorter one
+    takes_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from agentloop.api import ImagePart, read_parts
 from agentloop.chat import openai_bodies as bodies
 from agentloop.chat.body_cache import BodyCache, CachedMessage, CachedTools, cache_key
 from agentloop.chat.call import ChatCall, ChatModel, ChatResult, ToolChoice
@@ -30,8 +31,9 @@ from agentloop.chat.dialect import (
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
 from agentloop.chat.sampling import sampling_params, template_kwargs
-from agentloop.errors import InvalidRequest
+from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
+from agentloop.images import Image, ImageRef, each_once, shown
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
 
@@ -66,7 +68,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
     messages = []
     for index, (key, one) in enumerate(found):
         if one is None:
-            one = _cached(body.messages[index])
+            one = _cached(body.messages[index], f"messages.{index}.content")
             cache.messages.add(key, one, one.num_bytes)
         messages.append(one)
     return ChatRequest(body, messages, cached_tools)
@@ -75,6 +77,9 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
 def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
     """The call that is asked for. Raises InvalidRequest for what does not fit together."""
     body = request.body
+    images = each_once(image for message in request.messages for image in message.images)
+    if images and not model.takes_images:
+        _refuse_images(request.messages, "this service's model takes no images")
     tools, choice, forced = _tools(body, request.tools.definitions)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     is_parallel = body.parallel_tool_calls is not False
@@ -95,14 +100,24 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         is_strict=body.strict_history is True,
         timeout_s=model.timeout_s,
         constraint_param="response_format",
+        images=images,
     )
 
 
 def conversation_of(
     messages: Sequence[bodies.AnyMessage], tools: Sequence[bodies.ToolBody] | None
 ) -> tuple[tuple[Message, ...], tuple[dict[str, JSON], ...]]:
-    """Return messages and tool definitions as the renderer takes them."""
-    return _conversation([_cached(one) for one in messages]), _definitions(tools)
+    """Return messages and tool definitions as the renderer takes them. Raises UnsupportedParameter for images: only
+    an engine knows their tokens."""
+    read = [_cached(one, f"messages.{index}.content") for index, one in enumerate(messages)]
+    _refuse_images(read, "the tokens of images are counted in a session only")
+    return _conversation(read), _definitions(tools)
+
+
+def _refuse_images(messages: Sequence[CachedMessage], reason: str) -> None:
+    for index, message in enumerate(messages):
+        if message.images:
+            raise UnsupportedParameter(reason, param=f"messages.{index}.content.{message.first_image}")
 
 
 def sampling_of(
@@ -175,18 +190,35 @@ def _conversation(cached: Sequence[CachedMessage]) -> tuple[Message, ...]:
     return with_tool_names([one.message for one in cached], lambda index, name: cached[index].with_name(name))
 
 
-def _cached(message: bodies.AnyMessage) -> CachedMessage:
-    return message if isinstance(message, CachedMessage) else CachedMessage(_message(message))
+def _cached(message: bodies.AnyMessage, param: str) -> CachedMessage:
+    """Read a message whose content is the field `param`."""
+    if isinstance(message, CachedMessage):
+        return message
+    if isinstance(message, bodies.UserMessage | bodies.ToolMessage):
+        return _shown(message, param)
+    if isinstance(message, bodies.AssistantMessage):
+        return CachedMessage(_assistant(message))
+    return CachedMessage(Message("system", _text(message.content, "system"), name=message.name))
 
 
-def _message(body: bodies.NewMessage) -> Message:
-    if isinstance(body, bodies.AssistantMessage):
-        return _assistant(body)
-    content = _text(body.content, body.role)
-    if isinstance(body, bodies.ToolMessage):
-        return Message("tool", content, tool_call_id=body.tool_call_id, name=body.name)
-    role = "system" if body.role == "developer" else body.role
-    return Message(role, content, name=body.name)
+def _shown(body: bodies.UserMessage | bodies.ToolMessage, param: str) -> CachedMessage:
+    """Read a message that may show images. With one, texts stand beside it as they are; else each is a line."""
+    text, refs, images = "", tuple[ImageRef, ...](), tuple[Image, ...]()
+    first_image = None
+    if isinstance(body.content, str):
+        text = body.content
+    else:
+        places = (place for place, part in enumerate(body.content) if isinstance(part, ImagePart))
+        first_image = next(places, None)
+        parts = read_parts(body.content, (), param)
+        if first_image is None:
+            text = joined_text((part for part in parts if isinstance(part, str)), body.role)
+        else:
+            text, refs = shown(parts)
+            images = tuple(part for part in parts if isinstance(part, Image))
+    call_id = body.tool_call_id if isinstance(body, bodies.ToolMessage) else None
+    message = Message(body.role, text, tool_call_id=call_id, name=body.name, images=refs)
+    return CachedMessage(message, images, first_image or 0)
 
 
 def _assistant(body: bodies.AssistantMessage) -> Message:
@@ -201,7 +233,7 @@ def _assistant(body: bodies.AssistantMessage) -> Message:
     )
 
 
-def _text(content: str | Sequence[bodies.AnyPart], role: str) -> str:
+def _text(content: str | Sequence[bodies.TextPart | bodies.RefusalPart], role: str) -> str:
     if isinstance(content, str):
         return content
     parts = [part.text if isinstance(part, bodies.TextPart) else part.refusal for part in content]

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import from_json
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, Json, TokenId, invalid_request
+from agentloop.api import MAX_PROMPT_TOKENS, Body, ImagePart, Json, TokenId, invalid_request, untagged
 from agentloop.chat.body_cache import CachedMessage
 from agentloop.chat.dialect import HOSTED_SEARCH, type_tag
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody, Whole
@@ -49,7 +49,7 @@ MAX_STOP_CHARS = 1024
 MAX_MODEL_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
 
-_UNSUPPORTED_PARTS = frozenset({"image_url", "image", "input_audio", "audio", "file", "video_url", "video"})
+_UNSUPPORTED_PARTS = frozenset({"image", "input_audio", "audio", "file", "video_url", "video"})
 _UNSUPPORTED_CHAT = ("audio", "prediction", "functions", "function_call", "web_search_options")
 _UNSUPPORTED_COMPLETION = ("best_of", "echo", "suffix")
 
@@ -110,6 +110,13 @@ Content = Annotated[
     Annotated[Text, Tag("~text")] | Annotated[list[TextPart], Field(max_length=MAX_PARTS), Tag("~list")],
     Discriminator(by_shape),
 ]
+ShownPart = Annotated[
+    Annotated[TextPart, Tag("~text")] | Annotated[ImagePart, Tag("~image_url")], Discriminator(type_tag)
+]
+ShownContent = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[list[ShownPart], Field(max_length=MAX_PARTS), Tag("~list")],
+    Discriminator(by_shape),
+]
 AssistantContent = Annotated[
     Annotated[Text, Tag("~text")] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag("~list")],
     Discriminator(by_shape),
@@ -125,10 +132,10 @@ class SystemMessage(Body):
 
 
 class UserMessage(Body):
-    """The words of a person, or another program."""
+    """The words of a person, or another program, and what they show."""
 
     role: Literal["user"]
-    content: Content
+    content: ShownContent
     name: ShortText | None = None
 
 
@@ -168,7 +175,7 @@ class ToolMessage(Body):
     """The answer of a tool."""
 
     role: Literal["tool"]
-    content: Content
+    content: ShownContent
     tool_call_id: CallId
     name: ShortText | None = None
 
@@ -188,7 +195,6 @@ Message = Annotated[
 ]
 
 
-AnyPart: TypeAlias = TextPart | RefusalPart
 NewMessage: TypeAlias = SystemMessage | UserMessage | AssistantMessage | ToolMessage
 AnyMessage: TypeAlias = NewMessage | CachedMessage
 
@@ -456,11 +462,12 @@ def _refuse_parts(messages: list[Any]) -> None:
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):
             continue
+        takes_images = message.get("role") in ("user", "tool")
         for place, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind in _UNSUPPORTED_PARTS:
+            if isinstance(kind, str) and (kind in _UNSUPPORTED_PARTS or (kind == "image_url" and not takes_images)):
                 raise UnsupportedParameter(
-                    f"content parts of type {kind!r} are not supported: the model reads text",
+                    f"content parts of type {kind!r} are not supported here",
                     param=f"messages.{index}.content.{place}",
                 )
 
@@ -487,10 +494,5 @@ def checked(value: Any, kind: type[B]) -> B:
         return kind.model_validate(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
-        found = [(_place(problem["loc"]), problem["msg"]) for problem in problems]
+        found = [(untagged(problem["loc"]), problem["msg"]) for problem in problems]
         raise invalid_request(found) from error
-
-
-def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the place of a problem as the client wrote it: without the tags of unions."""
-    return tuple(part for part in loc if not (isinstance(part, str) and part.startswith("~")))

@@ -42,6 +42,7 @@ from agentloop.api import (
     WakeBody,
     WeightsBody,
     check_body,
+    task_fields,
 )
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher
 from agentloop.client.rollout import Rollout, follow
@@ -158,7 +159,7 @@ class RolloutClient:
         Where the service's queue is full this waits, in ever smaller pieces, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
         """
-        bodies = [_with_lists(codec.to_builtins(task)) for task in tasks]
+        bodies = [_with_lists(task_fields(task)) for task in tasks]
         options: dict[str, Any] = {"num_samples": num_samples}
         if max_staleness is not None or trajectories_per_version is not None:
             options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}

@@ -151,8 +151,11 @@ async def follow(
             await asyncio.sleep(min(_READ_GAP_S, left_s))
 
 
+_EVERYWHERE = (Path("/"),)  # a task file is the user's own: it may show any image that this process may read
+
+
 def load_tasks(path: str | Path) -> list[RolloutTask]:
-    """The tasks of a JSONL file, in order; blank lines are skipped.
+    """The tasks of a JSONL file, in order; blank lines are skipped. Images may be local files (`file:///...`).
 
     Raises InvalidRequest naming file and line for what is no task, for a task id seen before, and for a file
     that cannot be read or holds none.
@@ -166,7 +169,7 @@ def load_tasks(path: str | Path) -> list[RolloutTask]:
         if not line.strip():
             continue
         try:
-            task = parse_body(line.strip(), TaskBody).to_task()
+            task = parse_body(line.strip(), TaskBody).to_task(_EVERYWHERE)
         except InvalidRequest as error:
             raise InvalidRequest(f"{path}, line {number}: {error.message}", param=error.param) from error
         if task.task_id in tasks:

@@ -22,11 +22,12 @@ from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
     InvalidRequest,
+    ServiceUnavailable,
     TemplateNotPrefixStable,
     UnsupportedParameter,
 )
 from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader
-from agentloop.images import ImageFiles, ImageSpan, shifted_images
+from agentloop.images import Image, ImageFiles, ImageSpan, shifted_images
 from agentloop.parsers import Parser, behind_thought
 from agentloop.rendering import NO_KWARGS, Renderer, off_loop
 from agentloop.trajectory import Match, Node, Split, TurnGraph
@@ -62,6 +63,16 @@ class SessionParts:
     unix_time: Callable[[], float] = time.time
     placer: ImagePlacer = field(default_factory=lambda: ImagePlacer(takes_images=False))
     image_files: ImageFiles | None = None  # where images of calls are kept; None: nowhere
+
+    async def keep_images(self, images: Sequence[Image]) -> None:
+        """Have a call's images on disk, before any record names them. Raises ServiceUnavailable."""
+        if self.image_files is None or not images:
+            return
+        try:
+            async with asyncio.timeout(self.limits.journal_timeout_s):
+                await self.image_files.keep(images)
+        except (OSError, TimeoutError) as error:
+            raise ServiceUnavailable(f"the call's images cannot be kept: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)

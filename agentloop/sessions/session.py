@@ -36,6 +36,7 @@ from agentloop.errors import (
     SessionFinished,
 )
 from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
+from agentloop.images import Image
 from agentloop.score import Score, checked, ended, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
@@ -205,9 +206,11 @@ class Session:
         finally:
             entered.leave()
 
-    async def preview(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> Prompt:
+    async def preview(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]], images: Sequence[Image] = ()
+    ) -> Prompt:
         """Return the prompt that these messages would make, and how it extends the session. Changes nothing."""
-        asker = ImageAsker({}, self._engine, "preview")
+        asker = ImageAsker({image.sha256: image for image in images}, self._engine, f"{self.session_id}:preview")
         return await make_prompt(messages, tools, self._graph, self._parts, asker)
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
@@ -397,7 +400,7 @@ class Session:
     async def _drive(self, live: LiveCall) -> None:
         async with live.interruptible():
             question = await make_question(live.chat, self._graph, self._parts, self._engine, live.call_id)
-            await self._keep_images(live.chat)
+            await self._parts.keep_images(live.chat.images)
             self._check_tokens(live, question.prompt)
             if live.lost is not None:
                 raise live.lost  # given up in the moment its prompt was made: it leaves no trace
@@ -413,12 +416,6 @@ class Session:
                 live.generate_s = self._parts.clock.now() - started
         live.is_settling = True
         await run_to_end(self._commit(live, question.prompt, replies))
-
-    async def _keep_images(self, chat: ChatCall) -> None:
-        """Have the call's images on disk before any record names them."""
-        if self._parts.image_files is not None and chat.images:
-            keeping = self._parts.image_files.keep(chat.images)
-            await write(keeping, self.session_id, self._parts.limits.journal_timeout_s)
 
     def _next_number(self, chat: ChatCall) -> int:
         """Return the number of the call's first turn; its other choices have the ones that follow.

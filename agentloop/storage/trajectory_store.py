@@ -20,6 +20,7 @@ from typing import TypeVar
 from agentloop import codec
 from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import Conflict, NotFound
+from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
 
@@ -107,6 +108,7 @@ class TrajectoryStore:
         """`executor` runs one call at a time; a thread of its own by default. Raises InvalidRequest if `path` is
         not a trajectory store."""
         db = open_database(Path(path), _SCHEMA)
+        self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
         self._writer = BatchWriter(
             db, _SCHEMA.kind, executor or one_thread("trajectories"), max_batch=MAX_COMMIT_BATCH
@@ -118,7 +120,8 @@ class TrajectoryStore:
         return self._rows.num_corrupt_rows
 
     async def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
-        """Record work as accepted. Groups already accepted stay as they are, so a repeat is harmless.
+        """Record work as accepted, and keep its images beside the store. Groups already accepted stay as they are,
+        so a repeat is harmless.
 
         Raises Conflict for a rollout of recorded sessions.
         """
@@ -132,6 +135,7 @@ class TrajectoryStore:
                 _ADD_GROUP, [(rollout_id, group.group_id, group.num_samples, *packed(group)) for group in owned]
             )
 
+        await self._images.keep([image for group in groups for image in group.task.images])
         await self._writer.run(work)
 
     async def commit(self, trajectories: Sequence[Trajectory]) -> int:

@@ -28,7 +28,8 @@ from agentloop.checks import is_loopback
 from agentloop.clock import RealClock
 from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, ServiceUnavailable
-from agentloop.generation import TurnReader
+from agentloop.generation import ImagePlacer, TurnReader
+from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.plugins import resolve
 from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
@@ -37,7 +38,7 @@ from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format import load_chat_format
-from agentloop_servers.config import ServiceConfig, model_sizes, new_run_dir, run_secret
+from agentloop_servers.config import ServiceConfig, located, model_sizes, new_run_dir, run_secret
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
@@ -165,6 +166,7 @@ class AgentLoopWorkerDeployment:
             ),
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
+            takes_images=takes_images(config),
         )
         self._running = asyncio.create_task(worker.run(), name="worker")
         self._closing.push_async_callback(asyncio.wait, [self._running])
@@ -293,6 +295,7 @@ def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClie
         tool_names=frozenset(tool_names(config)),
         rules=mode_rules(config),
         endpoint=endpoint,
+        image_roots=[located(root) for root in config.image_roots],
     )
 
 
@@ -315,6 +318,8 @@ def build_endpoint(
         max_context_tokens=facts.max_context_tokens,
         vocab_size=facts.vocab_size,
         can_constrain=config.engine.kind == "vllm",
+        placer=ImagePlacer(takes_images=takes_images(config)),
+        image_files=ImageFiles(store_path.parent / IMAGES_FOLDER),
     )
     limits = SessionLimits(
         max_sessions=settings.max_sessions,
@@ -340,6 +345,7 @@ def build_endpoint(
         created_at=int(time.time()),
         router=router,
         live_version=lambda: _live_version(coordinator),
+        takes_images=takes_images(config),
     )
     return sessions, endpoint
 
@@ -457,6 +463,11 @@ def pushed_weights(config: ServiceConfig) -> WeightSource:
         can_hold=config.weight_staging != "none",
         timeout_s=config.engine.stage_timeout_s,
     )
+
+
+def takes_images(config: ServiceConfig) -> bool:
+    """Tell if the model sees images: an engine that finds it cannot refuses them too."""
+    return config.engine.kind == "vllm" and vllm_config(config).has_vision
 
 
 def vllm_config(config: ServiceConfig) -> VllmConfig:

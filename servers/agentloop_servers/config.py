@@ -155,6 +155,7 @@ class ServiceConfig(_Strict):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
     weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may
+    image_roots: list[str] = []  # folders whose files a task may show; none: images come as data URLs only
     keys: KeysConfig = KeysConfig()
     run_dir: str | None = None
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from agentloop.api.requests import (
     WeightsBody,
     check_body,
     parse_body,
+    task_fields,
 )
 from agentloop.client.rollout import load_tasks
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, TensorInfo, TensorNames, WeightUpdate
-from agentloop.errors import InvalidRequest
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.images import shown
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -39,6 +42,7 @@ from agentloop.types import (
     ToolCall,
 )
 from tests.support.records.samples import make_task
+from tests.support.records.vision_folder import picture
 
 GENERATE = {"token_ids": [1, 2], "sampling": {"max_tokens": 4}}
 TASK = {"task_id": "t", "messages": [{"role": "user", "content": "hi"}]}
@@ -56,10 +60,43 @@ def test_a_task_comes_through_as_it_was() -> None:
         temperature=0.0,
         seed=0,
     )
-    body = parse_body(orjson.dumps({"tasks": [codec.to_builtins(task)]}), SubmitBody)
+    body = parse_body(orjson.dumps({"tasks": [task_fields(task)]}), SubmitBody)
     assert body.tasks[0].to_task() == task
     assert parse_body(body.model_dump_json().encode(), SubmitBody) == body
     assert codec.decode(codec.encode(task), RolloutTask) == task
+
+
+def test_a_task_brings_its_images() -> None:
+    red, wide = picture(20, 20), picture(40, 10, kind="JPEG")
+    content, refs = shown(["What is ", red, wide, "?"])
+    task = RolloutTask("t", (Message("system", "Look."), Message("user", content, images=refs)), images=(red, wide))
+    body = parse_body(orjson.dumps({"tasks": [task_fields(task)]}), SubmitBody).tasks[0]
+    assert body.to_task() == task
+    assert body.first_image == "messages.1.content.1"
+    assert codec.decode(codec.encode(task), RolloutTask) == task
+    with pytest.raises(InvalidRequest, match="does not bring image"):
+        task_fields(replace(task, images=(red,)))
+
+
+def test_an_image_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(picture(20, 20).data)
+    for url, error in (("http://x/a.png", UnsupportedParameter), ("data:image/png;base64,AAAA", InvalidRequest)):
+        content = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": url}}]
+        with pytest.raises(error) as refused:
+            check_body({**TASK, "messages": [{"role": "user", "content": content}]}, TaskBody).to_task()
+        assert refused.value.param == "messages.0.content.1"
+    content = [{"type": "image_url", "image_url": {"url": f"file://{tmp_path}/red.png"}}]
+    local = {**TASK, "messages": [{"role": "user", "content": content}]}
+    with pytest.raises(UnsupportedParameter, match="local files"):
+        check_body(local, TaskBody).to_task()
+    assert check_body(local, TaskBody).to_task([tmp_path]).images == (picture(20, 20),)
+    # A task file is its user's own.
+    (tmp_path / "tasks.jsonl").write_bytes(orjson.dumps(local))
+    assert load_tasks(tmp_path / "tasks.jsonl")[0].images == (picture(20, 20),)
+    for part in ({"type": "image_url"}, {"type": "video_url"}, {"type": "image_url", "image_url": {"url": 1}}):
+        with pytest.raises(InvalidRequest, match=r"^messages\.0\.content\.0") as refused:
+            check_body({**TASK, "messages": [{"role": "user", "content": [part]}]}, TaskBody)
+        assert "~" not in refused.value.message
 
 
 def test_what_is_left_out_has_the_dataclass_default() -> None:
@@ -278,7 +315,7 @@ def test_any_bytes_are_a_body_or_an_invalid_request(data: bytes) -> None:
 
 def test_task_files_are_read_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
-    path.write_bytes(b"\n".join(orjson.dumps(codec.to_builtins(make_task(f"t{i}"))) for i in range(3)) + b"\n\n")
+    path.write_bytes(b"\n".join(orjson.dumps(task_fields(make_task(f"t{i}"))) for i in range(3)) + b"\n\n")
     assert [task.task_id for task in load_tasks(path)] == ["t0", "t1", "t2"]
 
 

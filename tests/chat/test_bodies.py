@@ -121,7 +121,7 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
         ({"tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice.type"),
         *(
             ({"messages": [USER, {"role": "user", "content": [{"type": kind, kind: {}}]}]}, "messages.1.content.0")
-            for kind in ("image_url", "input_audio", "file")
+            for kind in ("image", "input_audio", "file")
         ),
     ],
 )

@@ -49,6 +49,7 @@ class Endpoint:
     router: ShardRouter | None = None  # to the endpoint's other processes, if there are any
     direct_url: str | None = None  # this process's own, where this host reaches it without a proxy
     live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
+    takes_images: bool = False
     num_open_calls: int = field(default=0, init=False)
 
     @property
@@ -56,7 +57,11 @@ class Endpoint:
         """The model, as dialects must know it."""
         renderer = self.renderer
         return ChatModel(
-            self.parser, renderer.vocab_size, renderer.facts.template_arguments, timeout_s=self.limits.timeout_s
+            self.parser,
+            renderer.vocab_size,
+            renderer.facts.template_arguments,
+            timeout_s=self.limits.timeout_s,
+            takes_images=self.takes_images,
         )
 
     async def weight_version(self) -> int | None:

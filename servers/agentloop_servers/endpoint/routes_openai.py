@@ -30,7 +30,7 @@ from agentloop.chat import (
     read_body,
 )
 from agentloop.chat import openai as openai_chat
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
 from agentloop.generation import TurnPiece
 from agentloop.rendering import off_loop
 from agentloop_servers.endpoint.call_handler import CallHandler, as_call, check_model, session_of
@@ -179,9 +179,11 @@ class OpenAiRoutes:
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
             session = await session_of(request, endpoint, body.named_session)
-            preview = await session.preview(call.messages, call.tools)
+            preview = await session.preview(call.messages, call.tools, call.images)
             ids, parent, split = list(preview.ids), preview.parent_id, preview.split
         else:
+            if call.images:
+                raise UnsupportedParameter("a prompt with images is shown in a session only", param="messages")
             ids = await asyncio.to_thread(endpoint.renderer.render, call.messages, call.tools)
             parent, split = None, None
         text = await asyncio.to_thread(endpoint.renderer.decode, ids)

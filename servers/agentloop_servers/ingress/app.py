@@ -33,17 +33,18 @@ def create_app(
     tool_names: frozenset[str] | None = None,
     rules: ModeRules = ModeRules(),  # noqa: B008 - frozen
     endpoint: Endpoint | None = None,
+    image_roots: Iterable[Path] = (),
 ) -> FastAPI:
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
     Weight directories must lie under one of `weight_roots`; `rules` say what the service's mode allows. Tasks that
     name unknown loops or rewards are refused at once, and with `tool_names` also those that name other tools; the
-    worker ends what remains as invalid. With an `endpoint`, agents are served and recorded too; starting and
-    closing its sessions is the caller's.
+    worker ends what remains as invalid. Their images may be files within `image_roots`. With an `endpoint`, agents
+    are served and recorded too; starting and closing its sessions is the caller's.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     leases = SessionLeases(coordinator, connect, config=config)
-    rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint)
+    rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint, tuple(image_roots))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

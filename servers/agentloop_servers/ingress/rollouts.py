@@ -6,9 +6,11 @@ in the engine.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -31,10 +33,10 @@ from agentloop.api import (
     generation_answer,
     rollout_status,
 )
-from agentloop.errors import InvalidRequest, Overloaded
+from agentloop.errors import InvalidRequest, Overloaded, UnsupportedParameter
 from agentloop.generation import SessionLeases
 from agentloop.rollout import load_loop, load_reward
-from agentloop.types import GenerateRequest, Generation, RolloutGroup
+from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
 from agentloop_servers.endpoint import Endpoint, routes_sessions
 from agentloop_servers.http import (
     HttpLimits,
@@ -82,7 +84,9 @@ class RolloutRoutes:
         limits: HttpLimits,
         tool_names: frozenset[str] | None,
         endpoint: Endpoint | None = None,
+        image_roots: Sequence[Path] = (),
     ) -> None:
+        self._image_roots = image_roots
         self._endpoint = endpoint
         self._sessions = None if endpoint is None else routes_sessions.SessionRoutes(endpoint)
         self._coordinator = coordinator
@@ -152,9 +156,11 @@ class RolloutRoutes:
         if body.rollout_id == SESSIONS_ROLLOUT_ID:
             raise InvalidRequest(f"the name {SESSIONS_ROLLOUT_ID!r} is kept for sessions", param="rollout_id")
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
+        has_images = any(task.first_image is not None for task in body.tasks)
+        tasks = await asyncio.to_thread(self._tasks, body) if has_images else self._tasks(body)
         groups = tuple(
-            RolloutGroup(f"{rollout_id}-{index:06d}", task.to_task(), body.num_samples, rollout_id, body.staleness)
-            for index, task in enumerate(body.tasks)
+            RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, body.staleness)
+            for index, task in enumerate(tasks)
         )
         return json_response(rollout_status(await self._ask(self._coordinator.submit(rollout_id, groups))))
 
@@ -179,6 +185,20 @@ class RolloutRoutes:
     async def cancel(self, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""
         return json_response(rollout_status(await self._ask(self._coordinator.cancel(rollout_id))))
+
+    def _tasks(self, body: SubmitBody) -> list[RolloutTask]:
+        """Return the tasks with their images, which are decoded or read here."""
+        takes_images = self._endpoint is not None and self._endpoint.takes_images
+        tasks = []
+        for index, task in enumerate(body.tasks):
+            if task.first_image is not None and not takes_images:
+                place = f"tasks.{index}.{task.first_image}"
+                raise UnsupportedParameter("this service's model takes no images", param=place)
+            try:
+                tasks.append(task.to_task(self._image_roots))
+            except InvalidRequest as error:
+                raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
+        return tasks
 
     def _check_names(self, body: SubmitBody) -> None:
         """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""

@@ -18,7 +18,9 @@ from typing import Any
 import aiohttp
 import orjson
 
+from agentloop.generation.image_prompts import ImagePlacer
 from agentloop.generation.turn_reader import TurnReader
+from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.sessions.prompts import CallLimits, SessionParts
@@ -31,6 +33,7 @@ from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
+from tests.support.engine.seeing import SeeingEngine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 POLICY = Path(__file__).parents[3] / "examples" / "tiny_policy" / "v0"
@@ -101,23 +104,30 @@ async def chat_service(
     spec: SimulatedSpec = SPEC,
     decode_s: float = 0.0,
     policy: TokenPolicy | None = None,
+    renderer: TemplateRenderer = RENDERER,
+    seeing: SeeingEngine | None = None,
 ) -> AsyncIterator[ChatService]:
-    """Start the service. `decode_s` is what each token takes; without a `policy`, tokens are hashed from ids."""
+    """Start the service. `decode_s` is what each token takes; without a `policy`, tokens are hashed from ids.
+
+    `seeing` is an engine that takes images, of `renderer`'s model.
+    """
     async with AsyncExitStack() as closing:
-        engine = SimulatedEngine(replace(spec, latency=LatencyModel(decode_s=decode_s)), policy=policy)
+        engine = seeing or SimulatedEngine(replace(spec, latency=LatencyModel(decode_s=decode_s)), policy=policy)
         await engine.start()
         closing.push_async_callback(engine.close)
         coordinator = FakeCoordinator()
 
         parts = SessionParts(
-            renderer=RENDERER,
-            reader=TurnReader(RENDERER, PARSER),
+            renderer=renderer,
+            reader=TurnReader(renderer, PARSER),
             parser=PARSER,
             kv_policy=KVPolicy.KEEP,
             max_context_tokens=spec.max_context_tokens,
             vocab_size=spec.vocab_size,
             can_constrain=spec.can_constrain,
             limits=bounds.calls,
+            placer=ImagePlacer(takes_images=seeing is not None),
+            image_files=ImageFiles(run_dir / IMAGES_FOLDER),
         )
         sessions = Sessions(
             run_dir / "sessions.sqlite",
@@ -131,8 +141,9 @@ async def chat_service(
         closing.push_async_callback(sessions.close)
         endpoint = Endpoint(
             sessions=sessions,
-            renderer=RENDERER,
+            renderer=renderer,
             parser=PARSER,
+            takes_images=seeing is not None,
             model_name=MODEL,
             max_model_len=spec.max_context_tokens,
             limits=bounds.endpoint,

@@ -71,7 +71,7 @@ class FakeSession:
         finally:
             self.num_open_calls -= 1
 
-    async def preview(self, messages: Any, tools: Any) -> Prompt:
+    async def preview(self, messages: Any, tools: Any, images: Any = ()) -> Prompt:
         ids = tuple(self.registry.renderer.render(messages, tools))
         return Prompt(ids, None, tuple(messages), np.array(ids, np.int32), b"", None)
 

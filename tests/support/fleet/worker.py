@@ -30,6 +30,8 @@ async def running_worker(
     engines: Mapping[str, Engine],
     renderer: TemplateRenderer = RENDERER,
     tools: Sequence[Tool] = (),
+    *,
+    takes_images: bool = False,
     **config: object,
 ):
     """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
@@ -45,7 +47,8 @@ async def running_worker(
         toolbox,
         WorkerConfig(**{"poll_s": 0.05, "poll_gap_s": 0.001, **config}),  # type: ignore[arg-type]
         max_context_tokens=SPEC.max_context_tokens,
-        vocab_size=RENDERER.vocab_size,
+        vocab_size=renderer.vocab_size,
+        takes_images=takes_images,
     )
     running = asyncio.create_task(worker.run())
     try:

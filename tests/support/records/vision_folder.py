@@ -2,7 +2,7 @@
 
 It is a real family whose processor needs no torchvision. An image takes more tokens the larger it is, not all of
 them filled by the vision part: tiles are named by their row and column, and rows end with a line break. The
-tokenizer spells every byte; the template is ChatML with one placeholder an image.
+tokenizer spells every byte; the template is ChatML with tools, and one placeholder an image.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ _ADDED = (
 )
 
 TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string %}
@@ -42,6 +47,9 @@ TEMPLATE = """\
 {%- if part.type == 'image' %}{{- '<image>' }}{% else %}{{- part.text }}{% endif %}
 {%- endfor %}
 {%- endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}

@@ -1,0 +1,62 @@
+"""Images over HTTP: a conversation in a session, its prompts, its record and its files, and what is refused."""
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from agentloop.images import IMAGES_FOLDER, data_url
+from agentloop.rendering.renderer import TemplateRenderer
+from agentloop.simulation.engine import SimulatedSpec
+from agentloop.types import Trajectory
+from tests.support.endpoint.chat_service import chat_service
+from tests.support.engine.seeing import SeeingEngine
+from tests.support.records.vision_folder import picture, write_vision_folder
+
+RED = picture(20, 20)
+SHOWN = {"type": "image_url", "image_url": {"url": data_url(RED)}}
+ASKED = {"role": "user", "content": [{"type": "text", "text": "What is "}, SHOWN]}
+SPEC = SimulatedSpec(vocab_size=299, max_context_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
+    return TemplateRenderer.from_directory(write_vision_folder(tmp_path_factory.mktemp("vision")))
+
+
+async def test_a_client_shows_images(renderer: TemplateRenderer, tmp_path: Path):
+    engine = SeeingEngine(renderer, spec=SPEC)
+    async with chat_service(tmp_path, spec=SPEC, renderer=renderer, seeing=engine) as service:
+        assert (await service.call("POST", "/sessions", json={"session_id": "s"}))[0] in (200, 201)
+        base_url = f"{service.url}/sessions/s/v1"
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
+        one = await client.chat.completions.create(model="tiny", messages=[ASKED], max_tokens=5)
+        said = {"role": "assistant", "content": one.choices[0].message.content}
+        history = [ASKED, said, {"role": "user", "content": [SHOWN]}]
+        body, render = {"model": "tiny", "messages": history}, "/v1/chat/completions/render"
+        status, preview, _ = await service.call("POST", render, json={**body, "session": "s"})
+        assert (status, preview["split_reason"]) == (200, None)
+        two = await client.chat.completions.create(model="tiny", messages=history, max_tokens=5)
+        assert two.usage.prompt_tokens == len(preview["prompt_token_ids"])
+        status, _, _ = await service.call("POST", render, json=body)
+        assert status == 400  # outside of a session nobody is asked for the tokens of images
+
+        session = await service.sessions.find("s", None)
+        trajectory: Trajectory = session.trajectory()
+        assert [span.sha256 for span in trajectory.path.images] == [RED.sha256] * 2
+        assert engine.asked == [RED.sha256]
+        assert (tmp_path / IMAGES_FOLDER / RED.sha256).read_bytes() == RED.data
+
+
+async def test_what_cannot_be_shown_is_a_400_that_names_the_part(tmp_path: Path):
+    async with chat_service(tmp_path) as service:
+        status, answer, _ = await service.call(
+            "POST", "/v1/chat/completions", json={"model": "tiny", "messages": [ASKED]}
+        )
+        assert (status, answer["error"]["code"]) == (400, "unsupported_parameter")
+        assert answer["error"]["param"] == "messages.0.content.1"
+        task = {"task_id": "t", "messages": [{"role": "user", "content": "Hi"}, ASKED]}
+        status, answer, _ = await service.call("POST", "/rollouts", json={"tasks": [task]})
+        assert (status, answer["error"]["code"]) == (400, "unsupported_parameter")
+        assert answer["error"]["param"] == "tasks.0.messages.1.content.1"
+        assert not (tmp_path / IMAGES_FOLDER).exists()

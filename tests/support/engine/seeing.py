@@ -1,0 +1,45 @@
+"""A simulated engine that takes images: an image is a token for each hundred bytes of its file, between marks.
+
+Its marks and its placeholder are those of `vision_folder.py`, and as there the placeholder stands in every image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentloop.engine import EngineInfo
+from agentloop.errors import InvalidRequest
+from agentloop.images import Image, ImageTokens
+from agentloop.rendering.renderer import TemplateRenderer
+from agentloop.simulation.engine import SimulatedEngine
+from agentloop.types import GenerateRequest, Generation
+from tests.support.records.vision_folder import PLACEHOLDER
+
+
+class SeeingEngine(SimulatedEngine):
+    """Keeps what it was asked; an image of another kind than PNG is refused."""
+
+    def __init__(self, renderer: TemplateRenderer, **options: object) -> None:
+        super().__init__(**options)
+        self._mark, self._placeholder = renderer.ids("<fake_token_around_image>" + PLACEHOLDER)
+        self.asked: list[str] = []
+        self.requests: list[GenerateRequest] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        return replace(super().info, takes_images=True)
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        self.asked += [image.sha256 for image in images]
+        return tuple(map(self._tokens, images))
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        return await super().generate(request)
+
+    def _tokens(self, image: Image) -> ImageTokens:
+        if not image.data.startswith(b"\x89PNG"):
+            raise InvalidRequest("the image cannot be shown to the model", param="images")
+        seen = (self._placeholder,) * (1 + len(image.data) // 100)
+        return ImageTokens(self._placeholder, (self._mark, *seen, self._mark))
