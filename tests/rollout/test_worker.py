@@ -12,6 +12,7 @@ from agentloop.errors import EngineLost, ServiceUnavailable, TemplateNotPrefixSt
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.tool import ToolSpec
+from agentloop.sampling import LogprobsMode
 from agentloop.score import PathScore, Score
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import ScriptedPolicy
@@ -64,6 +65,20 @@ async def test_a_tool_call_and_an_answer_become_one_exact_path():
     assert path.turns[1].prompt_len == len(path.prompt_ids) + path.turns[1].start
     assert not path.logprobs[~path.response_mask].any()
     assert (path.logprobs[path.response_mask] < 0).all()
+
+
+async def test_each_turn_says_how_it_was_sampled():
+    asked = replace(task(), temperature=0.5, top_k=7, seed=11)
+    (path,) = (await one(asked, CALL, ANSWER)).paths
+    assert [turn.seed is None for turn in path.turns] == [False, False]
+    assert path.turns[0].seed != path.turns[1].seed
+    for turn in path.turns:
+        assert turn.sampling is not None
+        assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.top_k) == (0.5, 1.0, 7)
+        assert turn.sampling.stop_token_ids == RENDERER.stop_token_ids
+        assert turn.sampling.logprobs_mode is LogprobsMode.SAMPLED
+    assert not path.constrained.any()
+    assert path.raw_logprobs is None
 
 
 async def test_every_prompt_extends_the_turn_before():

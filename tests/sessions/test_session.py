@@ -13,7 +13,7 @@ from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
-from agentloop.types import KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
+from agentloop.types import ConstraintKind, KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
 from tests.support.endpoint.sessions import (
     CALCULATOR,
     MemoryJournal,
@@ -342,11 +342,31 @@ async def test_tool_choice_none_bans_the_mark_and_reads_no_calls():
     async with started(scripted_engine(CALL)) as running:
         engine = RecordingEngine(running)
         chat = ask("one", tools=(CALCULATOR,), tool_choice=ToolChoice.NONE, max_tokens=None)
-        reply = (await make_session(engine).call(chat, key("a"))).choices[0].reply.message
+        session = make_session(engine)
+        reply = (await session.call(chat, key("a"))).choices[0].reply.message
         assert not reply.tool_calls
         assert "calculator" in reply.content
         [opening] = ids("<tool_call>")
         assert engine.requests[0].sampling.logit_bias == ((opening, -100.0),)
+        assert session.trajectory().path.constrained.all()
+
+
+async def test_a_forced_call_is_constrained_in_the_record_and_the_answer_to_it_is_not():
+    async with started(scripted_engine(CALL, "Done.", spec=replace(SPEC, can_constrain=True))) as running:
+        session = make_session(running, can_constrain=True)
+        question = Message("user", "one")
+        chat = ask(question, tools=(CALCULATOR,), tool_choice=ToolChoice.REQUIRED, max_tokens=None)
+        called = (await session.call(chat, key("a"))).choices[0].reply.message
+        answer = Message("tool", "5", tool_call_id=called.tool_calls[0].id)
+        await session.call(ask(question, called, answer, tools=(CALCULATOR,), max_tokens=None), key("b"))
+        trajectory = session.trajectory()
+        first, second = trajectory.path.turns
+        assert first.sampling.constraint_kind is ConstraintKind.STRUCTURAL_TAG
+        assert (second.sampling.constraint_kind, second.sampling.constraint_digest) == (None, "")
+        assert trajectory.path.constrained.nonzero()[0].tolist() == [*range(first.end)]
+        kept = trajectory.without_constrained()
+        assert kept.path.response_mask.nonzero()[0].tolist() == [*range(second.start, second.end)]
+        assert kept.num_masked_tokens == first.end
 
 
 @pytest.mark.parametrize(("policy", "expected"), [(KVPolicy.KEEP, [None, 0, 0]), (KVPolicy.FRESH, [None] * 3)])

@@ -25,6 +25,7 @@ from agentloop.api import (
 )
 from agentloop.chat import ChatCall, ChatResult
 from agentloop.errors import SessionNotFound
+from agentloop.sampling import LogprobsMode
 from agentloop.sessions import Session, SessionEnd, SessionState
 from agentloop.types import Generation, Trajectory
 from agentloop_servers.endpoint.call_handler import CallHandler
@@ -177,6 +178,7 @@ class SessionRoutes:
 def render_generation(result: ChatResult) -> dict[str, Any]:
     """Return `generation_answer` of a turn that a session recorded."""
     reply = result.choices[0].reply
+    sampling = reply.sampling
     return {
         "request_id": result.call_id,
         "token_ids": reply.token_ids.tolist(),
@@ -186,6 +188,8 @@ def render_generation(result: ChatResult) -> dict[str, Any]:
         "cached_tokens": reply.cached_tokens,
         "replica_id": reply.replica_id,
         "top_logprobs": reply.top_logprobs,
+        "raw_logprobs": [] if reply.raw_logprobs is None else reply.raw_logprobs.tolist(),
+        "logprobs_mode": (LogprobsMode.SAMPLED if sampling is None else sampling.logprobs_mode).value,
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentloop import codec
+from agentloop.api.openapi import generation_answer
 from agentloop.types import Generation
 from tests.support.endpoint.chat_service import SPEC, ChatService, chat_service
 
@@ -35,6 +36,7 @@ async def test_generate_answers_what_was_asked(service: ChatService, num_top: in
     assert [len(row) for row in found.top_logprobs] == [num_top] * len(found.token_ids) * bool(num_top)
     [node] = (await service.sessions.find(f"top{num_top}", "")).graph.nodes
     assert [tuple(row) for row in found.top_logprobs] == list(node.reply.top_logprobs)
+    assert answer.keys() == generation_answer(found).keys()
 
 
 @pytest.mark.parametrize(

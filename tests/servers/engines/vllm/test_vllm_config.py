@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentloop_servers.app import vllm_config
+from agentloop_servers.app import build_engine, vllm_config
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, kv_endpoint, kv_endpoints
 
@@ -104,6 +104,20 @@ def test_the_arguments_are_exactly_these(changed, expected):
     assert module.startswith("agentloop_servers.weight_transfer.")
     assert name
     assert arguments == expected
+
+
+@pytest.mark.parametrize("mode", ["sampled", "raw", "both"])
+def test_the_logprobs_mode_reaches_either_engine(mode):
+    """vLLM's own is one and the same: its raw modes look at logits that a grammar has masked."""
+    for kind in ("vllm", "simulated"):
+        config = ServiceConfig.model_validate(
+            {"model": str(MODEL), "engine": {"kind": kind, "logprobs_mode": mode}}
+        )
+        if kind == "simulated":
+            assert build_engine(config).info.logprobs_mode == mode
+        else:
+            assert vllm_config(config).logprobs_mode == mode
+            assert engine_arguments(vllm_config(config), ENDPOINT)["logprobs_mode"] == "processed_logprobs"
 
 
 @pytest.mark.parametrize(("changed", "expected"), CASES.values(), ids=CASES.keys())
