@@ -20,4 +20,5 @@ class AskOnceMore:
                 await ctx.run_tools(turn.calls)
             if "answer is" in turn.content or reminder is None:
                 return  # completed; a limit would have ended it from within sample() or run_tools()
+            ctx.set_metrics(num_reminders=1)  # beside the reward, by name
             ctx.observe(reminder)

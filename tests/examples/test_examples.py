@@ -37,6 +37,8 @@ async def test_the_loop_asks_once_more(replies, num_turns):
     assert record.stop_reason is StopReason.COMPLETED
     assert len(record.path.turns) == num_turns
     assert record.reward == (1.0 if "answer is" in replies[-1] else 0.0)
+    is_reminded = any("Please finish" in message.content for message in record.messages)
+    assert record.metrics == ({"num_reminders": 1.0} if is_reminded else {})
 
 
 async def test_the_tools_answer_and_remember():
