@@ -160,6 +160,7 @@ class ToolCall:
     token_start: int = 0  # the call's tokens within the turn's sampled ids: [token_start, token_end)
     token_end: int = 0
     text: str = ""
+    written_id: str = ""  # the id that the policy gave it, in formats that have ids: what a template shows as `id`
     partial_arguments: str | None = None  # of one that the turn's end cut behind its name: JSON as far as it goes
 
 

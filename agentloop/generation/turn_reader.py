@@ -61,11 +61,12 @@ class TurnReader:
     def end_of(self, reply: Reply) -> TurnEnd:
         """Return how a turn ended, as a bridge goes on from it."""
         num_ids = len(reply.token_ids)
+        ids = tuple((call.id, call.written_id) for call in reply.message.tool_calls if call.written_id)
         if reply.is_closed:
-            return TurnEnd(int(reply.token_ids[-1]))
+            return TurnEnd(int(reply.token_ids[-1]), written_ids=ids)
         is_thinking = 0 < num_ids == reply.num_reasoning_tokens
         last = self._renderer.decode(reply.token_ids[-_PROMPT_TAIL:].tolist()) if is_thinking else ""
-        return TurnEnd(None, is_thinking and not last.rstrip().endswith(self.marks.thoughts.close))
+        return TurnEnd(None, is_thinking and not last.rstrip().endswith(self.marks.thoughts.close), ids)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
         """Content and calls of a text behind the thought."""

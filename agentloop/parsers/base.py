@@ -128,9 +128,13 @@ class TurnBuilder:
         if stripped := text.strip():
             self._reasoning.append(stripped)
 
-    def add_call(self, start: int, end: int, name: str, arguments: Mapping[str, JSON]) -> None:
+    def add_call(
+        self, start: int, end: int, name: str, arguments: Mapping[str, JSON], written_id: str = ""
+    ) -> None:
         first, last = self._decoded.token_span(start, end)
-        self._calls.append(ToolCall(self._next_id(), name, arguments, token_start=first, token_end=last))
+        self._calls.append(
+            ToolCall(self._next_id(), name, arguments, token_start=first, token_end=last, written_id=written_id)
+        )
 
     def add_malformed(self, start: int, end: int, malformed: MalformedCall, *, is_cut: bool = False) -> None:
         """Report a call. `is_cut`: nothing ended it but the turn's end."""

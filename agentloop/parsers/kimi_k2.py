@@ -29,7 +29,7 @@ class KimiK2Parser:
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
         """See `Parser.parse`. `tools` are not needed: JSON carries its types."""
-        return _TAGS.read(decoded, turn_index, _read_body)
+        return _TAGS.read(decoded, turn_index, _read_body, _read_id)
 
     def call_constraint(
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
@@ -45,6 +45,11 @@ def _read_body(body: str) -> tuple[str, dict[str, JSON]]:
         raise MalformedCall(f"the tool call has no {_ARGUMENTS} behind its id")
     name = check_name(_NUMBER.sub("", call_id.strip()).removeprefix("functions."))
     return name, read_arguments(arguments, name)
+
+
+def _read_id(body: str) -> str:
+    call_id = body.partition(_ARGUMENTS)[0].strip()
+    return call_id if _NUMBER.search(call_id) is not None else ""
 
 
 def _syntax(name: str) -> CallSyntax:

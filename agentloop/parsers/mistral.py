@@ -16,15 +16,18 @@ from collections.abc import Mapping, Sequence
 
 from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText, MalformedCall, Marks, ParsedTurn, ThoughtMarks, TurnBuilder
-from agentloop.parsers.grammar import CallSyntax, TurnSyntax, constraint_of_calls, either_constraint
+from agentloop.parsers.grammar import CallSyntax, TurnSyntax, constraint_of_calls, either_constraint, loads
 from agentloop.parsers.json_call import json_end, read_arguments, read_json_call
 from agentloop.types import JSON, Constraint
 
 _CALLS = "[TOOL_CALLS]"
 _MAX_MARKS_INSIDE = 4
 _LIST = re.compile(r"\s*+\[")
-_NAMED = re.compile(r"\s*+([^\[\]{}\s][^\[\]{}\n]{0,255})(?:\[CALL_ID\][^\[\]{}\n]{0,64})?(?:\[ARGS\])?\s*+(?=\{)")
+_NAMED = re.compile(
+    r"\s*+([^\[\]{}\s][^\[\]{}\n]{0,255})(?:\[CALL_ID\]([^\[\]{}\n]{0,64}))?(?:\[ARGS\])?\s*+(?=\{)"
+)
 _NAME_ONLY = re.compile(r"\s*+([^\[\]{}\s][^\[\]{}\n]{0,255})\[")
+_ID = re.compile(r"[A-Za-z0-9]{9}")
 _OBJECT = re.compile(r"\s*+(?=\{)")
 _NEXT = re.compile(r"\s*+(?:(,)|(\]))")
 
@@ -91,7 +94,7 @@ def _read_named(text: str, start: int, body: int, builder: TurnBuilder) -> int:
         arguments = read_arguments(text[begin:end], name)
     except MalformedCall as malformed:
         return _add_malformed(text, start, begin, malformed, builder)
-    builder.add_call(start, end, name, arguments)
+    builder.add_call(start, end, name, arguments, _call_id(found[2]))
     return end
 
 
@@ -116,10 +119,15 @@ def _read_list(text: str, start: int, position: int, builder: TurnBuilder) -> in
         following = _NEXT.match(text, end)
         is_last = following is None or following[1] is None
         after = end if following is None else following.end()
-        builder.add_call(start, after, name, arguments)
+        builder.add_call(start, after, name, arguments, _call_id(loads(written).get("id")))
         if is_last:
             return after
         start = position = after
+
+
+def _call_id(written: JSON) -> str:
+    """Return the call's id if it is one: templates refuse any other."""
+    return written if isinstance(written, str) and _ID.fullmatch(written) is not None else ""
 
 
 def _add_malformed(text: str, start: int, body: int, malformed: MalformedCall, builder: TurnBuilder) -> int:

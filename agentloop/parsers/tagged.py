@@ -20,6 +20,9 @@ MAX_CLOSE_TAGS = 4
 ReadBody: TypeAlias = Callable[[str], tuple[str, dict[str, JSON]]]
 """Name and arguments of the text between two marks. Raises MalformedCall."""
 
+ReadId: TypeAlias = Callable[[str], str]
+"""The id within a text that can be read as a call; empty if it has none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tags:
@@ -45,9 +48,11 @@ class Tags:
         openings = (self.section_open, self.open) if self.section_open else (self.open,)
         return Marks(openings, self.close, trailing=self.section_close)
 
-    def read(self, decoded: DecodedText, turn_index: int, read_body: ReadBody) -> ParsedTurn:
+    def read(
+        self, decoded: DecodedText, turn_index: int, read_body: ReadBody, read_id: ReadId = lambda body: ""
+    ) -> ParsedTurn:
         """Read a turn. A missing closing mark is forgiven if what stands before the next call can be read."""
-        return _TaggedReader(self, decoded, turn_index, read_body).read()
+        return _TaggedReader(self, decoded, turn_index, read_body, read_id).read()
 
     def next_opening(self, text: str, start: int, limit: int) -> tuple[int, int, bool] | None:
         """Return `[start, end)` of the next call's mark, its section's included, and if it is a section's only."""
@@ -63,10 +68,13 @@ class Tags:
 class _TaggedReader:
     """One turn's way through `Tags.read`."""
 
-    def __init__(self, tags: Tags, decoded: DecodedText, turn_index: int, read_body: ReadBody) -> None:
+    def __init__(
+        self, tags: Tags, decoded: DecodedText, turn_index: int, read_body: ReadBody, read_id: ReadId
+    ) -> None:
         self._tags = tags
         self._text = decoded.text
         self._read_body = read_body
+        self._read_id = read_id
         self._builder = TurnBuilder(decoded, turn_index)
 
     def read(self) -> ParsedTurn:
@@ -106,7 +114,7 @@ class _TaggedReader:
                     break
             else:
                 end = self._tags.end_of_call(text, until + len(closing)) if close >= 0 else until
-                self._builder.add_call(start, end, name, arguments)
+                self._builder.add_call(start, end, name, arguments, self._read_id(text[body_start:until]))
                 return end
         if first_close < 0:
             return self._pieces(start, body_start, len(text), len(text))
@@ -129,7 +137,7 @@ class _TaggedReader:
             except MalformedCall as malformed:
                 self._builder.add_malformed(start, piece_end, malformed, is_cut=is_cut)
             else:
-                self._builder.add_call(start, piece_end, name, arguments)
+                self._builder.add_call(start, piece_end, name, arguments, self._read_id(body))
             if following is None:
                 return end
             start, body_start, _ = following

@@ -22,11 +22,12 @@ class TurnEnd:
     """The end of a sampled turn, which decides how a bridge goes on from it.
 
     `stop_id` is the stop token that was sampled last, None for a turn that was cut. `is_thinking`: it was cut
-    inside a thought.
+    inside a thought. `written_ids` are pairs of the ids of its calls, ours and the one that the policy wrote.
     """
 
     stop_id: int | None = None
     is_thinking: bool = False
+    written_ids: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,11 @@ follows. Nothing here judges a template: `bridge_check.py` does, and a `Renderer
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +27,8 @@ _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"de
 _TRUSTED = frozenset({"system", "assistant"})  # their markup is markup; control tokens proper are text everywhere
 _THOUGHT_KEYS = ("reasoning_content", "thinking")  # as Qwen's and most templates name it, and as gpt-oss's does
 _CALL_ID = "call0000"  # with a digit nine letters and digits: some templates insist
+_WANTS_NINE = re.compile(r"length\s*(?:!=|<)\s*9\b")  # what Mistral's templates say of a call's id
+_NINE = re.compile(r"[A-Za-z0-9]{9}")
 _THOUGHT_ENDS = {"</think>": "\n</think>\n\n", "[/THINK]": "[/THINK]"}  # for templates that show no thoughts
 
 
@@ -58,20 +63,35 @@ class PromptText:
         self._thought_keys = [key for key in _THOUGHT_KEYS if key in template.source] or list(_THOUGHT_KEYS[:1])
 
     def text(
-        self, messages: Sequence[Message], definitions: Sequence[JSON], *, adds_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        definitions: Sequence[JSON],
+        *,
+        adds_generation_prompt: bool = True,
+        written_ids: Sequence[tuple[str, str]] = (),
     ) -> str:
-        """The whole prompt. `definitions` are masked tools. Raises InvalidRequest and TemplateError."""
+        """The whole prompt. `definitions` are masked tools. Raises InvalidRequest and TemplateError.
+
+        Calls and their answers have the ids that the policy wrote, where `written_ids` or the calls tell them.
+        """
         form = self._form
         if not form.supports_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
             raise TemplateError("this model's chat template does not support tools", param="tools")
         return self._template.render(
-            self.entries(messages), definitions, add_generation_prompt=adds_generation_prompt, kwargs=self._kwargs
+            self.entries(messages, written_ids),
+            definitions,
+            add_generation_prompt=adds_generation_prompt,
+            kwargs=self._kwargs,
         )
 
-    def entries(self, messages: Sequence[Message]) -> list[dict[str, JSON]]:
+    def entries(
+        self, messages: Sequence[Message], written_ids: Sequence[tuple[str, str]] = ()
+    ) -> list[dict[str, JSON]]:
         """The messages as templates read them, every string of them masked. Raises InvalidRequest."""
         try:
-            return [self._entry(message) for message in messages]
+            calls = (call for message in messages for call in message.tool_calls if call.written_id)
+            ids = dict(written_ids) | {call.id: call.written_id for call in calls}
+            return [self._entry(message, ids) for message in messages]
         except RecursionError as error:
             raise InvalidRequest("arguments are nested too deeply", param="messages") from error
 
@@ -81,7 +101,7 @@ class PromptText:
         A turn that ended with the template's own stop token is closed; any other gets that token first. Raises as
         `text`, and TemplateNotPrefixStable if the template does not show where the turn ends.
         """
-        text = self.text([*self._synthetic_turn(appended), *appended], definitions)
+        text = self.text([*self._synthetic_turn(appended), *appended], definitions, written_ids=end.written_ids)
         stop_start, stop = self._turn_end(text)
         if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
             return text[stop_start + len(stop) :]
@@ -128,8 +148,8 @@ class PromptText:
         source = self._template.source
         return next((end for mark, end in _THOUGHT_ENDS.items() if mark in source), "")
 
-    def _entry(self, message: Message) -> dict[str, JSON]:
-        """The message as templates read it, every string of it masked."""
+    def _entry(self, message: Message, ids: Mapping[str, str]) -> dict[str, JSON]:
+        """The message as templates read it, every string of it masked; `ids` are shown for the calls' own."""
         role = _ROLES.get(message.role)
         if role is None:
             raise InvalidRequest(f"no role {message.role[:32]!r}: there are {', '.join(_ROLES)}", param="messages")
@@ -145,9 +165,9 @@ class PromptText:
             "content": self._content(content, message.images, keeps_markup=role in _TRUSTED),
         }
         if calls:
-            entry["tool_calls"] = [self._call_entry(call) for call in calls]
+            entry["tool_calls"] = [self._call_entry(call, ids) for call in calls]
         if message.tool_call_id is not None:
-            entry["tool_call_id"] = masked(tokens, message.tool_call_id, "messages")
+            entry["tool_call_id"] = masked(tokens, self._shown_id(message.tool_call_id, ids), "messages")
         if message.name is not None:
             entry["name"] = masked(tokens, message.name, "messages")
         if message.reasoning and not self._form.embeds_thoughts:
@@ -166,12 +186,20 @@ class PromptText:
             for part in parts_of(content, images)
         ]
 
-    def _call_entry(self, call: ToolCall) -> dict[str, JSON]:
+    def _shown_id(self, call_id: str, ids: Mapping[str, str]) -> str:
+        """Return a call's id as the template shows it: some take nine letters and digits only."""
+        shown = ids.get(call_id, call_id)
+        if _WANTS_NINE.search(self._template.source) is None or _NINE.fullmatch(shown) is not None:
+            return shown
+        digest = hashlib.blake2b(shown.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return base64.b32encode(digest).decode().lower()[:9]
+
+    def _call_entry(self, call: ToolCall, ids: Mapping[str, str]) -> dict[str, JSON]:
         arguments: JSON = call.arguments
         if self._form.takes_text_arguments:
             arguments = json.dumps(arguments, ensure_ascii=False)
         function = {"name": call.name, "arguments": arguments}
-        entry: dict[str, JSON] = {"id": call.id, "type": "function", "function": function}
+        entry: dict[str, JSON] = {"id": self._shown_id(call.id, ids), "type": "function", "function": function}
         return {key: masked(self._tokens, value, "messages") for key, value in entry.items()}
 
 
