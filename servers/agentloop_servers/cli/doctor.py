@@ -33,6 +33,7 @@ from agentloop_servers.config import ServiceConfig, located, model_sizes
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 MIN_FREE_DISK_GIB = 1.0
 _PROBE_TIMEOUT_S = 20.0
+_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _show(checks: Sequence[Check]) -> None:
     table = Table("check", "", "found", box=None)
     for check in checks:
         mark = "ok" if check.is_ok else "BROKEN" if check.is_needed else "-"
-        table.add_row(check.name, mark, Text(check.detail))
+        table.add_row(check.name, mark, Text(check.detail, overflow="fold"))
     Console().print(table)
 
 
@@ -206,7 +207,7 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
     stops = [
         f"{text} {token_id}" for text, token_id in zip(facts.stop_tokens, renderer.stop_token_ids, strict=False)
     ]
-    yield Check("chat format", True, config.chat.renderer)
+    yield Check("chat format", True, _format_of(config))
     yield Check("vocabulary", True, f"{renderer.vocab_size:,} ids, {len(facts.literals)} of them marks")
     yield Check("stop tokens", True, ", ".join(stops))
     shown = "shown to the model" if facts.supports_tools else "none: the chat format shows none"
@@ -215,7 +216,9 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
         yield _bridge("tools' answers", facts.tool_turns)
         yield _bridge("user, with tools", facts.user_turns)
     yield _bridge("user, no tools", facts.plain_turns)
-    if not facts.strips_thinking:
+    if facts.plain_turns is not None:
+        yield Check("earlier thoughts", True, "as the chat format renders them, where the path forks")
+    elif not facts.strips_thinking:
         yield Check("earlier thoughts", True, "as they were sampled; the chat format drops none")
     elif config.chat.thinking == "keep":
         yield Check("earlier thoughts", True, "kept; the chat format itself drops them at a user's message")
@@ -223,6 +226,17 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
         yield Check(
             "earlier thoughts", True, "dropped at a user's message, as the chat format does: the path forks"
         )
+
+
+def _format_of(config: ServiceConfig) -> str:
+    """Name the renderer, and the file of its template."""
+    settings, folder = config.chat, config.model_path()
+    if settings.renderer != "template":
+        return settings.renderer
+    if settings.template.file is not None:
+        return f"template: {settings.template.file}"
+    files = [name for name in _TEMPLATE_FILES if (folder / name).is_file()]
+    return f"template: {' and '.join(files) or 'tokenizer_config.json'}"
 
 
 def _bridge(name: str, problem: str | None) -> Check:
