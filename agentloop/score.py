@@ -147,6 +147,8 @@ def resolved(score: Score, trajectory: Trajectory) -> Score:
 
 def scored(trajectory: Trajectory, score: Score) -> Trajectory:
     """Return the trajectory with a score in it, over what it has. Raises RewardError as `resolved`."""
+    if score.is_empty:
+        return trajectory
     score = resolved(score, trajectory)
     untrainable = set(score.untrainable_turns)
     return replace(

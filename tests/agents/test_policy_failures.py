@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from agentloop.agents.program import AgentProgram
 from agentloop.agents.runner import AgentRecord, run_agents
 from agentloop.client.client import RolloutClient
+from agentloop.score import PathScore, Score
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import FinishReason, Message, RolloutTask, StopReason, Trajectory
 from tests.support.endpoint.chat_service import SPEC, ChatService, chat_service
@@ -44,12 +46,14 @@ async def service_of(run_dir: Path, *replies: str) -> AsyncIterator[tuple[ChatSe
         yield service, client
 
 
-async def run(run_dir: Path, agent: Agent, *replies: str, **options: Any) -> tuple[AgentRecord, Trajectory]:
+async def run(
+    run_dir: Path, agent: Agent, *replies: str, task: RolloutTask = TASK, **options: Any
+) -> tuple[AgentRecord, Trajectory]:
     """One run of an agent, and its record as the service keeps it."""
     records: list[AgentRecord] = []
     async with service_of(run_dir, *replies) as (service, client):
         with AgentProgram.of(agent) as program:
-            await run_agents(client, program, [TASK], rollout_id="r", on_record=records.append, **options)
+            await run_agents(client, program, [task], rollout_id="r", on_record=records.append, **options)
         [kept] = service.coordinator.finished["r"]
     [record] = records
     assert record.trajectory is not None
@@ -187,6 +191,32 @@ async def test_an_agent_that_fails_at_a_turn_that_was_cut_is_data(tmp_path: Path
     _, kept = await run(tmp_path, wants_an_end, "Perhaps 4.")
     assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.MAX_TOKENS_PER_TURN, True, 0.0)
     assert (kept.is_truncated, kept.path.turns[0].finish_reason) == (True, FinishReason.LENGTH)
+
+
+async def test_an_agent_that_its_deadline_ends_is_data(tmp_path: Path) -> None:
+    async def never_ends(task: RolloutTask, base_url: str, api_key: str) -> None:
+        await asked(base_url, api_key, [QUESTION])
+        await asyncio.Event().wait()
+
+    in_no_time = replace(TASK, limits=replace(TASK.limits, timeout_s=1.5))
+    record, kept = await run(tmp_path, never_ends, "The answer is 5.", task=in_no_time)
+    assert record.error == "the agent did not end within 1.5 s"
+    assert (kept.stop_reason, kept.is_complete, kept.reward) == (StopReason.DEADLINE, True, 1.0)
+    assert (kept.is_truncated, kept.path.is_trainable) == (True, True)
+
+
+@pytest.mark.parametrize("rewards", [(0.5,), (1.0, 2.0)], ids=["right", "wrong"])
+async def test_an_agent_may_return_a_score(tmp_path: Path, rewards: tuple[float, ...]) -> None:
+    async def scores_itself(task: RolloutTask, base_url: str, api_key: str) -> Score:
+        await asked(base_url, api_key, [QUESTION])
+        return Score(0.25, {"form": 1.0}, main=PathScore(turns=rewards))
+
+    record, kept = await run(tmp_path, scores_itself, "The answer is 5.")
+    if len(rewards) == 1:
+        assert (kept.reward, kept.components, kept.path.turns[0].reward) == (0.25, {"form": 1.0}, 0.5)
+        return
+    assert (kept.reward, kept.is_complete, record.error) == (None, True, None)
+    assert kept.reward_error == record.reward_error == "the agent's score: path 0 has 1 turns, its score 2"
 
 
 async def test_the_policy_may_recover(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.generation.leased_engine import LeasedEngine
+from agentloop.generation.leased_engine import LATE_GRACE_S, LeasedEngine
 from agentloop.generation.leases import LeaseConfig, SessionLeases
 from agentloop.types import (
     Constraint,
@@ -36,6 +36,7 @@ from agentloop.types import (
     SamplingParams,
     WeightVersionSpan,
 )
+from tests.support.engine.engines import leased
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 
 VOCAB_SIZE = 1000
@@ -408,3 +409,76 @@ async def test_a_silent_coordinator_is_no_engine_failure(site: LeaseSite) -> Non
     with pytest.raises(ServiceUnavailable):
         await site.engine.generate(request(timeout_s=500.0))
     assert site.script.requests == []
+
+
+# --- turns that take too long -----------------------------------------------------------------------------
+
+
+class SlowReplica:
+    """A replica whose requests take for ever; what comes after them is answered at once.
+
+    `ends` tells what an abort makes of each: a number of ids, or None for a replica that does not listen.
+    """
+
+    def __init__(self, *ends: int | None) -> None:
+        self.ends = list(ends)
+        self.requests: list[GenerateRequest] = []
+        self._is_aborted = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        if len(self.requests) > len(self.ends):
+            return self._answer(request, 8, FinishReason.LENGTH)
+        num_ids = self.ends[len(self.requests) - 1]
+        if num_ids is None:
+            await asyncio.sleep(request.timeout_s)
+            raise DeadlineExceeded("the engine's own")
+        self._is_aborted.clear()
+        await self._is_aborted.wait()
+        return self._answer(request, num_ids, FinishReason.ABORT)
+
+    async def abort(self, request_id: str) -> None:
+        assert request_id == self.requests[-1].request_id
+        self._is_aborted.set()
+
+    def _answer(self, request: GenerateRequest, num_ids: int, reason: FinishReason) -> Generation:
+        spans = (WeightVersionSpan(0, 0, num_ids),) if num_ids else ()
+        return Generation(request.request_id, (7,) * num_ids, (-0.5,) * num_ids, spans, reason)
+
+
+@pytest.mark.parametrize("deadline_s", [10.0, 40.0], ids=["the call's", "the attempt's"])
+def test_a_late_turn_is_ended_and_kept(deadline_s: float) -> None:
+    @virtually
+    async def run(site: LeaseSite) -> None:
+        engine = leased(replica := SlowReplica(3), max_attempts=5)
+        asked = request(timeout_s=20.0)
+        generation = await engine.generate(asked, deadline_at=site.clock.now() + deadline_s, keeps_late=True)
+        assert (generation.token_ids, generation.finish_reason) == ((7, 7, 7), FinishReason.DEADLINE)
+        assert site.clock.now() == pytest.approx(min(deadline_s, 20.0))
+        assert (len(replica.requests), engine.num_resampled) == (1, 0)
+
+    run()
+
+
+@pytest.mark.parametrize(("ends", "after_s"), [((0,), 20.0), ((None,), 20.0 + LATE_GRACE_S)], ids=["no id", "deaf"])
+def test_what_has_no_token_by_then_is_asked_for_again_and_counted(ends, after_s: float) -> None:
+    @virtually
+    async def run(site: LeaseSite) -> None:
+        engine = leased(replica := SlowReplica(*ends), max_attempts=5)
+        generation = await engine.generate(request(timeout_s=20.0), deadline_at=1000.0, keeps_late=True)
+        assert (len(generation.token_ids), generation.finish_reason) == (8, FinishReason.LENGTH)
+        assert site.clock.now() == pytest.approx(after_s, abs=0.2)
+        assert (len(replica.requests), engine.num_resampled) == (2, 1)
+
+    run()
+
+
+@virtually
+async def test_when_the_call_is_over_nothing_is_asked_again(site: LeaseSite) -> None:
+    none = await leased(SlowReplica(0)).generate(request(timeout_s=20.0), deadline_at=5.0, keeps_late=True)
+    assert (none.token_ids, none.finish_reason) == ((), FinishReason.DEADLINE)
+    deaf = leased(SlowReplica(None), max_attempts=5)
+    with pytest.raises(DeadlineExceeded):
+        await deaf.generate(request(timeout_s=20.0), deadline_at=site.clock.now() + 5.0, keeps_late=True)
+    assert site.clock.now() == pytest.approx(10.0 + LATE_GRACE_S)
+    assert deaf.num_resampled == 0
