@@ -114,10 +114,11 @@ _COLUMNS: dict[str, pa.DataType] = {
 
 SCHEMA = pa.schema(_COLUMNS)
 """The columns. Offsets in spans and turns are into the response. Observed positions have logprob 0.0; sampled ones
-that were taken out of the mask keep theirs. `raw_logprobs` are null unless the engine gave both, and say NaN of a
-sampled token without one. `messages` are the path's own. `reward`, `components` and
-`metrics` are those of the trajectory's main conversation, `path_reward` is the number to train this path with
-(`Trajectory.reward_of`), and `num_masked_tokens` is of all paths."""
+that were taken out of the mask keep theirs. `raw_logprobs` are null unless the engine gave both, and NaN for a
+sampled token without one; `constrained` is `TokenPath.constrained`. A turn's `sampling` is null in records of a
+service that did not keep it. `messages` are the path's own. `reward`, `components` and `metrics` are those of the
+trajectory's main conversation, `path_reward` is the number to train this path with (`Trajectory.reward_of`), and
+`num_masked_tokens` is of all paths."""
 
 _NO_PATH = TokenPath(
     prompt_ids=np.empty(0, np.int32),

@@ -145,7 +145,8 @@ async def test_the_stop_token_is_banned_until_min_tokens_have_come(case: EngineC
 async def test_only_a_stop_token_of_the_request_ends_it(case: EngineCase) -> None:
     forced = ((case.stop_id, FORCED),)
     for ignores in (False, True):
-        answer = await generated(case, case.request(case.prompt(), 4, logit_bias=forced, ignore_eos=ignores))
+        wanted = {"logit_bias": forced, "ignore_eos": ignores, "min_tokens": 2}
+        answer = await generated(case, case.request(case.prompt(), 4, **wanted))
         assert answer.finish_reason is FinishReason.LENGTH
         assert answer.token_ids == (case.stop_id,) * 4
 

@@ -102,7 +102,8 @@ def sampling_params(
 
     return VllmSamplingParams(
         max_tokens=max_tokens,
-        min_tokens=min(sampling.min_tokens, max_tokens),
+        # vLLM bans the tokenizer's end for as long too; without stop tokens nothing is to be banned.
+        min_tokens=min(sampling.min_tokens, max_tokens) if sampling.stop_token_ids else 0,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
