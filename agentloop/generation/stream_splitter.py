@@ -38,7 +38,8 @@ class TurnSplitter:
         self._reader = reader
         self._reading = reading
         self._marks = reader.marks
-        self._in_content = (*self._marks.openings, *self._marks.headers) if reading.reads_calls else ()
+        self._in_content = _MarkSet((*self._marks.openings, *self._marks.headers) if reading.reads_calls else ())
+        self._in_thought = _MarkSet((self._marks.thoughts.close,))
         self._phase = _Phase.START if reading.reads_thoughts else _Phase.HEAD
         if reading.reads_thoughts and reading.is_thinking:
             self._phase = _Phase.THOUGHT
@@ -111,7 +112,7 @@ class TurnSplitter:
         return bare.removeprefix(opening) if may_be else text
 
     def _read_thought(self, text: str) -> str | None:
-        before, mark, after = self._until_mark(text, (self._marks.thoughts.close,))
+        before, mark, after = self._until_mark(text, self._in_thought)
         self._reasoning.append(self._thought.add(before))
         if mark is None:
             return None
@@ -215,27 +216,41 @@ class TurnSplitter:
         call_id = f"call_{self._reading.turn_index}_{index}"  # as `Parser.parse` numbers them
         self._calls += [CallDelta(index, call_id, call.name), CallDelta(index, arguments=arguments_text(call))]
 
-    def _until_mark(self, text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
+    def _until_mark(self, text: str, marks: _MarkSet) -> tuple[str, str | None, str]:
         """The text before the first mark, the mark, and what follows; a mark's possible beginning is held."""
-        text = self._held + text
-        self._held = ""
-        found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
+        before, mark, after = marks.split(self._held + text)
+        self._held = "" if mark is not None else after
+        return before, mark, after
+
+
+class _MarkSet:
+    """Marks that are looked for together."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = marks
+        self._firsts = {mark[:1] for mark in marks}
+        self._longest = max(map(len, marks), default=1) - 1  # beginning of a mark that is none itself
+
+    def split(self, text: str) -> tuple[str, str | None, str]:
+        """Return the text before the first mark, the mark and the rest; of several there, the longest.
+
+        Without a mark the rest is what may become one, or a longer one.
+        """
+        found = [(place, -len(mark), mark) for mark in self._marks if (place := text.find(mark)) >= 0]
         place, _, mark = min(found, default=(len(text), 0, ""))
-        held = self._possible_mark(text, place, marks)
-        if held < place or (held == place and found):
-            self._held = text[held:]
-            return text[:held], None, ""
+        held = self._cut_mark(text, place)
+        if held is not None:
+            return text[:held], None, text[held:]
         return (text[:place], mark, text[place + len(mark) :]) if found else (text, None, "")
 
-    def _possible_mark(self, text: str, place: int, marks: Sequence[str]) -> int:
-        """Return where a mark may begin that the end cuts, no later than `place`; past the text if none does."""
-        longest, firsts = max(map(len, marks), default=1) - 1, {mark[:1] for mark in marks}
-        for start in range(max(len(text) - longest, 0), min(place + 1, len(text))):
-            if text[start] in firsts and any(
-                len(mark) > len(text) - start and mark.startswith(text[start:]) for mark in marks
-            ):
-                return start
-        return len(text) + 1
+    def _cut_mark(self, text: str, place: int) -> int | None:
+        """Return where a mark may begin that the end cuts, no later than `place`."""
+        for start in range(max(len(text) - self._longest, 0), min(place + 1, len(text))):
+            if text[start] in self._firsts:
+                end = text[start:]
+                if any(len(mark) > len(end) and mark.startswith(end) for mark in self._marks):
+                    return start
+        return None
 
 
 class _Strip:
