@@ -9,6 +9,7 @@ from agentloop.chat.call import CallKey, ChatCall, ChatModel, ChatResult, ToolCh
 from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from agentloop.chat.responses_bodies import ResponsesBody
+from agentloop.chat.sampling import template_kwargs
 
 __all__ = [
     "BodyCache",
@@ -30,4 +31,5 @@ __all__ = [
     "openai_completions",
     "read_body",
     "responses",
+    "template_kwargs",
 ]

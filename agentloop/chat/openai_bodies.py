@@ -424,7 +424,7 @@ class CompletionBody(CallBase):
         return _without_unsupported(value, _UNSUPPORTED_COMPLETION)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """The body of `POST /tokenize`: a text as it is, or a conversation for the chat template."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None

@@ -31,6 +31,7 @@ from agentloop.images import Image, ImageFiles, ImageSpan, shifted_images
 from agentloop.parsers import Parser, behind_thought
 from agentloop.rendering import NO_KWARGS, Renderer, off_loop
 from agentloop.trajectory import Match, Node, Split, TurnGraph
+from agentloop.trajectory import tools_key as key_of_tools
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
 
 _BAN = -100.0  # what OpenAI calls a ban; engines add it to the logit
@@ -166,7 +167,9 @@ async def make_prompt(
     renderer = parts.renderer
     told = tools
     if template_kwargs:  # they shape the prompt as tools do
-        told, tools_key = (*tools, {"name": "template arguments", "arguments": template_kwargs}), None
+        own = key_of_tools(tools) if tools_key is None else tools_key
+        arguments = {"name": "template arguments", "arguments": template_kwargs}
+        told, tools_key = (*tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
     match = graph.match(messages, told, is_strict=is_strict, keys=keys, tools_key=tools_key)
     cause = ""
     if match.parent is not None:

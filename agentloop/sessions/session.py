@@ -37,6 +37,7 @@ from agentloop.errors import (
 )
 from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
 from agentloop.images import Image
+from agentloop.rendering import NO_KWARGS
 from agentloop.score import Score, checked, ended, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
@@ -207,11 +208,15 @@ class Session:
             entered.leave()
 
     async def preview(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]], images: Sequence[Image] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        images: Sequence[Image] = (),
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
     ) -> Prompt:
         """Return the prompt that these messages would make, and how it extends the session. Changes nothing."""
         asker = ImageAsker({image.sha256: image for image in images}, self._engine, f"{self.session_id}:preview")
-        return await make_prompt(messages, tools, self._graph, self._parts, asker)
+        return await make_prompt(messages, tools, self._graph, self._parts, asker, template_kwargs=template_kwargs)
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
         """Decide what the call is, without an await."""
@@ -418,13 +423,9 @@ class Session:
         await run_to_end(self._commit(live, question.prompt, replies))
 
     def _next_number(self, chat: ChatCall) -> int:
-        """Return the number of the call's first turn; its other choices have the ones that follow.
-
-        It numbers the tool calls, whose ids tell turns apart that say the same: it is above the numbers of the
-        session's earlier turns, and of what the client shows, whoever made that.
-        """
-        num_replies = sum(message.role == "assistant" for message in chat.messages)
-        number = max(self._num_numbered, num_replies)
+        """Return the number of choice 0: above those of earlier turns, and of what the client shows. It is in the
+        ids of tool calls, which tell turns apart that say the same."""
+        number = max(self._num_numbered, sum(message.role == "assistant" for message in chat.messages))
         self._num_numbered = number + chat.num_choices
         return number
 

@@ -138,11 +138,13 @@ class DialectRoutes:
         """Count the prompt's tokens: in a named session as its history has them, else rendered whole."""
         check_model(request, self._endpoint, body.model)
         messages, tools = anthropic.prompt(body)
+        arguments = anthropic.template_arguments(body, self._endpoint.served)
         if names_session(request):
             session = await session_of(request, self._endpoint, None)
-            num_tokens = len((await session.preview(messages, tools)).ids)
+            num_tokens = len((await session.preview(messages, tools, (), arguments)).ids)
         else:
-            num_tokens = len(await asyncio.to_thread(self._endpoint.renderer.render, messages, tools))
+            render = self._endpoint.renderer.render
+            num_tokens = len(await asyncio.to_thread(render, messages, tools, arguments))
         return json_response(TokenCount(num_tokens))
 
     async def _turn(

@@ -28,6 +28,7 @@ from agentloop.chat import (
     TokenTexts,
     openai_completions,
     read_body,
+    template_kwargs,
 )
 from agentloop.chat import openai as openai_chat
 from agentloop.errors import AgentLoopError, InvalidRequest, UnsupportedParameter
@@ -179,12 +180,13 @@ class OpenAiRoutes:
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
             session = await session_of(request, endpoint, body.named_session)
-            preview = await session.preview(call.messages, call.tools, call.images)
+            preview = await session.preview(call.messages, call.tools, call.images, call.template_kwargs)
             ids, parent, split = list(preview.ids), preview.parent_id, preview.split
         else:
             if call.images:
                 raise UnsupportedParameter("a prompt with images is shown in a session only", param="messages")
-            ids = await asyncio.to_thread(endpoint.renderer.render, call.messages, call.tools)
+            given = call.messages, call.tools, call.template_kwargs
+            ids = await asyncio.to_thread(endpoint.renderer.render, *given)
             parent, split = None, None
         text = await asyncio.to_thread(endpoint.renderer.decode, ids)
         reason, detail = (None, None) if split is None else (split.reason.value, split.detail)
@@ -235,7 +237,7 @@ class OpenAiRoutes:
         if body.prompt is not None:
             return renderer.ids(body.prompt)
         messages, tools = openai_chat.conversation_of(body.messages or (), body.tools)
-        return renderer.render(messages, tools)
+        return renderer.render(messages, tools, template_kwargs(body, self._endpoint.served.template_arguments))
 
     async def _model(self, name: str) -> dict[str, Any]:
         endpoint = self._endpoint

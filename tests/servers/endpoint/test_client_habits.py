@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import aiohttp
 import pytest
 
 from agentloop.errors import ServiceUnavailable
+from agentloop.rendering.renderer import TemplateRenderer
+from agentloop.types import Message
 from tests.support.endpoint.chat_service import MODEL, RENDERER, ChatService, chat_service
 from tests.support.endpoint.dialect_app import dialect_service
+from tests.support.engine.scripted import POLICY
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "hi"}
@@ -130,6 +134,60 @@ async def test_sampling_parameters_of_engines_reach_the_engine(service: ChatServ
     assert greedy == likeliest != plain
     answered = await service.call("POST", CHAT, json={**asked, "repetition_penalty": 2.0})
     assert answered[0] == 200
+
+
+def write_thinking_model(folder: Path) -> TemplateRenderer:
+    """The shipped policy with a template that has a switch for thoughts, as Qwen3's, and names the effort."""
+    shutil.copytree(POLICY, folder)
+    template = folder / "chat_template.jinja"
+    switch = (
+        "{%- if reasoning_effort is defined %}{{- reasoning_effort }}{%- endif %}"
+        "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{%- endif %}"
+    )
+    template.write_text(template.read_text().rstrip() + switch)
+    return TemplateRenderer.from_directory(folder)
+
+
+async def test_every_dialect_gives_arguments_to_the_template(tmp_path: Path) -> None:
+    renderer = write_thinking_model(tmp_path / "model")
+    quiet, effort = {"enable_thinking": False}, {"effort": "low"}
+    asked: dict[str, list[dict[str, Any]]] = {
+        CHAT: [quiet, {"chat_template_kwargs": quiet}, {"reasoning_effort": "low"}],
+        RESPONSES: [quiet, {"chat_template_kwargs": quiet}, {"reasoning": effort}],
+        MESSAGES: [quiet, {"thinking": {"type": "disabled"}}, {"output_config": effort}],
+    }
+    messages = [Message("user", "hi")]
+    wanted = [renderer.render(messages, [], quiet)] * 2 + [
+        renderer.render(messages, [], {"reasoning_effort": "low"})
+    ]
+    assert renderer.render(messages, []) not in wanted
+    async with (
+        dialect_service(tmp_path, "Hello.", "Bye.", renderer=renderer) as service,
+        aiohttp.ClientSession(service.url) as http,
+    ):
+
+        async def posted(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            async with http.post(path, json={"model": MODEL, **body}) as answer:
+                assert answer.status == 200, await answer.text()
+                return dict(await answer.json())
+
+        for path, fields in asked.items():
+            bodies = [{**BODIES[path], **one, "return_token_ids": True} for one in fields]
+            assert [(await posted(path, body))["prompt_token_ids"] for body in bodies] == wanted, path
+        rendered = [await posted(f"{CHAT}/render", {**BODIES[CHAT], **one}) for one in asked[CHAT]]
+        assert [one["prompt_token_ids"] for one in rendered] == wanted
+        assert (await posted("/tokenize", {"messages": [USER], **quiet}))["tokens"] == wanted[0]
+        counted = await posted("/v1/messages/count_tokens", {"messages": [USER], **asked[MESSAGES][1]})
+        assert counted["input_tokens"] == len(wanted[0])
+        # Under the same arguments a conversation is one path, whatever dialect it goes on in.
+        session = {"session": "s", "return_token_ids": True}
+        first = await posted(CHAT, {**BODIES[CHAT], **session, **quiet, "max_tokens": 40})
+        echo = [USER, {"role": "assistant", "content": first["choices"][0]["message"]["content"]}, USER]
+        for path, field in ((CHAT, "messages"), (RESPONSES, "input"), (MESSAGES, "messages")):
+            body = {**BODIES[path], **session, **quiet, field: echo}
+            assert (await posted(path, body))["session"]["parent_turn_id"] == first["session"]["turn_ids"][0]
+        other = await posted(CHAT, {**BODIES[CHAT], **session, "messages": echo})
+        assert other["session"]["split_reason"] == "tools_changed"
 
 
 async def test_an_unknown_path_is_named(service: ChatService) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.sessions.prompts import SessionParts
 from agentloop.types import KVPolicy, Trajectory
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -42,16 +43,17 @@ async def dialect_service(
     *replies: str,
     keys: Keys = Keys(),  # noqa: B008 - frozen
     max_context_tokens: int = 8192,
+    renderer: TemplateRenderer = RENDERER,
 ) -> AsyncIterator[DialectService]:
-    """The n-th turn of any conversation says the n-th reply."""
+    """The n-th turn of any conversation says the n-th reply; `renderer` has the shipped policy's tokenizer."""
     scripted = scripted_engine(*replies, spec=replace(SPEC, max_context_tokens=max_context_tokens))
     await scripted.start()
     engine = RecordingEngine(scripted)
     coordinator = FakeCoordinator()
     parser = get_parser("hermes")
 
-    reader = TurnReader(RENDERER, parser)
-    parts = SessionParts(RENDERER, reader, parser, KVPolicy.KEEP, max_context_tokens, RENDERER.vocab_size)
+    reader = TurnReader(renderer, parser)
+    parts = SessionParts(renderer, reader, parser, KVPolicy.KEEP, max_context_tokens, renderer.vocab_size)
     sessions = Sessions(
         tmp_path / "sessions.sqlite",
         parts=parts,
@@ -60,7 +62,7 @@ async def dialect_service(
         secret="s" * 32,
     )
     await sessions.start()
-    endpoint = Endpoint(sessions, RENDERER, parser, MODEL, max_context_tokens)
+    endpoint = Endpoint(sessions, renderer, parser, MODEL, max_context_tokens)
     app = create_app(coordinator, lambda url: engine, keys, endpoint=endpoint)
     try:
         async with serving(app) as url:

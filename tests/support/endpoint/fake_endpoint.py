@@ -15,6 +15,7 @@ from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.parsers.by_name import get_parser
+from agentloop.rendering.port import NO_KWARGS
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
@@ -71,8 +72,10 @@ class FakeSession:
         finally:
             self.num_open_calls -= 1
 
-    async def preview(self, messages: Any, tools: Any, images: Any = ()) -> Prompt:
-        ids = tuple(self.registry.renderer.render(messages, tools))
+    async def preview(
+        self, messages: Any, tools: Any, images: Any = (), template_kwargs: Any = NO_KWARGS
+    ) -> Prompt:
+        ids = tuple(self.registry.renderer.render(messages, tools, template_kwargs))
         return Prompt(ids, None, tuple(messages), np.array(ids, np.int32), b"", None)
 
     def trajectory(self) -> Trajectory:
