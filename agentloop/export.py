@@ -118,7 +118,7 @@ that were taken out of the mask keep theirs. `raw_logprobs` are null unless the 
 sampled token without one; `constrained` is `TokenPath.constrained`. A turn's `sampling` is null in records of a
 service that did not keep it. `messages` are the path's own. `reward`, `components` and `metrics` are those of the
 trajectory's main conversation, `path_reward` is the number to train this path with (`Trajectory.reward_of`), and
-`num_masked_tokens` is of all paths."""
+`num_masked_tokens` is of all paths. Offsets of `images` are into prompt and response together."""
 
 _NO_PATH = TokenPath(
     prompt_ids=np.empty(0, np.int32),

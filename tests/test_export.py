@@ -12,6 +12,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest, NotFound
 from agentloop.export import export
+from agentloop.images import Image, ImageSpan, shown
 from agentloop.sampling import Constraint, ConstraintKind, LogprobsMode, SamplingParams, TurnSampling, turn_sampling
 from agentloop.types import Message, SplitReason, StopReason, ToolCall, ToolCallStatus, Trajectory
 from tests.support.records.samples import fill_store, make_group, make_path, make_trajectory
@@ -150,6 +151,24 @@ def test_a_malformed_call_keeps_its_error_and_its_text_and_a_thought_is_kept(tmp
     assert message["tool_calls"][0]["error"] == "no name"
     assert message["tool_calls"][0]["function"]["arguments"] == "<tool_call>{"
     assert message["reasoning_content"] == "Let me see."
+
+
+def test_images_are_named_where_they_stand(tmp_path: Path) -> None:
+    content, refs = shown(["Look: ", Image("ab", b""), "!"])
+    message = Message("user", content, images=refs)
+    path = replace(make_path(), messages=(message,), images=(ImageSpan("ab", 1, 3),))
+    store = tmp_path / "trajectories.sqlite"
+    fill_store(store, {"r": [make_group("a", 1)]}, [make_trajectory("a", 0, paths=(path,))])
+    export(store, tmp_path / "out.parquet", "parquet")
+    (row,) = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert row["images"] == [{"sha256": "ab", "start": 1, "end": 3}]
+    assert orjson.loads(row["messages"])[0]["content"] == [
+        {"type": "text", "text": "Look: "},
+        {"type": "image_url", "image_url": {"url": "images/ab"}},
+        {"type": "text", "text": "!"},
+    ]
+    export(store, tmp_path / "out.jsonl", "jsonl")
+    assert orjson.loads((tmp_path / "out.jsonl").read_bytes())["images"] == row["images"]
 
 
 def test_a_row_has_its_path_s_messages_and_says_whether_it_is_of_the_main_conversation(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ import pytest
 from agentloop import codec
 from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound
+from agentloop.images import IMAGES_FOLDER
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from agentloop.types import KVPolicy, Trajectory
 from tests.support.records.samples import make_group, make_trajectory
+from tests.support.records.vision_folder import picture
 
 
 @pytest.fixture
@@ -78,6 +80,18 @@ async def test_accepting_again_changes_nothing_and_adds_what_is_new(store: Traje
     reader = TrajectoryReader(path)
     assert reader.rollouts() == ["r"]
     reader.close()
+
+
+async def test_images_of_accepted_tasks_are_files_beside_the_store(store: TrajectoryStore, path: Path) -> None:
+    red = picture(20, 20)
+    group = make_group()
+    shows = dataclasses.replace(group, task=dataclasses.replace(group.task, images=(red,)))
+    for _ in range(2):
+        await store.accept("r", [shows])
+    (file,) = (path.parent / IMAGES_FOLDER).iterdir()
+    assert (file.name, file.read_bytes()) == (red.sha256, red.data)
+    [(known, _)] = await store.unfinished()
+    assert known.task.images == (red,)  # what is still to be rolled out needs them
 
 
 async def test_an_unknown_rollout_is_not_found(store: TrajectoryStore) -> None:
