@@ -35,7 +35,7 @@ _TOOLS: tuple[Mapping[str, JSON], ...] = (
     },
 )
 _QUESTION, _NEXT_QUESTION = "What is a rook?", "And in chess?"
-_THOUGHT_OPENINGS = ("<think>", "[THINK]")
+_OPEN_THOUGHT = re.compile(r"(<think>|\[THINK\])\s*$")
 _EMPTY_THOUGHT = re.compile(r"(<think>|\[THINK\])\s*(</think>|\[/THINK\])\s*")
 
 
@@ -55,7 +55,7 @@ class RenderedConversation(Protocol):
 class BridgeReport:
     """Findings of the trial. The three `*_turns` are as in `ModelFacts`.
 
-    `strips_in_cycle`: even within a tool cycle an empty thought, which the generation prompt wrote, is dropped.
+    `strips_in_cycle`: even within a tool cycle thoughts are dropped, if only empty ones of the prompt.
     """
 
     form: TemplateForm
@@ -88,6 +88,8 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
     tool_turns = user_turns = None
     if form.supports_tools:
         cycle = _conversation(style)
+        if trial.closes_thought(cycle):
+            cycle = _without_thoughts(cycle)
         tool_turns = trial.tool_turns(cycle)
         user_turns = trial.user_turns(cycle, _TOOLS)
     plain = _conversation(_plain_style(trial, style))
@@ -114,13 +116,18 @@ class _Trial:
         self.strips_thinking = False
         self.strips_in_cycle = False
 
-    def objection(self, messages: Sequence[Message]) -> TemplateError | None:
+    def objection(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> TemplateError | None:
         """Return what the template has against these messages; None if it renders them."""
         try:
-            self._subject.text(messages, ())
+            self._subject.text(messages, tools)
         except TemplateError as error:
             return error
         return None
+
+    def closes_thought(self, messages: Sequence[Message]) -> bool:
+        """Tell whether the generation prompt writes an empty thought: turns then have none."""
+        prompt = self._subject.text(messages[: _turns(messages)[0]], _TOOLS)
+        return any(found.end() == len(prompt) for found in _EMPTY_THOUGHT.finditer(prompt))
 
     def tool_turns(self, messages: Sequence[Message]) -> str | None:
         """Judge the bridges within one tool cycle: prompt, turn and bridge are the template's whole rendering."""
@@ -134,10 +141,11 @@ class _Trial:
             if (problem := self._ending_problem(whole, bridge, appended)) is not None:
                 return problem
             if not whole.startswith(prompt):
-                kept, shown = (_EMPTY_THOUGHT.sub("", text) for text in (prompt, whole))
+                plain = _without_thoughts(messages[:following])
+                kept, shown = (self._thoughtless(plain[:end], _TOOLS) for end in (turn, following))
                 if not shown.startswith(kept):
                     return f"earlier text changes {show_difference(prompt, whole)}"
-                self.strips_in_cycle = True
+                self.strips_in_cycle = self.strips_thinking = True
             elif len(prompt) + len(bridge) > len(whole):
                 return f"the turns do not join {show_difference(bridge, whole[-len(bridge) :])}"
             if (problem := self._content_problem(messages[:following], turn)) is not None:
@@ -160,6 +168,8 @@ class _Trial:
         asked = Message("user", _NEXT_QUESTION)
         cuts = [len(messages), *([turns[-1]] if messages[turns[-1] - 1].role == "tool" else [])]
         for turn, cut in zip(reversed(turns), cuts, strict=False):
+            if self.objection([*messages[:cut], asked], tools) is not None:
+                continue  # no such conversation is ever rendered
             try:
                 if (problem := self._user_turn([*messages[:cut], asked], turn, tools)) is not None:
                     return problem
@@ -177,7 +187,7 @@ class _Trial:
         if (problem := self._earlier_problem(messages, turn, tools)) is not None:
             return problem
         thoughts = [message.reasoning for message in messages if message.reasoning]
-        is_open = prompt.rstrip().endswith(_THOUGHT_OPENINGS)
+        is_open = _OPEN_THOUGHT.search(prompt) is not None
         lost = any((thought in before or is_open) and thought not in whole for thought in thoughts)
         self.strips_thinking |= lost or not whole.startswith(prompt)
         return None
@@ -185,7 +195,7 @@ class _Trial:
     def _earlier_problem(self, messages: Sequence[Message], turn: int, tools: Sequence[JSON]) -> str | None:
         """Say what changed before the last turn but thoughts, which a bridge keeps."""
         plain = _without_thoughts(messages)
-        prompt, whole = (_EMPTY_THOUGHT.sub("", self._subject.text(part, tools)) for part in (plain[:turn], plain))
+        prompt, whole = (self._thoughtless(part, tools) for part in (plain[:turn], plain))
         observed = prompt[: prompt.rfind(plain[turn - 1].content) + len(plain[turn - 1].content)]
         if not whole.startswith(observed):
             return f"earlier text changes {show_difference(observed, whole)}"
@@ -194,6 +204,10 @@ class _Trial:
         if plain[turn].content not in whole:
             return self._content_problem(messages, turn)
         return None
+
+    def _thoughtless(self, messages: Sequence[Message], tools: Sequence[JSON]) -> str:
+        """The prompt without empty thoughts, and without one that it leaves open."""
+        return _OPEN_THOUGHT.sub("", _EMPTY_THOUGHT.sub("", self._subject.text(messages, tools)))
 
     def _ending_problem(self, whole: str, bridge: str, appended: Sequence[Message]) -> str | None:
         """Say what is wrong if the whole rendering does not end with the bridge, in text or ids."""
@@ -209,15 +223,36 @@ class _Trial:
 def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[TemplateForm, _Style]:
     """Find the form and the style of the richest conversation; without tools if it takes none."""
     thoughts = [(True, True), (True, False), (False, True)]
+    objections: list[str] = []
+    takes_parts = _takes_parts(make)
     for max_calls, takes_text in itertools.product((2, 1), (False, True)):
-        form = TemplateForm(takes_text_arguments=takes_text, max_calls=max_calls)
+        form = TemplateForm(takes_text_arguments=takes_text, max_calls=max_calls, takes_parts=takes_parts)
         subject = make(form)
         for (has_thoughts, has_content), has_system in itertools.product(thoughts, (True, False)):
             style = _Style(max_calls, has_thoughts, has_content, has_system)
-            if _shows_tools(subject, _conversation(style)):
-                return _with_thoughts(form, make, _conversation(style), _TOOLS), style
-    form, style = TemplateForm(supports_tools=False, max_calls=0), _Style(0, True, True, has_system=False)
+            try:
+                if _shows_tools(subject, _conversation(style)):
+                    return _with_thoughts(form, make, _conversation(style), _TOOLS), style
+                objections.insert(0, "it leaves out tools, calls or answers")
+            except TemplateError as error:
+                objections.append(error.message)
+    form, style = (
+        TemplateForm(objections[0], max_calls=0, takes_parts=takes_parts),
+        _Style(0, True, True, has_system=False),
+    )
     return _with_thoughts(form, make, _conversation(style), ()), style
+
+
+def _takes_parts(make: Callable[[TemplateForm], RenderedConversation]) -> bool:
+    """Tell whether the template reads content as a list of parts alone, as those of some models that see do."""
+    for takes_parts in (False, True):
+        try:
+            text = make(TemplateForm(takes_parts=takes_parts)).text([Message("user", _QUESTION)], ())
+        except TemplateError:
+            continue
+        if _QUESTION in text:
+            return takes_parts
+    return False
 
 
 def _with_thoughts(
@@ -240,12 +275,9 @@ def _with_thoughts(
 
 
 def _shows_tools(subject: RenderedConversation, messages: Sequence[Message]) -> bool:
-    """Tell whether a template shows tools, calls and answers. One without often leaves them out in silence."""
-    try:
-        text = subject.text(messages, _TOOLS)
-        first_prompt = subject.text(messages[: _turns(messages)[0]], _TOOLS)
-    except TemplateError:
-        return False
+    """Tell whether a template shows tools, calls and answers; many leave them out. Raises TemplateError."""
+    text = subject.text(messages, _TOOLS)
+    first_prompt = subject.text(messages[: _turns(messages)[0]], _TOOLS)
     answers = [message.content for message in messages if message.role == "tool"]
     words = [call.arguments["word"] for message in messages for call in message.tool_calls]
     return _TOOL_NAME in first_prompt and all(text.count(shown) == 1 for shown in (*answers, *words))

@@ -36,10 +36,16 @@ _THOUGHT_ENDS = {"</think>": "\n</think>\n\n", "[/THINK]": "[/THINK]"}  # for te
 class TemplateForm:
     """The form in which a template takes conversations, found by trial."""
 
-    supports_tools: bool = True
+    tools_objection: str | None = None  # why it cannot show tools; None: it can
     takes_text_arguments: bool = False  # a call's arguments as JSON text, not as an object
     max_calls: int = 2  # of one turn; more than one: any number
+    takes_parts: bool = False  # content is a list of parts, never a text
     embeds_thoughts: bool = False  # it shows thoughts only within the content, between their marks
+
+    @property
+    def supports_tools(self) -> bool:
+        """True if it shows tools and their answers to the policy."""
+        return self.tools_objection is None
 
 
 class PromptText:
@@ -74,9 +80,9 @@ class PromptText:
 
         Calls and their answers have the ids that the policy wrote, where `written_ids` or the calls tell them.
         """
-        form = self._form
-        if not form.supports_tools and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
-            raise TemplateError("this model's chat template does not support tools", param="tools")
+        objection = self._form.tools_objection
+        if objection is not None and (definitions or any(m.role == "tool" or m.tool_calls for m in messages)):
+            raise TemplateError(f"this model's chat template does not support tools: {objection}", param="tools")
         return self._template.render(
             self.entries(messages, written_ids),
             definitions,
@@ -177,7 +183,7 @@ class PromptText:
 
     def _content(self, content: str, images: Sequence[ImageRef], *, keeps_markup: bool) -> JSON:
         """A text, or the parts of a message with images, as templates of models that see them read it."""
-        if not images:
+        if not images and not self._form.takes_parts:
             return masked(self._tokens, content, "messages", keeps_markup=keeps_markup)
         return [
             {"type": "image"}

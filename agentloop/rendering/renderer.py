@@ -276,7 +276,7 @@ class TemplateRenderer(ModelText):
         """Take in the token that ends a turn where none of the declared ones ever does, as in base models."""
         if any(stop in self._template.source for stop in self._stops):
             return
-        plain = TemplateForm(supports_tools=False)
+        plain = TemplateForm("not tried yet")
         try:
             closing = PromptText(self._template, self.tokens, self._stops, plain).closing_special()
         except TemplateError:

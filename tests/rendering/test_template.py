@@ -174,6 +174,15 @@ def test_a_call_that_cannot_be_read_stays_the_text_it_is(tmp_path: Path, name: s
     assert f"I ask.\n{written}" in renderer.decode(renderer.render(messages, TOOLS))
 
 
+def test_a_template_that_reads_content_as_parts_gets_parts(tmp_path: Path):
+    """As those of some models that see: text stands in a list beside images."""
+    template = IGNORES_TOOLS.replace("message.content", "message.content[0].text")
+    renderer = TemplateRenderer.from_directory(write_folder(tmp_path, template))
+    messages = [Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "Bye")]
+    assert grown(renderer, messages, []) == renderer.render(messages, [])
+    assert "user\nBye<|im_end|>" in renderer.decode(renderer.render(messages, []))
+
+
 def broken_folders(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     yield tmp_path / "nowhere", "tokenizer.json"
     yield write_folder(tmp_path / "a", template=None), "no chat_template.jinja"
