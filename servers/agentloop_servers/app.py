@@ -367,8 +367,12 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
-    """The four deployments, bound. Raises InvalidRequest if the model is not there, or not what it must be."""
-    config.model_path()
+    """The four deployments, bound.
+
+    Raises InvalidRequest if the model is not there, or not what it must be, and what `load_chat_format` raises: a
+    model that would be rendered or read wrongly is refused before anything is started.
+    """
+    load_chat_format(config.model_path(), config.chat)
     if config.engine.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(
             f"expert_parallel needs a mixture of experts, and {config.model} is dense",

@@ -32,7 +32,7 @@ from agentloop_servers.http import Keys
 T = TypeVar("T")
 
 SERVICE_START_TIMEOUT_S = 600.0
-_RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken)\b.*: ")
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken|Stable|Mismatch)\b.*: ")
 
 _log = structlog.get_logger("local")
 

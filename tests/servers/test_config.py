@@ -8,18 +8,19 @@ import yaml
 from ray import serve
 
 from agentloop.engine import WeightUpdate
-from agentloop.errors import InvalidRequest
+from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop_servers.app import application, engine_actor_options, initial_weights, mode_rules
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.http.auth import Keys
+from tests.support.records.model_folder import write_folder
 
 SERVERS = Path(__file__).parents[2] / "servers"
 CONFIGS = sorted(SERVERS.glob("*.yaml"))
 
 
 def a_model(folder, **fields):
-    """A folder that describes a model."""
-    folder.mkdir()
+    """A model folder, described by these fields."""
+    write_folder(folder)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, "vocab_size": 64, **fields}))
     return str(folder)
 
@@ -148,6 +149,12 @@ def test_only_a_mixture_of_experts_is_spread_by_experts(tmp_path, field):
         assert caught.value.param == "engine.expert_parallel"
         ranks = service(model=dense, engine={"data_parallel_size": 2})  # allowed, though replicas are better
         assert isinstance(application(ranks, tmp_path), serve.Application)
+
+
+def test_a_parser_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
+    config = service(model=a_model(tmp_path / "model"), chat={"parser": "llama3_json"})
+    with pytest.raises(ParserMismatch, match="parsers that read it: hermes"):
+        application(config, tmp_path)
 
 
 def test_where_the_first_weights_come_from():
