@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +26,7 @@ from agentloop.errors import (
 )
 from agentloop.generation.leased_engine import LATE_GRACE_S, LeasedEngine
 from agentloop.generation.leases import LeaseConfig, SessionLeases
+from agentloop.images import Image, ImageTokens
 from agentloop.types import (
     Constraint,
     ConstraintKind,
@@ -54,6 +55,7 @@ class Script:
     seconds_per_token: float = 0.0
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     num_aborted: int = 0
+    asked_for_images: list[str] = field(default_factory=list)  # the URLs, in order
 
     def connect(self, url: str) -> ScriptedReplica:
         return ScriptedReplica(self, url)
@@ -68,6 +70,12 @@ class ScriptedReplica:
             if isinstance(piece, Generation):
                 return piece
         raise AssertionError
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        self._script.asked_for_images.append(self._url)
+        if self._script.errors:
+            raise self._script.errors.pop(0)
+        return tuple(ImageTokens(7, (7, len(image.data))) for image in images)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
         script = self._script
@@ -229,6 +237,22 @@ async def test_what_no_replica_can_mend_is_raised_at_once(site: LeaseSite) -> No
     with pytest.raises(InvalidRequest):
         await site.engine.generate(request())
     assert (len(site.script.requests), site.coordinator.moved) == (1, [])
+
+
+@virtually
+async def test_the_tokens_of_images_are_asked_for_under_the_lease_of_the_call(site: LeaseSite) -> None:
+    images = (Image("a", b"xyz"), Image("b", b""))
+    site.script.errors = [EngineLost("died")]
+    assert await site.engine.image_tokens(request(), images) == (ImageTokens(7, (7, 3)), ImageTokens(7, (7, 0)))
+    assert site.script.asked_for_images == ["url-1", "url-2"]
+    await site.engine.generate(request())
+    assert [url for url, _ in site.script.requests] == ["url-2"]
+    site.script.errors = [InvalidRequest("no picture")]
+    with pytest.raises(InvalidRequest):
+        await site.engine.image_tokens(request(), images)
+    site.script.errors = [EngineLost("died") for _ in range(9)]
+    with pytest.raises(EngineLost):
+        await site.engine.image_tokens(request(), images)
 
 
 @virtually

@@ -29,17 +29,17 @@ async def test_a_client_shows_images(renderer: TemplateRenderer, tmp_path: Path)
     async with chat_service(tmp_path, spec=SPEC, renderer=renderer, seeing=engine) as service:
         assert (await service.call("POST", "/sessions", json={"session_id": "s"}))[0] in (200, 201)
         base_url = f"{service.url}/sessions/s/v1"
-        client = openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
-        one = await client.chat.completions.create(model="tiny", messages=[ASKED], max_tokens=5)
-        said = {"role": "assistant", "content": one.choices[0].message.content}
-        history = [ASKED, said, {"role": "user", "content": [SHOWN]}]
-        body, render = {"model": "tiny", "messages": history}, "/v1/chat/completions/render"
-        status, preview, _ = await service.call("POST", render, json={**body, "session": "s"})
-        assert (status, preview["split_reason"]) == (200, None)
-        two = await client.chat.completions.create(model="tiny", messages=history, max_tokens=5)
-        assert two.usage.prompt_tokens == len(preview["prompt_token_ids"])
-        status, _, _ = await service.call("POST", render, json=body)
-        assert status == 400  # outside of a session nobody is asked for the tokens of images
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
+            one = await client.chat.completions.create(model="tiny", messages=[ASKED], max_tokens=5)
+            said = {"role": "assistant", "content": one.choices[0].message.content}
+            history = [ASKED, said, {"role": "user", "content": [SHOWN]}]
+            body, render = {"model": "tiny", "messages": history}, "/v1/chat/completions/render"
+            status, preview, _ = await service.call("POST", render, json={**body, "session": "s"})
+            assert (status, preview["split_reason"]) == (200, None)
+            two = await client.chat.completions.create(model="tiny", messages=history, max_tokens=5)
+            assert two.usage.prompt_tokens == len(preview["prompt_token_ids"])
+            status, _, _ = await service.call("POST", render, json=body)
+            assert status == 400  # outside of a session nobody is asked for the tokens of images
 
         session = await service.sessions.find("s", None)
         trajectory: Trajectory = session.trajectory()
