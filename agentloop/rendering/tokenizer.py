@@ -14,7 +14,7 @@ import codecs
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
@@ -47,15 +47,14 @@ class Tokens:
         added = tokenizer.get_added_tokens_decoder()
         self._literals = [t.content for t in added.values() if t.special or _MARKUP.fullmatch(t.content)]
         self._special = frozenset(t.content for t in added.values() if t.special or _BARRED.fullmatch(t.content))
-        self._control_ids = frozenset(i for i, t in added.items() if t.content in set(self._literals))
         self._index_of = {literal: index for index, literal in enumerate(self._literals)}
+        self._control_ids = frozenset(i for i, t in added.items() if t.content in self._index_of)
         # Unguessable digits: no content can hold them, and no template's filter changes them.
         self._nonce = str(10**19 + secrets.randbelow(9 * 10**19))
         placeholder = rf"{self._nonce}(?P<index>\d{{6}})"
         self._break = f"{self._nonce}{_BREAK:06d}"
         self._seams = _Seams(self._literals)
-        longest_first = sorted(self._literals, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._control = re.compile(_any_of(self._literals) if self._literals else r"(?!)")
         self._masked_or_control = re.compile(f"{placeholder}|{self._control.pattern}")
         self._masked = re.compile(placeholder)
         self._text_tokenizer, self._id_of_alias = self._without_literals(added)
@@ -156,15 +155,15 @@ class Tokens:
         for part in ("normalizer", "pre_tokenizer"):
             if (value := getattr(self._tokenizer, part)) is not None:
                 setattr(tokenizer, part, value)
-        names = {}
+        names, tokens = {}, []
         for token_id, token in added.items():
             index = self._index_of.get(token.content)
             name = token.content if index is None else self._alias(index)
             names[name] = token_id
             flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
-            tokenizer.add_tokens(
-                [AddedToken(name, normalized=token.normalized and index is None, single_word=False, **flags)]
-            )
+            is_normalized = token.normalized and index is None
+            tokens.append(AddedToken(name, normalized=is_normalized, single_word=False, **flags))
+        tokenizer.add_tokens(tokens)
         aliases = tokenizer.get_vocab(with_added_tokens=True)
         id_of_alias = {aliases[name]: token_id for name, token_id in names.items()}
         if any(self._tokenizer.model.id_to_token(i) is not None and i != real for i, real in id_of_alias.items()):
@@ -330,6 +329,18 @@ class TextDecoder:
     def _has_text(self, token_id: int) -> bool:
         stop = self._stop_token_id
         return self._tokens.decode((stop, token_id)) != self._tokens.decode((stop,))
+
+
+def _any_of(literals: Collection[str]) -> str:
+    """Return a pattern of the longest of these that stands there: as a tree, since some models have over 1,000."""
+    branches: dict[str, list[str]] = {}
+    for literal in literals:
+        if literal:
+            branches.setdefault(literal[0], []).append(literal[1:])
+    pattern = "|".join(re.escape(char) + _any_of(rests) for char, rests in branches.items())
+    if "" in literals:
+        return f"(?:{pattern})?" if pattern else ""
+    return f"(?:{pattern})" if len(branches) > 1 else pattern
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
