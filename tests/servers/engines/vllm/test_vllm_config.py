@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from agentloop_servers.app import build_engine, vllm_config
+from agentloop.images import MAX_IMAGES
+from agentloop_servers.app import build_engine, takes_images, vllm_config
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, kv_endpoint, kv_endpoints
+from tests.support.records.vision_folder import write_vision_folder
 
 pytestmark = pytest.mark.slow
 
@@ -145,6 +147,22 @@ def test_what_the_adapter_needs_beside_the_arguments():
     assert (config.can_sleep, config.lora_rank) == (True, 8)
     with pytest.raises(ValueError, match="cannot be given back on CPU"):
         dataclasses.replace(configured({"mode": "debug", "engine": CPU}), can_sleep=True)
+
+
+def test_a_model_with_vision_has_bounds_and_no_cache_of_processed_images(tmp_path):
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - slow to import, and only wanted here
+
+    wanted = {"limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0}, "mm_processor_cache_gb": 0}
+    seeing = ServiceConfig(model=str(write_vision_folder(tmp_path)))
+    arguments = engine_arguments(vllm_config(seeing), ENDPOINT)
+    assert wanted.items() <= arguments.items()
+    AsyncEngineArgs(**arguments)
+    blind = configured({"mode": "debug"})
+    assert not wanted.keys() & engine_arguments(blind, ENDPOINT).keys()
+    assert takes_images(seeing)
+    assert not takes_images(ServiceConfig(model=str(MODEL)))
+    simulated = seeing.engine.model_copy(update={"kind": "simulated"})
+    assert not takes_images(seeing.model_copy(update={"engine": simulated}))
 
 
 def test_without_a_tokenizer_an_engine_does_not_constrain(tmp_path):
