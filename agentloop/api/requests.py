@@ -240,6 +240,7 @@ class ToolCallBody(Body):
     token_start: int = Field(default=0, ge=0, le=_INT32_MAX)
     token_end: int = Field(default=0, ge=0, le=_INT32_MAX)
     text: Text = ""
+    written_id: Text = ""
     partial_arguments: Text | None = None
 
 
