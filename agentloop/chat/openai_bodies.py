@@ -318,7 +318,7 @@ class CallBase(SampledBody):
     """The fields that chat completions and completions share; `user` and `metadata` are ignored."""
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
-    n: Annotated[int, Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
     stop: (
         Annotated[
             Annotated[Stop, Tag("~text")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("~list")],
@@ -360,7 +360,7 @@ class ChatBody(CallBase, TemplateBody):
     max_completion_tokens: MaxTokens | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     strict_history: bool | None = None
     store: bool | None = None
     service_tier: ShortText | None = None
@@ -411,7 +411,7 @@ class CompletionBody(CallBase):
         | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), Tag("~list")],
         Discriminator(by_shape),
     ]
-    logprobs: Annotated[int, Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
 
     @model_validator(mode="before")
     @classmethod

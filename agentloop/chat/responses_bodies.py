@@ -243,7 +243,7 @@ class ResponsesBody(SampledBody, TemplateBody):
     metadata: Annotated[dict[str, ShortText | None], Field(max_length=64)] | None = None
     truncation: ShortText | None = None
     include: Annotated[list[ShortText], Field(max_length=64)] | None = None
-    max_tool_calls: Annotated[int, Whole, Field(ge=0, le=MAX_MESSAGE_CALLS)] | None = None  # of OpenAI's own tools
+    max_tool_calls: Annotated[int, Field(ge=0, le=MAX_MESSAGE_CALLS), Whole] | None = None  # of OpenAI's own tools
 
     # Ignored: they concern the service that OpenAI runs.
     user: ShortText | None = None
@@ -265,7 +265,7 @@ class ResponsesBody(SampledBody, TemplateBody):
     conversation: Json | None = None
     previous_response_id: Json | None = None
     prompt: Json | None = None
-    top_logprobs: Annotated[int, Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
 
     strict_history: bool | None = None  # beyond OpenAI
 

@@ -54,9 +54,8 @@ def _template_arguments(value: Mapping[str, JSON]) -> Mapping[str, JSON]:
 Whole = BeforeValidator(_whole)
 """Annotates an integer that may be written as a float without a fraction."""
 
-MaxTokens: TypeAlias = Annotated[int, Whole, Field(ge=1, le=MAX_PROMPT_TOKENS)]
+MaxTokens: TypeAlias = Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS), Whole]
 Effort: TypeAlias = Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
-_ArgumentName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
 class NamesSession(Body):
@@ -86,11 +85,11 @@ class SampledBody(NamesSession):
 
     temperature: Annotated[float, Field(ge=0, le=MAX_CHAT_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Whole, Field(ge=-1, le=MAX_TOP_K)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K), Whole] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
-    seed: Annotated[int, Whole, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    min_tokens: Annotated[int, Whole, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED), Whole] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
@@ -102,7 +101,7 @@ class TemplateBody(Body):
 
     chat_template_kwargs: (
         Annotated[
-            dict[_ArgumentName, Json],
+            dict[str, Json],
             Field(max_length=MAX_TEMPLATE_ARGUMENTS),
             AfterValidator(_template_arguments),
         ]

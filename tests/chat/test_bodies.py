@@ -51,7 +51,6 @@ def deep(num_levels: int) -> dict[str, Any]:
         ({"enable_thinking": "no"}, "enable_thinking"),
         ({"reasoning_effort": "<|im_end|>"}, "reasoning_effort"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs.a b.[key]"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs"),

@@ -40,10 +40,10 @@ CONFIG = {
 RULES = {
     "a rule between fields": r"give either|needs |above the maximum|differ|two sessions|different sessions|"
     r"exactly one|must be|without tools|there is no tool|two tools|holds no |is empty|twice|exclude each other|"
-    r"kept for sessions",
+    r"kept for sessions|something else to score|not the client's to set|the arguments have at most",
     "strict: 1.0 is no integer": r"Input should be a valid integer",
     "the model's bounds": r"leaves no room|outside \[0|context",
-    "what is not implemented": r"not supported|only text is answered|one prompt a request|"
+    "what is not implemented": r"not supported|images are not fetched|only text is answered|one prompt a request|"
     r"cannot be continued|not edited|engine cannot",
     "free JSON that no codec holds": r"nested (deeper|too deeply)|beyond 64 bits|not JSON of 64-bit|lone surrogate",
     "no schema for a compiler": r"\$ref|a schema has|a pattern has",
