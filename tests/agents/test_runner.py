@@ -94,7 +94,7 @@ async def test_what_is_asynchronous_shares_one_loop_that_is_not_ours(service: Fa
 
 
 async def test_no_more_run_at_once_than_allowed(service: FakeSessions) -> None:
-    service.call_s = 0.05
+    service.call_s = 0.3
     await roll_out(service, AgentProgram.load(f"{AGENTS}:ask_plainly"), tasks_of(5), num_samples=2, concurrency=3)
     assert service.most_open_calls == 3
     assert len(service.records) == 10
