@@ -110,6 +110,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "split_detail": pa.string(),
     "raw_logprobs": pa.list_(pa.float32()),
     "constrained": pa.list_(pa.bool_()),
+    "thinking": pa.string(),
 }
 
 SCHEMA = pa.schema(_COLUMNS)
@@ -221,6 +222,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "parent": path.parent,
             "num_shared": path.num_shared,
             "split_detail": path.split_detail,
+            "thinking": trajectory.thinking.value,
         }
         for branch, path in enumerate(paths)
     ]

@@ -352,6 +352,13 @@ class Turn:
     seed: int | None = None
 
 
+class Thinking(StrEnum):
+    """The fate of earlier thoughts at a user's message."""
+
+    KEEP = "keep"  # they stay, as they were sampled: a conversation has one path
+    TEMPLATE = "template"  # as the template's own rendering does: where it drops thoughts, the path forks
+
+
 class SplitReason(StrEnum):
     """Reason why a prompt could not extend a trajectory token for token."""
 
@@ -499,6 +506,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)  # named numbers to look at, not to train on
     is_truncated: bool = False  # a limit cut the policy: TRUNCATIONS, or a last turn without its end
     num_resampled_turns: int = 0  # samplings that were lost and begun anew, which favours short turns
+    thinking: Thinking = Thinking.KEEP  # the rule by which its prompts show the thoughts of earlier turns
 
     @property
     def main_conversation(self) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from agentloop.rendering.renderer import (
     OnUnstable,
     RenderSettings,
     TemplateRenderer,
-    Thinking,
     model_text,
     off_loop,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "TemplateForm",
     "TemplateRenderer",
     "TextDecoder",
-    "Thinking",
     "TokenText",
     "Tokens",
     "TurnEnd",

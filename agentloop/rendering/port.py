@@ -12,7 +12,7 @@ from typing import Protocol
 
 from agentloop.parsers import DecodedText
 from agentloop.rendering.tokenizer import TextDecoder
-from agentloop.types import JSON, Message
+from agentloop.types import JSON, Message, Thinking
 
 NO_KWARGS: Mapping[str, JSON] = {}
 
@@ -47,6 +47,7 @@ class ModelFacts:
     tool_turns: str | None = None
     user_turns: str | None = None
     plain_turns: str | None = None
+    thinking: Thinking = Thinking.KEEP
 
     def has_literal(self, text: str) -> bool:
         """Return true if the tokenizer has one token of its own for this mark."""

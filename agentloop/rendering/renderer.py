@@ -29,7 +29,7 @@ from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
 from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked
 from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, read_json, token_text
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
-from agentloop.types import JSON, Message
+from agentloop.types import JSON, Message, Thinking
 
 T = TypeVar("T")
 
@@ -50,13 +50,6 @@ class OnUnstable(StrEnum):
 
     RAISE = "raise"  # refuse it
     FORK = "fork"  # accept it: where a bridge is refused, the caller renders the turn whole, and forks the path
-
-
-class Thinking(StrEnum):
-    """The fate of earlier thoughts at a user's message."""
-
-    KEEP = "keep"  # they stay, as they were sampled: a conversation has one path
-    TEMPLATE = "template"  # as the template's own rendering does: where it drops thoughts, the path forks
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +176,22 @@ class TemplateRenderer(ModelText):
     @property
     def facts(self) -> ModelFacts:
         """The facts of the folder's chat format, under the renderer's own template arguments."""
-        report, unmask = self._report, self.tokens.unmask
-        problems = (report.tool_turns, report.user_turns, report.plain_turns)
+        report = self._report
         return ModelFacts(
-            self._template.source,
-            self._template.arguments,
-            self.tokens.literals,
-            tuple(self._stops),
-            report.form.supports_tools,
-            report.strips_thinking,
-            *(None if problem is None else unmask(problem) for problem in problems),
+            template_source=self._template.source,
+            template_arguments=self._template.arguments,
+            literals=self.tokens.literals,
+            stop_tokens=tuple(self._stops),
+            supports_tools=report.form.supports_tools,
+            strips_thinking=report.strips_thinking,
+            tool_turns=self._unmasked(report.tool_turns),
+            user_turns=self._unmasked(report.user_turns),
+            plain_turns=self._unmasked(report.plain_turns),
+            thinking=self._thinking,
         )
+
+    def _unmasked(self, problem: str | None) -> str | None:
+        return None if problem is None else self.tokens.unmask(problem)
 
     def render(
         self,

@@ -349,6 +349,7 @@ class _Rollout:
             num_stale_attempts=assignment.num_stale_attempts,
             max_staleness=limit.max_staleness if limit is not None else None,
             num_resampled_turns=ctx.num_resampled_turns if ctx else 0,
+            thinking=self._shared.renderer.facts.thinking,
         )
         return ended(trajectory)
 

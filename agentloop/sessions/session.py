@@ -287,6 +287,7 @@ class Session:
             error=self._error(),
             num_tool_calls=self._num_tool_calls,
             num_resampled_turns=self._table.num_healed,
+            thinking=self._parts.renderer.facts.thinking,
             timings=Timings(
                 generate_s=sum(call.generate_s for call in self._table.records),
                 total_s=max(ended_at - record.created_at, 0.0),

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from agentloop.errors import TemplateError, TemplateNotPrefixStable
 from agentloop.rendering.port import TurnEnd
-from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, Thinking
-from agentloop.types import Message, ToolCall
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
+from agentloop.types import Message, Thinking, ToolCall
 from tests.support.families.table import FAMILIES, FAMILY, Family, write_family
 
 TODAY = datetime.datetime.now().date()

@@ -13,8 +13,8 @@ from agentloop.generation.self_test import parsers_that_fit, self_test
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import TurnEnd
-from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, Thinking
-from agentloop.types import Message, ToolCall, ToolCallStatus
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
+from agentloop.types import Message, Thinking, ToolCall, ToolCallStatus
 from tests.support.families.table import write_family
 
 pytest.importorskip("renderers", reason="requirements/dev.txt has it")

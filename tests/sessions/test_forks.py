@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer, Thinking
+from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
 from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import ScriptedPolicy
-from agentloop.types import Message, SplitReason
+from agentloop.types import Message, SplitReason, Thinking
 from tests.support.endpoint.sessions import ask, key, make_session
 from tests.support.engine.scripted import SPEC, started
 from tests.support.families.table import write_family
@@ -77,9 +77,12 @@ async def test_thoughts_stay_or_go_as_the_settings_say(tmp_path: Path, name: str
     async with conversing(folder, RenderSettings()) as talk:
         prompts = await converse(talk, "6*7?", "Sure?", "Really?")
         assert prompts[2].count(THOUGHT) == 2
-        assert [path.split_reason for path in talk.session.trajectory().paths] == [None]
+        record = talk.session.trajectory()
+        assert [path.split_reason for path in record.paths] == [None]
+        assert record.thinking is Thinking.KEEP
     async with conversing(folder, RenderSettings(thinking=Thinking.TEMPLATE)) as talk:
         prompts = await converse(talk, "6*7?", "Sure?")
+        assert talk.session.trajectory().thinking is Thinking.TEMPLATE
         assert THOUGHT not in prompts[1]
         split = talk.session.graph.nodes[1].split
         assert split.reason is SplitReason.TEMPLATE

@@ -26,14 +26,13 @@ from agentloop.rendering import (
     PromptText,
     RenderSettings,
     TemplateForm,
-    Thinking,
     Tokens,
     TurnEnd,
     examine,
     masked,
     model_text,
 )
-from agentloop.types import JSON, Message
+from agentloop.types import JSON, Message, Thinking
 
 T = TypeVar("T")
 
@@ -160,6 +159,7 @@ class LibraryRenderer(ModelText):
             tool_turns=report.tool_turns,
             user_turns=report.user_turns,
             plain_turns=report.plain_turns,
+            thinking=settings.thinking,
         )
 
     def render(

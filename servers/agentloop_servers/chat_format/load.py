@@ -18,7 +18,8 @@ from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.generation import SelfTest, parsers_that_fit, self_test
 from agentloop.parsers import Parser, choose_parser, get_parser
 from agentloop.plugins import resolve
-from agentloop.rendering import OnUnstable, Renderer, RenderSettings, TemplateRenderer, Thinking
+from agentloop.rendering import OnUnstable, Renderer, RenderSettings, TemplateRenderer
+from agentloop.types import Thinking
 from agentloop_servers.config import ChatSettings, located
 from agentloop_servers.engines.vllm import VLLM_PARSERS, vllm_parser
 
