@@ -341,5 +341,5 @@ class FleetMachine(RuleBasedStateMachine):
             assert replace(replica) == self.fleet.get(replica.replica_id)
 
 
-FleetMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+FleetMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestFleetMachine = FleetMachine.TestCase

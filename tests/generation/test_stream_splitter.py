@@ -71,7 +71,7 @@ readings = st.builds(Reading, st.just(()), st.just(2), st.booleans(), st.boolean
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", READERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_increments_concatenate_to_the_turn(parser: str, data: st.DataObject):
     text = data.draw(st.lists(parts(parser), max_size=14).map("".join))

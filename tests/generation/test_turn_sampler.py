@@ -147,7 +147,7 @@ parts = st.sampled_from([*PIECES, *CALLS])
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.one_of(parts.map(ids), st.lists(st.integers(3, SPEC.vocab_size - 1), max_size=3)), max_size=12),
     st.lists(st.integers(1, 6), max_size=40),

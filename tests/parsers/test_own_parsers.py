@@ -148,7 +148,7 @@ def test_the_marks_of_other_families_are_content():
 
 
 @pytest.mark.parametrize("name", WRITE)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_arguments_come_back(name: str, data: st.DataObject):
     values = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda value: "</" not in value)
@@ -160,7 +160,6 @@ def test_any_arguments_come_back(name: str, data: st.DataObject):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITE)
-@settings(deadline=None)
 @given(data=st.data())
 def test_no_text_raises_and_nothing_vanishes(name: str, data: st.DataObject):
     parts = st.sampled_from(FRAGMENTS[name] + COMMON_FRAGMENTS) | st.text(max_size=4)

@@ -91,7 +91,7 @@ def both_ways(request: pytest.FixtureRequest, folder: Path) -> tuple[TemplateRen
     return TemplateRenderer.from_directory(chosen), AutoTokenizer.from_pretrained(chosen)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conversations(), st.booleans())
 def test_render_equals_transformers(
     both_ways: tuple[TemplateRenderer, Any], messages: list[Message], has_tools: bool
@@ -131,7 +131,7 @@ def test_the_developer_role_is_the_system_role(renderer: TemplateRenderer):
 # --- bridges ----------------------------------------------------------------------------------------------
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conversations(), st.booleans())
 def test_bridges_grow_to_the_whole_rendering(renderer: TemplateRenderer, messages: list[Message], has_tools: bool):
     tools = TOOLS if has_tools else []

@@ -66,7 +66,7 @@ hostile_text = st.lists(literals | st.text(st.characters(exclude_categories=["Cs
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(hostile_text)
 def test_content_is_encoded_as_the_text_it_is(renderer: TemplateRenderer, tokenizer: Tokenizer, content: str):
     start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id(STOP)
@@ -86,7 +86,7 @@ def test_content_is_encoded_as_the_text_it_is(renderer: TemplateRenderer, tokeni
     )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(hostile_text, hostile_text)
 def test_no_field_can_hold_a_control_token(renderer: TemplateRenderer, tokenizer: Tokenizer, text: str, key: str):
     def control(of: str, of_key: str) -> list[int]:
@@ -164,7 +164,7 @@ def test_offsets_wait_for_the_last_byte_of_a_character(renderer: TemplateRendere
     assert decoded.ends[-2:] == (len(text) - len(STOP), len(text))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 600), max_size=40))
 def test_offsets_agree_with_decode_on_any_ids(renderer: TemplateRenderer, ids: list[int]):
     decoded = renderer.decode_with_offsets(ids)
@@ -225,7 +225,6 @@ def test_good_characters_beside_bad_bytes_stay(fallback: TemplateRenderer):
 BYTES_OF = {value: bytes([value]) for value in range(256)} | {257: b"a", 258: b"b", 259: b" a", 5000: b""}
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 255) | st.sampled_from([0xC3, 0xA9, 0xFF, 257, 258, 259, 5000]), max_size=30))
 def test_byte_tokens_are_their_bytes(fallback: TemplateRenderer, ids: list[int]):
     decoded = fallback.decode_with_offsets(ids)

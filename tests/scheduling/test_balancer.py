@@ -259,5 +259,5 @@ class BalancerMachine(RuleBasedStateMachine):
         assert {lease.lease_id for lease in self.held.values()} == set(by_lease)
 
 
-BalancerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+BalancerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestBalancerMachine = BalancerMachine.TestCase

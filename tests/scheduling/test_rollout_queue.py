@@ -527,5 +527,5 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.finished == self.accepted.keys()
 
 
-QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestQueueMachine = QueueMachine.TestCase

@@ -132,7 +132,7 @@ operations = st.lists(
 
 @pytest.mark.slow
 @given(operations)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_cache_does_what_the_model_does(steps: list[tuple[str, int, list[int]]]) -> None:
     model, mirror = Model(), Mirror()
     kv = KVCache(NUM_BLOCKS, BLOCK, mirror)

@@ -153,7 +153,7 @@ small_requests = st.lists(
 
 @pytest.mark.slow
 @given(small_requests, st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_batching_reuse_and_preemption_change_no_token(
     asked: list[tuple[list[int], int]], has_latency: bool
 ) -> None:

@@ -235,7 +235,7 @@ def check(path: TokenPath) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(TURN, min_size=1, max_size=8))
 def test_everything_aligns_however_a_rollout_goes(turns):
     growing = GrowingPath()

@@ -186,7 +186,7 @@ def check_alignment(path: TokenPath, line: list[Node]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(TURN, min_size=1, max_size=25))
 def test_every_sampled_token_is_trained_exactly_once(turns):
     graph = graph_of(turns)
@@ -209,7 +209,7 @@ def test_every_sampled_token_is_trained_exactly_once(turns):
     assert sorted(trained) == sorted(i for node in graph.nodes for i in node.reply.token_ids.tolist())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(TURN, min_size=1, max_size=25), st.data())
 def test_a_prompt_of_ids_extends_the_longest_path_it_begins_with(turns, data):
     graph = graph_of(turns)
@@ -223,7 +223,7 @@ def test_a_prompt_of_ids_extends_the_longest_path_it_begins_with(turns, data):
     assert new_ids == prompt[len(longest or ()) :]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(TURN, min_size=1, max_size=25), st.data())
 def test_a_faithful_echo_always_finds_its_turn(turns, data):
     graph = graph_of(turns)
