@@ -15,7 +15,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients" $(ARGS)
 	$(BIN)/python -m pytest -m "(engine or ray) and not clients" $(ARGS)
 
-# Needs no engine and no Ray, and takes under two minutes on two cores.
+# Needs no engine and no Ray: two to four minutes on two cores.
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not slow" $(ARGS)
 
