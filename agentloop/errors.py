@@ -195,3 +195,9 @@ class RewardError(AgentLoopError):
 
 class InvariantBroken(AgentLoopError):
     code = "invariant_broken"
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message: what a record says of user code."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -28,7 +28,7 @@ from agentloop.api import (
 from agentloop.checks import is_loopback
 from agentloop.client.transport import Transport
 from agentloop.codec import MSGPACK
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, error_line
 from agentloop.score import Score, checked, resolved
 from agentloop.types import Trajectory
 
@@ -180,8 +180,7 @@ class AgentSession:
 
 def describe(error: BaseException) -> str:
     """One line for a record: the error's type and the first line of its message."""
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS] if first_line else type(error).__name__
+    return error_line(error)[:MAX_ERROR_CHARS]
 
 
 def _end_of(error: BaseException) -> SessionEnd:

@@ -247,15 +247,24 @@ class _Seams:
         self._inner.discard("")
         self._openers = {literal[0] for literal in literals}
         self._start_lengths = sorted({len(start) for start in self._starts})
+        self._start_openers = {start[:1] for start in self._starts}
         self._max_chars = max(map(len, literals), default=0)
 
     def of(self, text: str) -> tuple[bool, bool]:
         """Tell whether a text may go on a token that stands before it, and begin one that stands behind it."""
         if text in self._inner:
             return True, True
-        opens = any(text[:length] in self._starts for length in self._start_lengths if length <= len(text))
-        tail = text[-self._max_chars :]
-        return opens, any(tail[at:] in self._prefixes for at, char in enumerate(tail) if char in self._openers)
+        return self._goes_on(text), self._begins(text[-self._max_chars :])
+
+    def _goes_on(self, text: str) -> bool:
+        if text[:1] not in self._start_openers and "" not in self._start_openers:
+            return False  # so it is with nearly every text
+        return any(text[:length] in self._starts for length in self._start_lengths if length <= len(text))
+
+    def _begins(self, tail: str) -> bool:
+        if self._openers.isdisjoint(tail):
+            return False
+        return any(tail[at:] in self._prefixes for at, char in enumerate(tail) if char in self._openers)
 
 
 class TextDecoder:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from agentloop.aio import in_daemon_thread
-from agentloop.errors import InvalidRequest, RewardError
+from agentloop.errors import InvalidRequest, RewardError, error_line
 from agentloop.plugins import resolve
 from agentloop.score import Score, resolved, score_of
 from agentloop.types import Message, RolloutTask, Trajectory
@@ -123,8 +123,7 @@ async def _evaluate(
                 value = await value
         return resolved(score_of(value), trajectory), None
     except (Exception, SystemExit) as error:  # user code raises anything, and SystemExit would stop the loop
-        first_line = next(iter(str(error).splitlines()), "")
-        return None, f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+        return None, error_line(error)
 
 
 def _takes_trajectory(function: RewardFunction) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import structlog
 
-from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, RewardError, ToolError
+from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, RewardError, ToolError, error_line
 from agentloop.plugins import resolve
 from agentloop.rollout.tool import ScoringSession, Tool, ToolSession, ToolSpec
 from agentloop.score import Score, score_of
@@ -233,8 +233,7 @@ class ToolScope:
         except RewardError as error:
             return error
         except (Exception, SystemExit) as error:  # SystemExit would stop the worker's event loop
-            first_line = next(iter(str(error).splitlines()), "")
-            return RewardError(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
+            return RewardError(error_line(error))
 
     async def _result(self, call: ToolCall, max_response_bytes: int) -> ToolResult:
         started_s = time.monotonic()
