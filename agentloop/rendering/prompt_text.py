@@ -66,6 +66,7 @@ class PromptText:
         self._form = form
         self._kwargs: Mapping[str, JSON] = masked(tokens, kwargs, "chat_template_kwargs")
         self._mark = f"turn{secrets.randbits(64)}"
+        self._wants_nine = _WANTS_NINE.search(template.source) is not None
         self._thought_keys = [key for key in _THOUGHT_KEYS if key in template.source] or list(_THOUGHT_KEYS[:1])
 
     def text(
@@ -195,7 +196,7 @@ class PromptText:
     def _shown_id(self, call_id: str, ids: Mapping[str, str]) -> str:
         """Return a call's id as the template shows it: some take nine letters and digits only."""
         shown = ids.get(call_id, call_id)
-        if _WANTS_NINE.search(self._template.source) is None or _NINE.fullmatch(shown) is not None:
+        if not self._wants_nine or _NINE.fullmatch(shown) is not None:
             return shown
         digest = hashlib.blake2b(shown.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return base64.b32encode(digest).decode().lower()[:9]
@@ -204,9 +205,15 @@ class PromptText:
         arguments: JSON = call.arguments
         if self._form.takes_text_arguments:
             arguments = json.dumps(arguments, ensure_ascii=False)
-        function = {"name": call.name, "arguments": arguments}
-        entry: dict[str, JSON] = {"id": self._shown_id(call.id, ids), "type": "function", "function": function}
-        return {key: masked(self._tokens, value, "messages") for key, value in entry.items()}
+        tokens = self._tokens
+        return {
+            "id": masked(tokens, self._shown_id(call.id, ids), "messages"),
+            "type": "function",
+            "function": {
+                "name": masked(tokens, call.name, "messages"),
+                "arguments": masked(tokens, arguments, "messages"),
+            },
+        }
 
 
 def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = False) -> JSON:
