@@ -24,7 +24,6 @@ from agentloop.api import (
     encode_trajectories,
 )
 from agentloop.chat import ChatCall, ChatResult
-from agentloop.errors import SessionNotFound
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions import Session, SessionEnd, SessionState
 from agentloop.types import Generation, Trajectory
@@ -42,6 +41,7 @@ from agentloop_servers.http import (
     json_response,
     long_response,
     require_owner,
+    session_in_path,
     takes,
     unless_client_leaves,
     unread_response,
@@ -162,13 +162,10 @@ class SessionRoutes:
 
     def _named(self, request: Request) -> tuple[str, str | None]:
         """The session in the path, and the owner who may have it. Raises SessionNotFound for another's key."""
-        session_id: str = request.path_params["session_id"]
-        caller = caller_of(request)
-        if caller.session_id not in (None, session_id):
-            raise SessionNotFound(f"there is no session {session_id[:128]!r}", param="session_id")
+        session_id = session_in_path(request)
         self._endpoint.check_own(session_id)
         request.scope["state"]["session_id"] = session_id
-        return session_id, caller.reaches
+        return session_id, caller_of(request).reaches
 
     async def _in_time(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
         timeout_s = self._endpoint.limits.registry_timeout_s + extra_s

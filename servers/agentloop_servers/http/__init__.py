@@ -9,6 +9,7 @@ from agentloop_servers.http.auth import (
     caller_of,
     names_session,
     require_owner,
+    session_in_path,
     session_name,
 )
 from agentloop_servers.http.docs_page import add_docs_page
@@ -57,6 +58,7 @@ __all__ = [
     "names_session",
     "read_json_body",
     "require_owner",
+    "session_in_path",
     "session_name",
     "speaks",
     "sse",

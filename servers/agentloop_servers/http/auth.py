@@ -33,8 +33,9 @@ _BEARER = re.compile(r"Bearer ([\x21-\x7e]{1,512})")
 class Keys:
     """The keys of a service, kept as hashes, sent as a bearer or as `x-api-key`.
 
-    Without user keys the user routes are open; the admin key is a user key too. With user keys but no admin key,
-    nobody may use the admin routes.
+    Without user keys the user routes are open, to this machine alone: so the guard asks for a loopback Host. The
+    admin key is a user key too. With user keys but no admin key, nobody may use the admin routes; without any, the
+    peers on this machine may.
     """
 
     users: tuple[bytes, ...] = ()
@@ -67,12 +68,17 @@ class Keys:
 
     async def require_admin(self, request: Request) -> None:
         """Route dependency: raises Unauthorized without a good key, Forbidden with a user's."""
-        if (self.users or self.admin is not None) and not self._role(request):
+        if not self.users and self.admin is None:
+            if request.client is None or not is_loopback(request.client.host):
+                raise Forbidden("without an admin key this is only for callers on the service's own machine")
+        elif not self._role(request):
             raise Forbidden("this needs the admin key")
 
     def owner_of(self, request: Request) -> str:
         """Return the digest of the caller's key, or "" where user routes are open. Raises Unauthorized."""
         if not self.users:
+            if len(_credentials(request)) > 1:  # one may be a session's, whose record would lack the call
+                raise InvalidRequest("the request carries two different keys", param="authorization")
             return ""
         self._role(request)
         return _digest(credential_of(request) or "").hex()
@@ -92,13 +98,19 @@ class Keys:
 
 def credential_of(request: Request) -> str | None:
     """Return the key a request carries; None without one, with a malformed one, and with several that differ."""
-    bearers = request.headers.getlist("authorization")
-    plain = request.headers.getlist("x-api-key")
-    if len(bearers) > 1 or len(plain) > 1:
+    if len(request.headers.getlist("authorization")) > 1 or len(request.headers.getlist("x-api-key")) > 1:
         return None
-    texts = [*bearers, *(f"Bearer {key}" for key in plain)]
-    found = {match[1] if (match := _BEARER.fullmatch(text)) else None for text in texts}
+    found = _credentials(request)
     return found.pop() if len(found) == 1 else None
+
+
+def _credentials(request: Request) -> set[str | None]:
+    """Return the keys a request carries; None among them stands for malformed ones."""
+    texts = [
+        *request.headers.getlist("authorization"),
+        *(f"Bearer {key}" for key in request.headers.getlist("x-api-key")),
+    ]
+    return {match[1] if (match := _BEARER.fullmatch(text)) else None for text in texts}
 
 
 def _digest(key: str) -> bytes:
@@ -197,14 +209,20 @@ def session_name(request: Request, body_session_id: str | None) -> SessionName:
     Raises InvalidRequest for names that disagree, and SessionNotFound for a path with another session's key.
     """
     caller = caller_of(request)
-    in_path = request.path_params.get("session_id")
-    if in_path is not None and caller.session_id not in (None, in_path):
-        raise SessionNotFound(f"there is no session {in_path[:128]!r}", param="session_id")
+    in_path = session_in_path(request) if "session_id" in request.path_params else None
     named = in_path if in_path is not None else caller.session_id
     offered = _offered(request, body_session_id)
     if named is not None and offered is not None and named != offered:
         raise InvalidRequest(f"the request names two sessions, {named!r} and {offered!r}", param=SESSION_HEADER)
     return SessionName(offered if named is None else named, named is not None, caller.reaches)
+
+
+def session_in_path(request: Request) -> str:
+    """Return the session that the path names. Raises SessionNotFound if it is no id, or not the key's."""
+    session_id: str = request.path_params["session_id"]
+    if _SESSION_ID.fullmatch(session_id) is None or caller_of(request).session_id not in (None, session_id):
+        raise SessionNotFound(f"there is no session {session_id[:128]!r}", param="session_id")
+    return session_id
 
 
 def names_session(request: Request) -> bool:

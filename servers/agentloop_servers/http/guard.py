@@ -30,7 +30,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentloop.api import invalid_request, parse_body
-from agentloop.errors import AgentLoopError, InvalidRequest, NotFound
+from agentloop.checks import is_loopback
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -44,6 +45,11 @@ LONG_BODY_BYTES = 256 << 10
 _BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
+_HAS_PORT = re.compile(r":\d{1,5}\Z")
+_FOR_THIS_MACHINE = (
+    "this service has no keys, so it is only for this machine: call it as localhost or 127.0.0.1, not from "
+    "another site's page; or start it with a user key and an admin key (AGENTLOOP_KEY, AGENTLOOP_ADMIN_KEY)"
+)
 _HOST = re.compile(r"[A-Za-z0-9._\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -71,6 +77,12 @@ class UnsupportedMediaType(InvalidRequest):
     """The body is compressed."""
 
     code, http_status = "unsupported_media_type", 415
+
+
+class NotLocal(Forbidden):
+    """A service without keys is for its own machine: the request names another host, or is another site's."""
+
+    code = "not_local"
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -244,9 +256,12 @@ class TickLimiter:
 class HttpGuard:
     """The outermost layer of the app: ids, bounds, and an answer for what nothing else caught."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: HttpLimits, *, is_local_only: bool = False) -> None:
+        """With `is_local_only`, which a service without keys is, requests must name a loopback host: a web page
+        whose name was made to lead here (DNS rebinding) names its own."""
         self._app = app
         self._limits = limits
+        self._is_local_only = is_local_only
         self._limiter = TickLimiter(_BEGUN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,7 +297,11 @@ class HttpGuard:
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (hosts and _HOST.fullmatch(hosts[0]) is None):
             return InvalidRequest("malformed Host header", param="host")
-        length = headers.get("content-length", "0")
+        if self._is_local_only:
+            origins = [origin.rpartition("://")[2] for origin in headers.getlist("origin")]
+            if not all(map(_is_local, (*hosts, *origins))):
+                return NotLocal(_FOR_THIS_MACHINE, param="origin" if all(map(_is_local, hosts)) else "host")
+        length = headers.get("content-length", "0").strip(" \t")
         if not length.isdecimal() or (int(length[:20]) > self._limits.max_body_bytes):
             return _too_large(self._limits.max_body_bytes)
         return None
@@ -329,6 +348,12 @@ class _GuardedRequest:
             if (session_id := self._state.get("session_id")) is not None:
                 headers["x-session-id"] = session_id
         await self._send(message)
+
+
+def _is_local(authority: str) -> bool:
+    """Tell whether a host with or without a port, as Host and Origin have it, is a name of this very machine."""
+    host = authority.rpartition(":")[0] if _HAS_PORT.search(authority) else authority
+    return is_loopback(host.removeprefix("[").removesuffix("]").lower())
 
 
 def _request_id(headers: Headers) -> str:

@@ -16,6 +16,8 @@ from tests.support.endpoint.raw_requests import (
     BODY,
     BOUNDS,
     CHAT,
+    DATA,
+    JSON,
     USER,
     bearer,
     check_good,
@@ -123,6 +125,82 @@ async def test_52_a_bad_host_opens_nothing(locked: ChatService, host: str) -> No
     await check_good(locked, bearer("user-1"))
 
 
+LOCAL = ("localhost", "LocalHost:80", "127.0.0.1:1", "127.9.9.9", "[::1]:8000", "[::1]")
+FOREIGN = (
+    "evil.example.com",
+    "evil.example.com:8000",
+    "127.0.0.1.evil.com",
+    "localhost.evil.com",
+    "10.0.0.1",
+    "[::2]",
+)
+
+
+@pytest.mark.parametrize("host", LOCAL)
+async def test_52_without_keys_this_machine_is_served_by_its_names(service: ChatService, host: str) -> None:
+    for headers in ([], [f"Origin: http://{host}"], [f"Origin: https://{host}"]):
+        [answer] = await exchanged(service, request(*headers, method="GET", target="/v1/models", host=host))
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("target", [CHAT, "/admin/pause", "/v1/models", "/health"])
+async def test_52_without_keys_no_page_of_another_site_is_served(service: ChatService, target: str) -> None:
+    """A page whose name was made to lead here (DNS rebinding) is named in Host, any other in Origin."""
+    named = [(host, []) for host in FOREIGN]
+    sites = [("localhost", [f"Origin: {site}"]) for site in (*(f"http://{host}" for host in FOREIGN), "null", "")]
+    for host, headers in named + sites:
+        answer = await refused(
+            service, request("Content-Length: 0", *headers, target=target, host=host), 403, "not_local"
+        )
+        assert b"localhost" in answer.body
+        assert b"AGENTLOOP_KEY" in answer.body
+    assert service.coordinator.paused is None
+
+
+async def test_52_with_keys_a_service_has_any_name(locked: ChatService) -> None:
+    headers = (
+        JSON,
+        f"Content-Length: {len(DATA)}",
+        "Authorization: Bearer user-1",
+        "Origin: https://app.example.com",
+    )
+    [answer] = await exchanged(locked, request(*headers, host="models.example.com", body=DATA))
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    "session_id", ["%E6%97%A5", "s-1%00", "%0d%0a", "s%0d%0aset-cookie:%20a", "s%20t", "a" * 200, "%FF"]
+)
+async def test_52_what_is_no_session_id_is_no_session(service: ChatService, session_id: str) -> None:
+    chat = (JSON, f"Content-Length: {len(DATA)}")
+    for method, target, headers, body in (
+        ("GET", f"/sessions/{session_id}", [], b""),
+        ("GET", f"/sessions/{session_id}/trajectories", [], b""),
+        ("DELETE", f"/sessions/{session_id}", [], b""),
+        ("POST", f"/sessions/{session_id}{CHAT}", chat, DATA),
+    ):
+        answer = await refused(
+            service, request(*headers, method=method, target=target, body=body), 404, "session_not_found"
+        )
+        assert "x-session-id" not in answer.headers
+
+
+async def test_51_without_keys_two_keys_name_no_session(service: ChatService) -> None:
+    first, second = [(await service.call("POST", "/sessions", json={}))[1] for _ in range(2)]
+    for one, other in ((first["api_key"], second["api_key"]), ("any", first["api_key"]), (first["api_key"], "any")):
+        headers = {"authorization": f"Bearer {one}", "x-api-key": other}
+        status, answer, _ = await service.call("POST", CHAT, json=BODY, headers=headers)
+        assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    equal = {"authorization": f"Bearer {first['api_key']}", "x-api-key": first["api_key"]}
+    assert (await service.call("POST", CHAT, json=BODY, headers=equal))[2]["x-session-id"] == first["session_id"]
+
+
+@pytest.mark.parametrize("length", [f" {len(DATA)}", f"{len(DATA)} ", f"\t{len(DATA)} \t"])
+async def test_53_a_length_may_have_white_space_around_it(service: ChatService, length: str) -> None:
+    [answer] = await exchanged(service, request(JSON, f"Content-Length:{length}", body=DATA))
+    assert answer.status == 200
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -147,7 +225,7 @@ async def test_52_no_spelling_of_a_path_goes_round_the_key(locked: ChatService, 
     assert locked.coordinator.paused is None
 
 
-SMUGGLED = b"POST /admin/pause HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+SMUGGLED = b"POST /admin/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
 
 
 @pytest.mark.parametrize(

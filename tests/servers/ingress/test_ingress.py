@@ -11,12 +11,20 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from fastapi import Request
 
 from agentloop import codec
 from agentloop.api.coordinator import Page
 from agentloop.checks import is_loopback
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
-from agentloop.errors import EngineLost, EnginePaused, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
+from agentloop.errors import (
+    EngineLost,
+    EnginePaused,
+    Forbidden,
+    InvalidRequest,
+    NoHealthyReplica,
+    WeightUpdateFailed,
+)
 from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
@@ -438,7 +446,8 @@ async def test_a_body_that_does_not_come_is_not_waited_for(door: Door) -> None:
     port = int(door.url.rsplit(":", 1)[1])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
     )
     async with asyncio.timeout(20):
         answer = await reader.readuntil(b"\r\n\r\n")
@@ -585,6 +594,18 @@ async def test_which_routes_are_open_without_a_key(
         if keys.users:
             headers = {"authorization": "Bearer u"}
             assert (await door.call("POST", "/admin/resume", headers=headers))[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_open"), [(("127.0.0.1", 5), True), (("::1", 5), True), (("10.0.0.9", 5), False), (None, False)]
+)
+async def test_without_an_admin_key_only_this_machine_commands(peer: tuple[str, int] | None, is_open: bool) -> None:
+    request = Request({"type": "http", "headers": [], "client": peer})
+    if is_open:
+        await Keys().require_admin(request)
+        return
+    with pytest.raises(Forbidden):
+        await Keys().require_admin(request)
 
 
 def test_keys_are_kept_as_hashes_and_needed_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

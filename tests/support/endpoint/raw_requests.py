@@ -44,7 +44,7 @@ def request(
     *headers: str,
     method: str = "POST",
     target: str = CHAT,
-    host: str = "x",
+    host: str = "localhost",
     body: bytes = b"",
     is_last: bool = True,
 ) -> bytes:
