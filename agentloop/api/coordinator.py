@@ -32,6 +32,7 @@ class WorkerReport:
     worker_id: str
     num_free: int
     running: tuple[str, ...]  # assignment ids
+    num_sampled: tuple[int, ...] = ()  # the tokens that it has of each; empty: it does not say
 
 
 @dataclass(frozen=True, slots=True)

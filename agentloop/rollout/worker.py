@@ -62,6 +62,7 @@ class _Running:
     is_abortable: bool = False  # its loop is running; before and after, only the flag is set
     is_dropped: bool = False  # it says so to the coordinator, which may give it out again before we hear the answer
     again: Assignment | None = None  # the same sample, which came in that moment
+    budget: Budget | None = None  # once its loop runs
 
 
 @dataclass(slots=True)
@@ -156,8 +157,9 @@ class Worker:
                 self._log.debug("worker_full", num_running=len(self._running))
             num_free = self._config.capacity - len(self._running)
         # What was dropped is no more this worker's: reported, the coordinator would have it adopt that again.
-        mine = tuple(name for name, running in self._running.items() if not running.is_dropped)
-        report = WorkerReport(self.worker_id, num_free, mine)
+        mine = {name: running for name, running in self._running.items() if not running.is_dropped}
+        num_sampled = (0 if one.budget is None else one.budget.num_sampled_tokens for one in mine.values())
+        report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled))
         try:
             orders = await self._coordinator.take(report, self._config.poll_s if num_free > 0 else 0.0)
         except AgentLoopError as error:
@@ -191,6 +193,7 @@ class Worker:
             running.again = assignment
             while running.again is not None:
                 next_attempt, running.again, running.is_dropped = running.again, None, False
+                running.budget = None
                 rollout = _Rollout(self._shared, next_attempt, running)
                 if rollout.prepare():
                     await rollout.drive()
@@ -262,6 +265,7 @@ class _Rollout:
         assert self._scope is not None, "not prepared"
         try:
             self._ctx = self._context(self._scope)
+            self._running.budget = self._ctx.budget
             self._outcome = await self._driven(self._ctx)
             if self._is_ended_well:
                 started = time.perf_counter()

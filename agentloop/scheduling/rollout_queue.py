@@ -5,6 +5,7 @@ Ownership: one object, in the coordinator's event loop, synchronous; time is pas
 
     QUEUED ──► RUNNING ──► FINISHED        RUNNING ──► QUEUED  lost or dropped, and attempts are left
        └──────────────────────▲            QUEUED ──► FINISHED a worker given up for lost came back with it
+                                           RUNNING ──► RUNNING such a worker has more of it than the one after it
 
 A sample that no worker can finish any more (cancelled while queued, or out of attempts) is RUNNING at the
 coordinator itself, which owes it a record: see `pending_records`. Nothing is FINISHED before its record is durable.
@@ -13,6 +14,10 @@ Bound: `max_queued` samples wait; a client whose work does not fit gets Overload
 out first in, first out, and whole: a group waits until one worker has room for all of it, unless it is larger
 than that worker ever could hold. What a run's staleness limit holds back is passed by, and divides a group if only
 a part of it is admitted.
+
+A worker's silence costs an attempt only until the worker is heard again. If the sample went to another worker
+meanwhile, the one that has sampled more tokens of it keeps it, the later one if they are equal: fewer tokens are
+sampled twice. The other is told to cancel.
 
 A sample is one trajectory still to be made: (rollout, group, index), from its acceptance to its terminal record.
 Samples and live rollouts are the queue's own; nothing else changes them.
@@ -44,7 +49,7 @@ class SampleState(StrEnum):
 
 _MOVES: Mapping[SampleState, frozenset[SampleState]] = {
     SampleState.QUEUED: frozenset({SampleState.RUNNING, SampleState.FINISHED}),
-    SampleState.RUNNING: frozenset({SampleState.QUEUED, SampleState.FINISHED}),
+    SampleState.RUNNING: frozenset({SampleState.QUEUED, SampleState.RUNNING, SampleState.FINISHED}),
     SampleState.FINISHED: frozenset(),
 }
 
@@ -61,7 +66,11 @@ class Sample:
     queued_s: float = 0.0  # how long it had waited when it was last handed out
     state: SampleState = SampleState.QUEUED
     worker_id: str | None = None
-    attempt: int = 0
+    attempt: int = 0  # the number of the run that it is in, or begins next
+    last_attempt: int = 0  # the highest of those numbers
+    num_failed: int = 0  # runs that count: after `max_attempts` of them there is no other
+    silent: dict[str, int] = field(default_factory=dict)  # workers given up for lost, and their attempts
+    num_sampled: int = 0  # tokens, as its worker last reported
     num_stale_attempts: int = 0
     is_begun: bool = False  # counted in its run's budget
     missing_since: float | None = None  # its worker's reports do not name it since then
@@ -269,41 +278,67 @@ class RolloutQueue:
                 taken.extend(batch)
         return tuple(sample.hand_out(now) for sample in taken)
 
-    def report(self, worker_id: str, running: Iterable[str], now: float) -> tuple[str, ...]:
+    def report(
+        self, worker_id: str, running: Iterable[str], now: float, num_sampled: Sequence[int] = ()
+    ) -> tuple[str, ...]:
         """Hold a worker's own list against ours; returns the ids taken from it, whose leases end.
 
-        Queued samples that it runs become its own (`adopt`); samples that it does not name for a while are
-        lost (the answer that handed them out never arrived); what is not its own it is told to cancel.
+        Samples that it runs and nobody else has more of become its own (`adopt`); samples that it does not name for
+        a while are lost (the answer that handed them out never arrived); what is not its own it is told to cancel.
+        `num_sampled` has the tokens of each; without it, no worker is ahead of another.
         """
-        reported = set(running)
+        reported = dict(zip(running, num_sampled, strict=True)) if num_sampled else dict.fromkeys(running, 0)
         self.adopt(worker_id, reported)
         worker = self._workers.setdefault(worker_id, _WorkerSamples())
-        worker.strays = reported - worker.running.keys()
+        worker.strays = reported.keys() - worker.running.keys()
         lost: list[Sample] = []
         for sample in worker.running.values():
             if sample.assignment_id in reported:
                 sample.missing_since = None
+                sample.num_sampled = reported[sample.assignment_id]
             elif sample.missing_since is None:
                 sample.missing_since = now
             elif now - sample.missing_since >= self._missing_after_s:
                 lost.append(sample)
         for sample in lost:
+            sample.silent[worker_id] = sample.attempt
             self._lose(sample, f"worker {worker_id} does not know of it")
         return tuple(sample.assignment_id for sample in lost)
 
-    def adopt(self, worker_id: str, running: Iterable[str]) -> None:
-        """Queued samples that a worker already runs become its own: after a restart of the coordinator, or when
-        a worker that was given up for lost is heard again."""
-        for sample in [self._live[name] for name in running if name in self._live]:
+    def adopt(self, worker_id: str, running: Mapping[str, int]) -> None:
+        """Samples that a worker runs become its own, with the tokens it has of each: after a restart of the
+        coordinator those that are queued, and when a worker that was given up for lost is heard again also those
+        that another worker has less of. Its silence then was a stall, which costs no attempt."""
+        for name, num_sampled in running.items():
+            sample = self._live.get(name)
+            if sample is None or sample.worker_id == worker_id:
+                continue
+            attempt = sample.silent.pop(worker_id, None)
+            if attempt is not None:
+                sample.num_failed -= 1
             if sample.state is SampleState.QUEUED:
                 sample.rollout.unqueue(sample)
-                self._run(sample, worker_id)
+                sample.last_attempt -= attempt is not None  # the one that it waited for is not begun
+            elif attempt is None or sample.rollout.is_cancelled or not self._is_ahead(num_sampled, sample):
+                continue
+            else:
+                holder = self._leave_worker(sample)
+                if sample.worker_id != COORDINATOR:
+                    holder.strays.add(name)
+            sample.attempt = sample.attempt if attempt is None else attempt
+            self._run(sample, worker_id)
+            sample.num_sampled = num_sampled
+
+    def _is_ahead(self, num_sampled: int, sample: Sample) -> bool:
+        """Tell if a worker with so many tokens has more of a sample than who holds it now."""
+        return sample.worker_id == COORDINATOR or num_sampled > sample.num_sampled
 
     def worker_lost(self, worker_id: str) -> tuple[str, ...]:
-        """A worker is gone: what it ran is queued again, or owed a record. Returns the ids it ran."""
+        """A worker is silent: what it ran is queued again, or owed a record. Returns the ids it ran."""
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
         for sample in lost:
+            sample.silent[worker_id] = sample.attempt
             self._lose(sample, f"worker {worker_id} was lost")
         return tuple(sample.assignment_id for sample in lost)
 
@@ -320,7 +355,8 @@ class RolloutQueue:
         if not self.is_running_at(worker_id, name) or attempt < self._live[name].attempt:
             return False
         sample = self._live[name]
-        sample.attempt = attempt  # a restarted coordinator does not know of earlier ones
+        sample.num_failed += attempt - sample.attempt  # a restarted coordinator does not know of earlier ones
+        sample.attempt, sample.last_attempt = attempt, max(attempt, sample.last_attempt)
         sample.num_stale_attempts += 1
         self._lose(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
         return True
@@ -457,6 +493,7 @@ class RolloutQueue:
         self._set_state(sample, SampleState.RUNNING)
         sample.worker_id = worker_id
         sample.missing_since = None
+        sample.num_sampled = 0
         sample.count_begun(worker_id != COORDINATOR, self._versions.served)
         self._workers.setdefault(worker_id, _WorkerSamples()).running[sample.assignment_id] = sample
 
@@ -479,19 +516,25 @@ class RolloutQueue:
 
     def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
         """Take a sample from its worker: queue it first in line, or hold it for its record."""
-        worker = self._workers.get(sample.worker_id or COORDINATOR)
-        if worker is not None:
-            worker.running.pop(sample.assignment_id, None)
+        self._leave_worker(sample)
         self._set_state(sample, SampleState.QUEUED)
         sample.count_begun(False, self._versions.served)
         sample.worker_id = None
-        sample.attempt += 1
-        sample.error = f"{error}, attempt {sample.attempt} of {self._max_attempts}"
+        sample.num_failed += 1
+        sample.last_attempt += 1
+        sample.attempt = sample.last_attempt
+        sample.error = f"{error}, attempt {sample.num_failed} of {self._max_attempts}"
         sample.lost_reason = reason
-        if sample.rollout.is_cancelled or sample.attempt >= self._max_attempts:
+        if sample.rollout.is_cancelled or sample.num_failed >= self._max_attempts:
             self._run(sample, COORDINATOR)
         else:
             sample.rollout.queue_again(sample)
+
+    def _leave_worker(self, sample: Sample) -> _WorkerSamples:
+        """Take a sample from its worker's list. Returns what else that worker has."""
+        worker = self._workers.get(sample.worker_id or COORDINATOR, _WorkerSamples())
+        worker.running.pop(sample.assignment_id, None)
+        return worker
 
     def _set_state(self, sample: Sample, state: SampleState) -> None:
         if state not in _MOVES[sample.state]:

@@ -201,6 +201,49 @@ def test_a_worker_that_returns_from_the_dead_loses_what_others_run():
     queue.check()
 
 
+def test_silence_that_was_a_stall_costs_no_attempt():
+    queue = queue_of(1, 1, max_attempts=2)
+    queue.take("w", 1, 0.0)
+    for _ in range(5):
+        queue.worker_lost("w")
+        assert queue.report("w", ["r/g0/0"], 1.0) == ()
+        assert queue.is_running_at("w", "r/g0/0")
+        queue.check()
+    queue.worker_lost("w")
+    (again,) = queue.take("v", 1, 2.0)
+    assert (again.assignment_id, again.attempt) == ("r/g0/0", 1)
+
+
+@pytest.mark.parametrize(("at_w", "at_v", "keeper"), [(40, 30, "w"), (40, 40, "v"), (0, 0, "v"), (40, 60, "v")])
+def test_of_two_workers_the_one_with_more_tokens_keeps_a_sample(at_w, at_v, keeper):
+    queue = queue_of(1, max_attempts=2)
+    name = "r/g0/0"
+    queue.take("w", 1, 0.0)
+    queue.worker_lost("w")
+    queue.take("v", 1, 0.0)
+    queue.report("v", [name], 1.0, [at_v])
+    queue.report("w", [name], 1.0, [at_w])
+    other = {"w": "v", "v": "w"}[keeper]
+    assert queue.is_running_at(keeper, name)
+    assert (queue.cancels(keeper), queue.cancels(other)) == ((), (name,))
+    assert queue.has_new_cancels(other)
+    queue.check()
+    queue.worker_lost(keeper)  # the stall cost nothing, so this is the first failure of two
+    (again,) = queue.take("u", 1, 2.0)
+    assert again.attempt == 2
+
+
+def test_a_worker_heard_again_takes_back_what_was_given_up():
+    queue = queue_of(1, max_attempts=1)
+    queue.take("w", 1, 0.0)
+    queue.worker_lost("w")
+    assert len(queue.pending_records(0.0)) == 1
+    queue.report("w", ["r/g0/0"], 1.0)
+    assert queue.pending_records(1.0) == ()
+    assert queue.is_running_at("w", "r/g0/0")
+    queue.check()
+
+
 def test_the_other_runner_of_a_finished_sample_is_told_to_stop():
     queue = queue_of(1)
     queue.take("w", 1, 0.0)
@@ -365,7 +408,7 @@ def test_a_restored_queue_counts_what_was_finished():
     queue = RolloutQueue()
     queue.set_versions(FleetVersions(6))
     queue.restore("r", [(group("g", 12, "r", limit), tuple(range(4, 12)))], 0.0, 4, num_trained=3, first_version=5)
-    queue.adopt("w", ["r/g/4"])
+    queue.adopt("w", {"r/g/4": 0})
     assert len(queue.take("v", 9, 0.0)) == 2  # of (1 + 1 + 1) * 2, 3 are finished and 1 runs
     queue.check()
 
@@ -373,7 +416,7 @@ def test_a_restored_queue_counts_what_was_finished():
 def test_what_is_adopted_before_the_fleets_version_is_known_counts_from_the_first_one_known():
     queue = RolloutQueue()
     queue.restore("r", [(group("g", 4, "r", StalenessLimit(0, trajectories_per_version=1)), (0, 1, 2, 3))], 0.0)
-    queue.adopt("w", ["r/g/0"])
+    queue.adopt("w", {"r/g/0": 0})
     queue.set_versions(FleetVersions(0))
     assert queue.take("w", 9, 0.0) == ()
     queue.set_versions(FleetVersions(1))
@@ -401,6 +444,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.accepted = {}  # name -> group, never forgotten
         self.finished = set()
         self.at_worker = {"u": set(), "v": set()}  # what each worker believes that it runs
+        self.num_sampled = {}  # (worker, name) -> tokens
         self.attempts = {}  # (worker, name) -> the attempt it was handed
         self.served = 0
         self.is_stuck = False
@@ -422,7 +466,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(worker=workers, num_free=st.integers(0, 6), is_answer_lost=st.booleans())
     def take(self, worker, num_free, is_answer_lost):
-        self.queue.report(worker, self.at_worker[worker], self.now)
+        num_sampled = [self.num_sampled.get((worker, name), 0) for name in self.at_worker[worker]]
+        self.queue.report(worker, self.at_worker[worker], self.now, num_sampled)
         taken = self.queue.take(worker, num_free, self.now)
         handed = names(taken)
         assert len(handed) <= num_free
@@ -430,6 +475,12 @@ class QueueMachine(RuleBasedStateMachine):
         if not is_answer_lost:
             self.at_worker[worker] |= set(handed)
             self.attempts |= {(worker, sample.assignment_id): sample.attempt for sample in taken}
+
+    @rule(worker=workers, data=st.data(), num_tokens=st.integers(1, 3))
+    def sample(self, worker, data, num_tokens):
+        if self.at_worker[worker]:
+            at = worker, data.draw(st.sampled_from(sorted(self.at_worker[worker])))
+            self.num_sampled[at] = self.num_sampled.get(at, 0) + num_tokens
 
     @rule(worker=workers, data=st.data())
     def finish(self, worker, data):

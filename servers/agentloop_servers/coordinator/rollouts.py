@@ -94,11 +94,13 @@ class Rollouts:
         worker_id, now = report.worker_id, self._clock.now()
         if worker_id == COORDINATOR:
             raise InvalidRequest("a worker needs an id", param="worker_id")
+        if report.num_sampled and len(report.num_sampled) != len(report.running):
+            raise InvalidRequest("num_sampled has a number for each that is running", param="num_sampled")
         poll = self._polls.setdefault(worker_id, _Poll(now))
         poll.seen_at = now
         poll.number += 1
         number = poll.number
-        self._lost(self.queue.report(worker_id, report.running, now))
+        self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
         deadline_at = deadline_after(wait_s, self._config.worker_timeout_s / 2)
         while True:
             start = self._assign(worker_id, report.num_free)

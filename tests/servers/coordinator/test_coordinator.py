@@ -172,6 +172,20 @@ async def test_a_silent_workers_work_goes_to_another(site, coordinator):
 
 
 @service("a")
+async def test_a_worker_that_stalls_again_and_again_keeps_its_work(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    running = (await coordinator.rollouts.take(report("w"), 1.0)).start
+    for _ in range(2 * CONFIG.max_attempts):
+        await site.clock.sleep(CONFIG.worker_timeout_s + 2.0)
+        assert (await coordinator.status()).num_workers == 0
+        orders = await coordinator.rollouts.take(report("w", 7, *assignment_ids(running)), 1.0)
+        assert (orders.start, orders.cancel) == ((), ())
+    await coordinator.rollouts.finish("w", record(running[0]))
+    page = await read_page(coordinator, "r", 0, 10, 0.0)
+    assert [(t.stop_reason, t.attempt) for t in page.trajectories] == [(StopReason.COMPLETED, 0)]
+
+
+@service("a")
 async def test_what_kills_its_workers_fails_in_the_end(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     for number in range(CONFIG.max_attempts):
