@@ -1,0 +1,179 @@
+"""The time that a model's steps take on this GPU, as a simulation of many replicas needs them: points and fits.
+
+    python -m tests.gpu.step_times --shape qwen3-4b --out step_times.json
+
+    prefill of x tokens that are nowhere cached, alone:        a + b x + c x^2         seconds
+    one decode step of B requests with C tokens in them all:   alpha + beta B + gamma C
+
+vLLM runs alone, without our service, prefix cache off, dummy weights: speed does not depend on what they are. A
+prefill is the time from its request to its first token; a decode step is the median time between two outputs while
+all B requests run. Fitted is the relative error, so that small steps count as much as large ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from tests.benchmarks.shapes import SHAPES, Shape, random_prompts, write_model_folder
+
+PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32000)
+DECODE_REQUESTS = (1, 4, 16, 64, 128, 256, 512)
+DECODE_CONTEXTS = (256, 1024, 4096, 16384)
+CONTEXT_TOKENS = 32768
+NUM_STEPS = 40  # of decoding, timed together
+REPEATS = 5  # of a prefill
+KV_SHARE = 0.9  # of the cache that a point may take: beyond it requests would be preempted
+
+
+def engine_of(shape: Shape, folder: Path, args: argparse.Namespace) -> LLMEngine:
+    """Start vLLM's synchronous engine."""
+    model = write_model_folder(shape, folder, max_context_tokens=CONTEXT_TOKENS, dtype=args.dtype)
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(model),
+            load_format="dummy",
+            dtype=args.dtype,
+            skip_tokenizer_init=True,
+            max_model_len=CONTEXT_TOKENS,
+            max_num_seqs=max(DECODE_REQUESTS),
+            max_num_batched_tokens=args.batched_tokens,
+            tensor_parallel_size=args.tensor_parallel_size,
+            enable_prefix_caching=False,
+            enforce_eager=args.eager,
+            gpu_memory_utilization=0.9,
+            disable_log_stats=True,
+        )
+    )
+
+
+def ask(engine: LLMEngine, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> None:
+    """Queue requests that sample exactly so many tokens."""
+    sampling = SamplingParams(
+        max_tokens=num_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{time.monotonic_ns()}-{number}", {"prompt_token_ids": list(prompt)}, sampling)
+
+
+def prefill_s(engine: LLMEngine, shape: Shape, num_tokens: int) -> float:
+    """Return the median seconds from a request of so many tokens to its first token."""
+    times = []
+    for repeat in range(REPEATS + 1):
+        prompts = random_prompts(shape, 1, num_tokens, seed=repeat)
+        begun = time.perf_counter()
+        ask(engine, prompts, 1)
+        while engine.has_unfinished_requests():
+            engine.step()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])  # the first may compile
+
+
+def decode_s(engine: LLMEngine, shape: Shape, num_requests: int, context: int) -> float:
+    """Return the median seconds of a step in which so many requests, of so many tokens each, sample one each."""
+    prompts = random_prompts(shape, num_requests, context)
+    ask(engine, prompts, num_sampled(num_requests, context))
+    full: list[float] = []
+    before, begun = None, time.perf_counter()
+    while engine.has_unfinished_requests() and len(full) < NUM_STEPS and time.perf_counter() - begun < 60:
+        num_outputs = len(engine.step())
+        now = time.perf_counter()
+        if num_outputs == num_requests:
+            if before is not None:
+                full.append(now - before)
+            before = now
+        elif num_outputs:
+            before = None
+    finish(engine)
+    if len(full) < NUM_STEPS // 4:
+        raise RuntimeError(f"{num_requests} requests of {context} tokens never ran together")
+    return statistics.median(full)
+
+
+def num_sampled(num_requests: int, context: int) -> int:
+    """Return how many tokens let the first request run on until all have been prefilled, and `NUM_STEPS` more."""
+    return 2 * NUM_STEPS + num_requests * context // 2048
+
+
+def finish(engine: LLMEngine) -> None:
+    """End what runs."""
+    engine.abort_request(list(engine.output_processor.request_states))
+    while engine.has_unfinished_requests():
+        engine.step()
+    time.sleep(0.2)  # the engine core hears of it in its own time
+
+
+def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
+    """Return the coefficients with the least relative error, none negative, and the largest of these errors.
+
+    A term whose coefficient would be negative is left out, the most negative first.
+    """
+    matrix = np.asarray(terms) / np.asarray(seconds)[:, None]
+    used = list(range(matrix.shape[1]))
+    while True:
+        scale = np.linalg.norm(matrix[:, used], axis=0)
+        found = np.linalg.lstsq(matrix[:, used] / scale, np.ones(len(seconds)), rcond=None)[0] / scale
+        if found.min() >= 0:
+            break
+        del used[int(found.argmin())]
+    coefficients = np.zeros(matrix.shape[1])
+    coefficients[used] = found
+    return coefficients.tolist(), float(np.abs(matrix @ coefficients - 1.0).max())
+
+
+def main() -> None:
+    """Measure, fit, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_of(shape, Path(folder), args)
+        cache = engine.vllm_config.cache_config
+        kv_tokens = int(cache.num_gpu_blocks * cache.block_size)
+        prefills = [(num, prefill_s(engine, shape, num)) for num in PREFILL_TOKENS]
+        print("prefill", prefills, flush=True)
+        decodes = []
+        for context in DECODE_CONTEXTS:
+            for num_requests in DECODE_REQUESTS:
+                if num_requests * (context + num_sampled(num_requests, context)) > KV_SHARE * kv_tokens:
+                    continue
+                decodes.append(
+                    (num_requests, num_requests * context, decode_s(engine, shape, num_requests, context))
+                )
+                print("decode", decodes[-1], flush=True)
+    prefill_fit, prefill_error = fit([(1.0, num, num**2) for num, _ in prefills], [s for _, s in prefills])
+    decode_fit, decode_error = fit([(1.0, b, c) for b, c, _ in decodes], [s for *_, s in decodes])
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "shape": shape.name,
+        "dtype": args.dtype,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "batched_tokens": args.batched_tokens,
+        "kv_tokens": kv_tokens,
+        "prefill": {"points": prefills, "coefficients": prefill_fit, "max_relative_error": prefill_error},
+        "decode": {"points": decodes, "coefficients": decode_fit, "max_relative_error": decode_error},
+    }
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({name: result[name] for name in ("device", "kv_tokens")}))
+    print("prefill a, b, c:", prefill_fit, f"error up to {prefill_error:.0%}")
+    print("decode alpha, beta, gamma:", decode_fit, f"error up to {decode_error:.0%}")
+
+
+if __name__ == "__main__":
+    main()
