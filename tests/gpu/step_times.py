@@ -1,6 +1,6 @@
 """The time that a model's steps take on this GPU, as a simulation of many replicas needs them: points and fits.
 
-    python -m tests.gpu.step_times --shape qwen3-4b --out step_times.json
+    python -m tests.gpu.step_times --shape qwen3-4b --out tests/benchmarks/balancer/step_times/h200-qwen3-4b.json
 
     prefill of x tokens that are nowhere cached, alone:        a + b x + c x^2         seconds
     one decode step of B requests with C tokens in them all:   alpha + beta B + gamma C
