@@ -84,7 +84,9 @@ class PushSource:
     token: str
     tensors: tuple[TensorInfo, ...]
     names: TensorNames = TensorNames.CHECKPOINT
-    num_receivers: int = 0  # workers that will connect; filled in by `ReplicaSync`
+    num_receivers: int = 0  # workers that it waits for; this and what follows is filled in by `ReplicaSync`
+    num_optional: int = 0  # workers that may come beside these, and are not waited for
+    is_optional: bool = False  # whoever is told this is one of those
 
 
 @dataclass(frozen=True, slots=True)

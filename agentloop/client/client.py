@@ -264,7 +264,8 @@ class RolloutClient:
     async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
         """Have every replica fetch its weights from a process that listens. `update_weights` does all of it."""
         push = _with_lists(codec.to_builtins(source))
-        del push["num_receivers"]  # the service counts
+        for name in ("num_receivers", "num_optional", "is_optional"):  # the service counts
+            del push[name]
         return await self._update({"push": push}, options)
 
     async def sleep(self, level: int = 1, *, timeout_s: float = 900.0) -> None:

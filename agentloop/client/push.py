@@ -34,12 +34,15 @@ class PushOptions:
     dtype: str | None = None
     timeout_s: float = 900.0
     all_ranks: bool = True  # under torch.distributed every rank takes part
+    late_grace_s: float = 10.0  # a receiver that is not there by then, after the others, is left out
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise InvalidRequest(f"a transport is one of {', '.join(TRANSPORTS)}", param="transport")
         if not self.timeout_s > 0:
             raise InvalidRequest("a timeout is positive", param="timeout_s")
+        if not self.late_grace_s > 0:
+            raise InvalidRequest("a grace is positive", param="late_grace_s")
 
 
 class PushTarget(Protocol):

@@ -121,6 +121,7 @@ def send_buckets(
             for place in layout.in_bucket(bucket):
                 check()
                 _pack(next(loads), place, buffers[buffer].data)
+            check()
             sums.append(bucket_checksum(buffers[buffer].data[: layout.bucket_sizes[bucket]]))
             for transport in transports:
                 transport.send(bucket, buffer)

@@ -5,9 +5,9 @@ say it within `HELLO_TIMEOUT_S` is dropped. Frames are a length (four bytes, big
 of the `Message` structs; no bulk data and no pickle. Every connection has one thread that reads, so that the end of
 the peer is known at once, whatever else this process waits for. The reader alone closes the socket.
 
-Order of an update, worker to sender: Hello, Ready, Go, then for each attempt TransportBytes and Arrived, at the end
-Done or (any time) Fail; sender to worker: Accept or Refuse, then for each attempt StartAttempt, TransportBytes,
-EndAttempt or AbandonAttempt; Abandon ends all. A connection survives an update only by a `Done`, so no message of
+Order of an update, worker to sender: Hello, Ready, then for each attempt Go, TransportBytes and Arrived, at the end
+Done or (any time) Fail; sender to worker: Accept or Refuse, then for each attempt (once all said Go) StartAttempt,
+TransportBytes, EndAttempt or AbandonAttempt; Abandon ends all. A connection survives an update only by a `Done`, so no message of
 an old update meets a new one.
 """
 
@@ -58,11 +58,13 @@ class Hello(BaseMessage, frozen=True, tag="hello"):
     host: str
     device: str  # "cpu", or the CUDA device's uuid
     can_hold: bool  # whether its memory has room beside the served weights
-    num_receivers: int
+    num_receivers: int  # that the sender waits for
+    num_optional: int = 0  # that come beside these, if they can
+    is_optional: bool = False  # this is one of those
 
 
 class Accept(BaseMessage, frozen=True, tag="accept"):
-    """The worker is in. In one phase it says Go at its commit, else together with Ready."""
+    """The worker is in. In one phase it first says Go at its commit, else together with Ready."""
 
     transport: str
     is_one_phase: bool
@@ -78,7 +80,7 @@ class Ready(BaseMessage, frozen=True, tag="ready"):
 
 
 class Go(BaseMessage, frozen=True, tag="go"):
-    """Bytes may flow."""
+    """The bytes of an attempt may flow: the worker's answer to a roll call."""
 
 
 class StartAttempt(BaseMessage, frozen=True, tag="start_attempt"):

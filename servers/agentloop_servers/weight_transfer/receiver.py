@@ -125,6 +125,8 @@ class Receiver:
             device=device_name(self._device),
             can_hold=can_hold,
             num_receivers=max(1, source.num_receivers // num_senders),
+            num_optional=source.num_optional // num_senders,
+            is_optional=source.is_optional,
         )
         try:
             sender = self._reach(address, hello, timeout_s)
@@ -224,7 +226,7 @@ class Incoming:
             self._deadline_at = time.monotonic() + self._timeout_s
             if not self.is_one_phase:
                 self._say(Ready())
-            self._say(Go())
+        self._say(Go())
         with self._breaking():
             start = self._connection.take(StartAttempt, check=self._check)
             self._attempt_id = start.attempt_id

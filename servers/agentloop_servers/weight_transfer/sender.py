@@ -6,8 +6,10 @@ that is left. A worker lost during an attempt ends it for all, and the others ge
 workers that came through stay open for the next update, and with them what their transports keep.
 
 `ReceiverGroup` has the workers of one transfer, from their hello to their last word. A worker leaves by being
-refused, lost or failed; its `failure` says why, and nothing is sent to it any more. All waits end with the
-transfer's deadline or by its cancellation, and they wait for all workers at once.
+refused, lost, failed or late; its `failure` says why, and nothing is sent to it any more. All waits end with the
+transfer's deadline or by its cancellation, they wait for all workers at once, and those that are there wait for one
+that is not for a grace of seconds only. An attempt in which nothing moves is void, whoever holds it up: each attempt
+begins with a roll call, and who does not answer has left.
 """
 
 from __future__ import annotations
@@ -60,6 +62,12 @@ from agentloop_servers.weight_transfer.transports.shared_memory import ShmSendTr
 
 MAX_ATTEMPTS = 3
 CLOSE_TIMEOUT_S = 30.0
+LATE_GRACE_S = 10.0
+"""How long workers that are there wait for one that is not, from the latest arrival on."""
+OPTIONAL_GRACE_S = 1.0  # the same for those that a transfer can do without
+STALL_S = 15.0  # in which no bucket moves: the attempt is void
+MEMORY_STALLS = 2  # so many times that long workers wait for one that takes its memory: gigabytes are pinned
+START_STALLS = 4  # and for the first bucket: NCCL sets its connections up
 SEND_TRANSPORTS: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = {
     TransportKind.NCCL: NcclSendTransport,
     TransportKind.IPC: IpcSendTransport,
@@ -97,10 +105,12 @@ class WeightSender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | None = None,
         transports: Mapping[TransportKind, Callable[[torch.device], SendTransport]] = SEND_TRANSPORTS,
+        stall_s: float = STALL_S,
     ) -> None:
         """`listen_host` is the address that workers reach this process at, so no wildcard.
 
-        Tensors are packed on `device`: the current CUDA device by default, or the CPU if there is none.
+        Tensors are packed on `device`: the current CUDA device by default, or the CPU if there is none. An attempt
+        in which no bucket moves for `stall_s` is void.
         """
         if listen_host in ("", "0.0.0.0", "::"):
             raise InvalidRequest("listen_host must be an address that workers can connect to", param="listen_host")
@@ -109,6 +119,7 @@ class WeightSender:
         self._bucket_bytes = bucket_bytes
         self._device = device if device is not None else _default_device()
         self._make_transport = transports
+        self._stall_s = stall_s
         self._transports: dict[TransportKind, SendTransport] = {}
         self._buffers = PackBuffers(self._device)
         self._condition = threading.Condition()  # guards what follows, and is shared with the connections
@@ -143,13 +154,23 @@ class WeightSender:
             self._offer, self._cancelled = offer, None
             return PushSource((self._listener.address,), offer.token, tensors, names)
 
-    def run(self, timeout_s: float, before_attempt: Callable[[], None] | None = None) -> SendReport:
+    def run(
+        self,
+        timeout_s: float,
+        before_attempt: Callable[[], None] | None = None,
+        *,
+        late_grace_s: float = LATE_GRACE_S,
+    ) -> SendReport:
         """Serve the open offer to all workers that were told of it. `before_attempt` runs before each attempt.
 
-        Returns if at least one worker came through. Raises WeightUpdateFailed. Either way the offer is used up.
+        A worker that is dead, hung or late is left out `late_grace_s` after the others are there. Returns if at
+        least one worker came through. Raises WeightUpdateFailed. Either way the offer is used up.
         """
         with self._run_lock:
-            group = ReceiverGroup(self._condition, time.monotonic() + timeout_s, lambda: self._cancelled)
+            deadline_at = time.monotonic() + timeout_s
+            group = ReceiverGroup(
+                self._condition, deadline_at, lambda: self._cancelled, late_grace_s, self._stall_s
+            )
             reason = "the transfer has begun without this worker"
             try:
                 offer = self._open_offer()
@@ -208,6 +229,7 @@ class WeightSender:
         for num_attempts in range(1, MAX_ATTEMPTS + 1):
             group.check("the weights were on their way")
             group.drop_lost()
+            group.call_roll(is_again=num_attempts > 1)
             group.require_some()
             transports = tuple(sorted({str(worker.transport) for worker in group.left}))
             try:
@@ -235,6 +257,7 @@ class WeightSender:
             before_attempt()
         self._num_attempts += 1
         attempt_id = self._num_attempts
+        group.begin_attempt()
         group.tell_all(StartAttempt(attempt_id))
         routes = [Route(self._transport(kind), peers) for kind, peers in group.peers(attempt_id).items()]
 
@@ -243,7 +266,7 @@ class WeightSender:
                 route.transport.abort()
             group.tell_all(AbandonAttempt(str(error), attempt_id))
 
-        sent = send_buckets(offer.items, offer.layout, buffers, routes, group.check_attempt, give_up)
+        sent = send_buckets(offer.items, offer.layout, buffers, routes, group.moved, give_up)
         try:
             group.await_arrivals(attempt_id)
         except TransportBroken as error:
@@ -291,7 +314,6 @@ def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-GO_GRACE_S = 30.0  # one phase: how long workers that stand still wait for one that never commits
 LOSS_SETTLE_S = 0.5  # between a transport that broke and the end of the connection that explains it
 
 
@@ -329,16 +351,41 @@ class ReceivingWorker:
         self.connection.close()
 
 
+class Patience:
+    """The time that those that are there have for those that are not: a grace from the latest arrival on."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._late_at = float("inf")
+
+    def arrived(self) -> None:
+        """Note that one more is there."""
+        self._late_at = time.monotonic() + self._grace_s
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._late_at
+
+
 class ReceiverGroup:
     """The workers of one transfer. Used by one thread."""
 
     def __init__(
-        self, condition: threading.Condition, deadline_at: float, cancelled: Callable[[], str | None]
+        self,
+        condition: threading.Condition,
+        deadline_at: float,
+        cancelled: Callable[[], str | None],
+        late_grace_s: float,
+        stall_s: float,
     ) -> None:
         self._condition = condition
         self._deadline_at = deadline_at
         self._cancelled = cancelled
+        self._late_grace_s = late_grace_s
+        self._stall_s = stall_s
         self._workers: list[ReceivingWorker] = []
+        self._absent: tuple[str, ...] = ()  # a line on those that never came
+        self._void_at = float("inf")  # when the attempt under way is void, if nothing moves
 
     @property
     def left(self) -> list[ReceivingWorker]:
@@ -347,7 +394,7 @@ class ReceiverGroup:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        return tuple(worker.failure for worker in self._workers if worker.failure is not None)
+        return *self._absent, *(worker.failure for worker in self._workers if worker.failure is not None)
 
     def check(self, state: str) -> None:
         """Raise WeightUpdateFailed if the transfer was cancelled or its time is over."""
@@ -367,9 +414,22 @@ class ReceiverGroup:
             loss = worker.loss
             if loss is not None:
                 raise TransportBroken(loss)
+        if time.monotonic() > self._void_at:
+            raise TransportBroken("nothing moves: a worker does not take what is sent")
+
+    def begin_attempt(self) -> None:
+        """Give the attempt that begins its time until something moves."""
+        self._void_at = time.monotonic() + START_STALLS * self._stall_s
+
+    def moved(self) -> None:
+        """Note that the sender's own part of the attempt goes on, or that a worker's does; then `check_attempt`."""
+        self._void_at = time.monotonic() + self._stall_s
+        self.check_attempt()
 
     def gather(self, connections: Callable[[], Sequence[Connection]]) -> None:
-        """Wait for as many hellos as the workers themselves were told of."""
+        """Wait for as many hellos as the workers themselves were told of, and no longer than the grace for the
+        last of them. Those that the transfer can do without get a moment."""
+        patience, moment = Patience(self._late_grace_s), Patience(OPTIONAL_GRACE_S)
         with self._condition:
             while True:
                 for connection in connections():
@@ -377,10 +437,20 @@ class ReceiverGroup:
                     if hello is not None:
                         connection.forget()
                         self._workers.append(ReceivingWorker(connection, hello))
-                wanted = max((worker.hello.num_receivers for worker in self._workers), default=1)
-                if len(self._workers) >= wanted:
+                        patience.arrived()
+                        moment.arrived()
+                hellos = [worker.hello for worker in self._workers]
+                wanted = max((hello.num_receivers for hello in hellos), default=1)
+                num_optional = sum(hello.is_optional for hello in hellos)
+                num_there = len(hellos) - num_optional
+                is_whole = num_optional >= max((hello.num_optional for hello in hellos), default=0)
+                if num_there >= wanted and (is_whole or moment.is_over):
                     return
-                self.check(f"{len(self._workers)} of {wanted} workers connected")
+                if patience.is_over:
+                    late = f"{wanted - num_there} of {wanted} workers"
+                    self._absent = (f"{late} were not there {self._late_grace_s:g} s after the others",)
+                    return
+                self.check(f"{num_there} of {wanted} workers connected")
                 self._condition.wait(CONNECTION_POLL_S)
 
     def welcome(self, asked: TransportKind, sender_device: str, bucket_bytes: int) -> None:
@@ -395,8 +465,14 @@ class ReceiverGroup:
         is_one_phase = not all(worker.hello.can_hold for worker in self.left)
         for worker in self.left:
             worker.tell(Accept(worker.transport, is_one_phase, bucket_bytes))
-        self._await_each(Ready)
-        self._await_each(Go, grace_s=GO_GRACE_S if is_one_phase else None)
+        self._await_each(Ready, MEMORY_STALLS * self._stall_s)
+
+    def call_roll(self, *, is_again: bool) -> None:
+        """Wait until all that are left let the bytes of an attempt flow.
+
+        After an attempt that was void each of them is there at once. Before, in one phase, each has to commit.
+        """
+        self._await_each(Go, self._late_grace_s, has_begun=is_again)
 
     def require_some(self) -> None:
         """Raise WeightUpdateFailed if no worker is left."""
@@ -425,6 +501,7 @@ class ReceiverGroup:
             try:
                 while worker.connection.take(Arrived, check=self.check_attempt).attempt_id != attempt_id:
                     pass
+                self.moved()
             except ConnectionLost as error:
                 raise TransportBroken(f"{worker.name} was lost: {error}") from error
 
@@ -439,15 +516,8 @@ class ReceiverGroup:
     def finish(self, end: EndAttempt) -> None:
         """Hear from each worker, now that all have everything, that it is what was sent."""
         self.tell_all(end)
-        pending = self.left
         try:
-            while pending:
-                with self._condition:
-                    pending = [worker for worker in pending if not self._is_done(worker)]
-                    if pending and all(worker.loss is None for worker in pending):
-                        self.check(f"{pending[0].name} has not confirmed what arrived")
-                        self._condition.wait(CONNECTION_POLL_S)
-                pending = self._drop(pending)
+            self._await_all(self._is_done, "confirmed what arrived", self._late_grace_s)
         except WeightUpdateFailed as error:
             self.fail_rest(str(error))
 
@@ -457,21 +527,33 @@ class ReceiverGroup:
             if not worker.is_done:
                 worker.leave(reason)
 
-    def _await_each(self, kind: type[Ready | Go], grace_s: float | None = None) -> None:
+    def _await_each(self, kind: type[Ready | Go], grace_s: float, *, has_begun: bool = False) -> None:
         """Wait for one message of every worker; those that are lost, or later than the grace, are excluded."""
-        pending = self.left
-        num_awaited, late_at = len(pending), float("inf")
+
+        def is_there(worker: ReceivingWorker) -> bool:
+            return worker.connection.pop(kind) is not None
+
+        self._await_all(is_there, f"said {kind.__name__}", grace_s, has_begun=has_begun)
+
+    def _await_all(
+        self, is_there: Callable[[ReceivingWorker], bool], what: str, grace_s: float, *, has_begun: bool = False
+    ) -> None:
+        """Wait for every worker. The grace runs from the latest that is there, or, if it `has_begun`, from now."""
+        pending, patience = self.left, Patience(grace_s)
+        if has_begun:
+            patience.arrived()
         while pending:
             with self._condition:
-                pending = [worker for worker in pending if worker.connection.pop(kind) is None]
-                if grace_s is not None and len(pending) < num_awaited:
-                    late_at = min(late_at, time.monotonic() + grace_s)
+                num_before = len(pending)
+                pending = [worker for worker in pending if not is_there(worker)]
+                if len(pending) < num_before:
+                    patience.arrived()
                 if pending and all(worker.loss is None for worker in pending):
-                    self.check(f"{pending[0].name} has not said {kind.__name__}")
+                    self.check(f"{pending[0].name} has not {what}")
                     self._condition.wait(CONNECTION_POLL_S)
-            if time.monotonic() > late_at:
+            if patience.is_over:
                 for worker in pending:
-                    worker.leave(f"{worker.name} did not start with the others")
+                    worker.leave(f"{worker.name} had not {what} {grace_s:g} s after the others")
             pending = self._drop(pending)
 
     def _drop(self, workers: Sequence[ReceivingWorker]) -> list[ReceivingWorker]:

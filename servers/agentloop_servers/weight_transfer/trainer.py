@@ -36,7 +36,7 @@ from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import CAST_DTYPES, tensor_info
-from agentloop_servers.weight_transfer.sender import SendReport, WeightSender
+from agentloop_servers.weight_transfer.sender import LATE_GRACE_S, SendReport, WeightSender
 from agentloop_servers.weight_transfer.trainer_group import (
     RankPart,
     TrainerGroup,
@@ -155,7 +155,13 @@ class Sender(Protocol):
     def offer(self, items: Sequence[Outgoing]) -> PushSource:
         """Listen, and return where."""
 
-    def run(self, timeout_s: float, before_attempt: Callable[[], None] | None = None) -> SendReport:
+    def run(
+        self,
+        timeout_s: float,
+        before_attempt: Callable[[], None] | None = None,
+        *,
+        late_grace_s: float = LATE_GRACE_S,
+    ) -> SendReport:
         """Make one transfer. Blocks."""
 
     def cancel(self, reason: str) -> None:
@@ -303,7 +309,9 @@ class TensorPusher:
         before_attempt: Callable[[], None] | None,
     ) -> UpdateReport:
         """Send and ask at once. Both are over when this is."""
-        run = _on_this_device(lambda: sender.run(options.timeout_s, before_attempt))
+        run = _on_this_device(
+            lambda: sender.run(options.timeout_s, before_attempt, late_grace_s=options.late_grace_s)
+        )
         sending = asyncio.ensure_future(_in_thread(run))
         asking = asyncio.ensure_future(self._target.announce(source, options))
         try:

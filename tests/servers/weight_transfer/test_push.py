@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -438,3 +439,71 @@ def test_whoever_leaves_at_whatever_moment_the_others_get_everything(stage, seed
         assert [one.result(WAIT_S) for one in leaving] == [None, None]
         assert report.num_receivers == 2
         assert len(report.failures) == 2
+
+
+def test_a_worker_that_never_comes_does_not_hold_the_others(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 3)
+    arriving = [stage.receive(stage.receiver(rank), source) for rank in range(2)]
+    report = stage.run(sender, late_grace_s=0.3).result(WAIT_S)
+    assert all(same(one.result(WAIT_S), sent) for one in arriving)
+    assert (report.num_receivers, report.failures) == (2, ("1 of 3 workers were not there 0.3 s after the others",))
+
+
+def test_a_worker_that_comes_too_late_is_told_so(stage):
+    sent, sender = weights(), stage.sender()
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    go_on = threading.Event()
+    arriving = stage.receive(
+        stage.receiver(0), source, on_bucket=lambda bucket: None if bucket else go_on.wait(WAIT_S)
+    )
+    running = stage.run(sender, late_grace_s=0.1)
+    time.sleep(0.5)
+    late = stage.receive(stage.receiver(1), source)
+    time.sleep(0.2)
+    go_on.set()
+    assert running.result(WAIT_S).num_receivers == 1
+    with pytest.raises(CheckpointUnreadable, match="begun without this worker"):
+        late.result(WAIT_S)
+    assert same(arriving.result(WAIT_S), sent)
+
+
+def test_the_others_do_not_wait_for_a_worker_that_the_transfer_can_do_without(stage):
+    sent, sender = weights(), stage.sender()
+    source = replace(to_workers(sender.offer(outgoing(sent)), 1), num_optional=2)
+    optional = replace(source, is_optional=True)
+    came = stage.receive(stage.receiver(1), optional)
+    until(lambda: sender.num_connected == 1)
+    running = stage.run(sender)
+    time.sleep(0.2)
+    assert not running.done()  # those that must come are not replaced by those that may
+    needed = stage.receive(stage.receiver(0), source)
+    report = running.result(WAIT_S)
+    assert (report.num_receivers, report.failures) == (2, ())
+    assert same(came.result(WAIT_S), sent)
+    assert same(needed.result(WAIT_S), sent)
+
+
+@pytest.mark.parametrize("moment", ["memory", "bucket", "done"])
+def test_a_worker_that_hangs_at_whatever_moment_is_left_out(stage, moment):
+    sent, sender = weights(), stage.sender(stall_s=0.3)
+    source = to_workers(sender.offer(outgoing(sent)), 2)
+    go_on = threading.Event()
+
+    def hangs() -> None:
+        incoming = stage.receiver(1).open(source, can_hold=True, timeout_s=WAIT_S)
+        with contextlib.suppress(CheckpointUnreadable, AttemptRestarted):
+            for bucket, _ in incoming.buckets() if moment != "memory" else ():
+                if moment == "bucket" and bucket == 1:
+                    go_on.wait(WAIT_S)
+            go_on.wait(WAIT_S)
+            incoming.finish()
+
+    hanging, whole = stage.submit(hangs), stage.receive(stage.receiver(0), source)
+    report = stage.run(sender, late_grace_s=0.3).result(WAIT_S)
+    assert same(whole.result(WAIT_S), sent)
+    assert (report.num_receivers, report.num_attempts) == (1, 2 if moment == "bucket" else 1)
+    (failure,) = report.failures
+    assert failure.startswith("worker 1 of ")
+    go_on.set()
+    hanging.result(WAIT_S)

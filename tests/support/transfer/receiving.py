@@ -73,7 +73,9 @@ class FakeSender:
         self.offers.append(items)
         return PushSource(("127.0.0.1:1",), "token", tuple(item.info for item in items))
 
-    def run(self, timeout_s: float, before_attempt: Callable[[], None] | None = None) -> SendReport:
+    def run(
+        self, timeout_s: float, before_attempt: Callable[[], None] | None = None, *, late_grace_s: float = 10.0
+    ) -> SendReport:
         self.num_running += 1
         try:
             for _ in range(self.num_attempts):
