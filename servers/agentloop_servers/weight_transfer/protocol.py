@@ -7,8 +7,8 @@ the peer is known at once, whatever else this process waits for. The reader alon
 
 Order of an update, worker to sender: Hello, Ready, then for each attempt Go, TransportBytes and Arrived, at the end
 Done or (any time) Fail; sender to worker: Accept or Refuse, then for each attempt (once all said Go) StartAttempt,
-TransportBytes, EndAttempt or AbandonAttempt; Abandon ends all. A connection survives an update only by a `Done`, so no message of
-an old update meets a new one.
+TransportBytes, EndAttempt or AbandonAttempt; Abandon ends all. A connection survives an update only by a `Done`, so
+no message of an old update meets a new one.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ workers that came through stay open for the next update, and with them what thei
 `ReceiverGroup` has the workers of one transfer, from their hello to their last word. A worker leaves by being
 refused, lost, failed or late; its `failure` says why, and nothing is sent to it any more. All waits end with the
 transfer's deadline or by its cancellation, they wait for all workers at once, and those that are there wait for one
-that is not for a grace of seconds only. An attempt in which nothing moves is void, whoever holds it up: each attempt
-begins with a roll call, and who does not answer has left.
+that is not for a grace of seconds only. An attempt in which nothing moves is void, whoever holds it up: each begins
+with a roll call, and who does not answer has left.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from agentloop_servers.weight_transfer.transports.shared_memory import ShmSendTr
 
 MAX_ATTEMPTS = 3
 CLOSE_TIMEOUT_S = 30.0
-LATE_GRACE_S = 10.0
+RECEIVER_GRACE_S = 10.0
 """How long workers that are there wait for one that is not, from the latest arrival on."""
 OPTIONAL_GRACE_S = 1.0  # the same for those that a transfer can do without
 STALL_S = 15.0  # in which no bucket moves: the attempt is void
@@ -159,7 +159,7 @@ class WeightSender:
         timeout_s: float,
         before_attempt: Callable[[], None] | None = None,
         *,
-        late_grace_s: float = LATE_GRACE_S,
+        late_grace_s: float = RECEIVER_GRACE_S,
     ) -> SendReport:
         """Serve the open offer to all workers that were told of it. `before_attempt` runs before each attempt.
 

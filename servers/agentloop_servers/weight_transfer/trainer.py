@@ -36,7 +36,7 @@ from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import CAST_DTYPES, tensor_info
-from agentloop_servers.weight_transfer.sender import LATE_GRACE_S, SendReport, WeightSender
+from agentloop_servers.weight_transfer.sender import RECEIVER_GRACE_S, SendReport, WeightSender
 from agentloop_servers.weight_transfer.trainer_group import (
     RankPart,
     TrainerGroup,
@@ -160,7 +160,7 @@ class Sender(Protocol):
         timeout_s: float,
         before_attempt: Callable[[], None] | None = None,
         *,
-        late_grace_s: float = LATE_GRACE_S,
+        late_grace_s: float = RECEIVER_GRACE_S,
     ) -> SendReport:
         """Make one transfer. Blocks."""
 
