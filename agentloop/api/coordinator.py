@@ -23,6 +23,19 @@ class ReplicaRegistration:
     url: str
     info: EngineInfo
     weight_version: int | None  # None: dummy weights, no traffic until its first commit
+    is_paused: bool = False
+    asleep: frozenset[MemoryTag] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """A replica's engine at one moment."""
+
+    load: Load
+    is_usable: bool
+    is_paused: bool = False
+    asleep: frozenset[MemoryTag] = frozenset()
+    num_answered: int = 0  # generations that its callers got, since its start
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,8 @@ class ReplicaStatus:
     num_workers: int = 1
     weight_dtype: str | None = None
     error: str | None = None  # why it is quarantined
+    is_paused: bool = False  # by its last report, as the following
+    asleep: tuple[MemoryTag, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +163,10 @@ class ServiceStatus:
     rollouts: tuple[RolloutStatus, ...]
     updates: tuple[UpdateReport, ...]  # the latest, oldest first; bounded
     asleep: tuple[MemoryTag, ...] = ()  # the memory that the fleet has given back
+    paused_s: float | None = None  # how long the operator's pause holds; None: there is none
+    pause_reason: str = ""
+    asleep_s: float | None = None
+    sleep_reason: str = ""
 
 
 class ReplicaPort(Protocol):
@@ -156,8 +175,8 @@ class ReplicaPort(Protocol):
     async def register(self, registration: ReplicaRegistration) -> None:
         """Join the fleet. Takes traffic once it holds the fleet's weight version."""
 
-    async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
-        """Report load. False: unknown to this coordinator, register again."""
+    async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
+        """Report the engine's state. False: unknown to this coordinator, register again."""
 
     async def deregister(self, replica_id: str) -> None:
         """Leave the fleet; its leases move. Unknown ids: no-op."""
@@ -214,14 +233,17 @@ class FleetPort(Protocol):
     async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
         """Bring every replica to a new version. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed."""
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Pause generation on every replica until `resume`. Idempotent."""
+    async def pause(self, mode: PauseMode, reason: str = "") -> None:
+        """Pause generation on every replica until `resume`, over restarts too. Idempotent."""
 
     async def resume(self) -> None:
         """Undo `pause`. Idempotent."""
 
-    async def sleep(self, level: int) -> None:
-        """Freeze every replica and give its memory back. Idempotent. Raises InvalidRequest, EngineLost."""
+    async def sleep(self, level: int, reason: str = "") -> None:
+        """Freeze every replica and give its memory back, until `wake`, over restarts too. Idempotent.
+
+        Raises InvalidRequest, EngineLost.
+        """
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         """Take memory back; once all of it is, generation goes on. Idempotent. Raises Conflict, EngineLost."""

@@ -57,6 +57,7 @@ from agentloop.types import (
 B = TypeVar("B", bound=BaseModel)
 
 MAX_PROBLEMS = 10
+MAX_ORDER_REASON_CHARS = 300  # of an order
 MAX_PROBLEM_CHARS = 300
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_STOP_TOKEN_IDS = 64
@@ -425,10 +426,15 @@ class SubmitBody(Body):
 # --- control ----------------------------------------------------------------------------------------------
 
 
+Reason = Annotated[str, Field(max_length=MAX_ORDER_REASON_CHARS)]
+"""The reason of an order, as the status shows it."""
+
+
 class PauseBody(Body):
     """The body of `POST /admin/pause`."""
 
     mode: Literal["abort", "wait", "keep"] = PauseMode.KEEP.value
+    reason: Reason = ""
 
 
 def _one_source(schema: dict[str, Any]) -> None:
@@ -489,6 +495,7 @@ class SleepBody(Body):
     """The body of `POST /admin/sleep`. Level 1 keeps the weights in host memory, level 2 discards them."""
 
     level: int = Field(default=1, ge=1, le=2)
+    reason: Reason = ""
 
 
 class WakeBody(Body):

@@ -268,12 +268,12 @@ class RolloutClient:
             del push[name]
         return await self._update({"push": push}, options)
 
-    async def sleep(self, level: int = 1, *, timeout_s: float = 900.0) -> None:
+    async def sleep(self, level: int = 1, *, reason: str = "", timeout_s: float = 900.0) -> None:
         """Freeze every replica and give its memory back: level 1 keeps the weights in host memory, 2 discards them.
 
-        Idempotent; needs the admin key. Requests in flight go on after `wake`.
+        Idempotent; needs the admin key. Requests in flight go on after `wake`. The status shows the reason.
         """
-        body = check_body({"level": level}, SleepBody)
+        body = check_body({"level": level, "reason": reason}, SleepBody)
         await self._transport.call("POST", "/admin/sleep", body=body, is_admin=True, extra_s=timeout_s)
 
     async def wake(self, tags: Iterable[MemoryTag] | None = None, *, timeout_s: float = 900.0) -> None:
@@ -281,9 +281,9 @@ class RolloutClient:
         body = check_body({"tags": None if tags is None else [str(tag) for tag in tags]}, WakeBody)
         await self._transport.call("POST", "/admin/wake", body=body, is_admin=True, extra_s=timeout_s)
 
-    async def pause(self, mode: PauseMode = PauseMode.KEEP, *, timeout_s: float = 900.0) -> None:
+    async def pause(self, mode: PauseMode = PauseMode.KEEP, *, reason: str = "", timeout_s: float = 900.0) -> None:
         """Pause generation on every replica until `resume`. Idempotent; needs the admin key."""
-        body = check_body({"mode": mode.value}, PauseBody)
+        body = check_body({"mode": mode.value, "reason": reason}, PauseBody)
         await self._transport.call("POST", "/admin/pause", body=body, is_admin=True, extra_s=timeout_s)
 
     async def resume(self, *, timeout_s: float = 900.0) -> None:

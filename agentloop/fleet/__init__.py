@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentloop.fleet.desired_state import StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import Connect, ReplicaSync
@@ -15,5 +16,6 @@ __all__ = [
     "ReplicaRecord",
     "ReplicaState",
     "ReplicaSync",
+    "StandingOrders",
     "WeightConfig",
 ]

@@ -22,10 +22,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from agentloop.clock import Clock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, InvariantBroken
+from agentloop.fleet.desired_state import WEIGHTS
 from agentloop.fleet.parallel_step import within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
-from agentloop.fleet.weight_update import WEIGHTS
 from agentloop.types import KVPolicy, PauseMode
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from agentloop.api import ReplicaRegistration
+from agentloop.api import ReplicaRegistration, ReplicaReport
 from agentloop.errors import InvariantBroken
 from agentloop.types import Load
 
@@ -72,7 +72,7 @@ class ReplicaRecord:
     state: ReplicaState
     weight_version: int | None
     seen_at: float
-    load: Load
+    report: ReplicaReport  # its last one
     error: str | None = None  # why it takes no traffic, if something went wrong
     num_failures: int = 0
     num_contradictions: int = 0
@@ -161,23 +161,29 @@ class Fleet:
             state=ReplicaState.JOINING,
             weight_version=registration.weight_version,
             seen_at=now,
-            load=Load(weight_version=registration.weight_version),
+            report=ReplicaReport(
+                Load(weight_version=registration.weight_version),
+                is_usable=registration.weight_version is not None,
+                is_paused=registration.is_paused,
+                asleep=registration.asleep,
+            ),
         )
         self._replicas[joined.replica_id] = joined
         self._offer_version(joined.weight_version)
         return joined
 
-    def heartbeat(self, replica_id: str, load: Load, is_usable: bool, now: float) -> bool:
+    def heartbeat(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
         """Take in the report of a replica. False: unknown, it has to register."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return False
-        replica = self._put(replace(replica, load=load, seen_at=now, num_failures=0))
-        if replica.state is ReplicaState.JOINING and is_usable and load.weight_version is not None:
-            self._put(replace(replica, weight_version=load.weight_version))
-            self._offer_version(load.weight_version)
+        replica = self._put(replace(replica, report=report, seen_at=now, num_failures=0))
+        version = report.load.weight_version
+        if replica.state is ReplicaState.JOINING and report.is_usable and version is not None:
+            self._put(replace(replica, weight_version=version))
+            self._offer_version(version)
         elif replica.state in (ReplicaState.READY, ReplicaState.SUSPECT):
-            self._compare(replica, is_usable)
+            self._compare(replica)
         return True
 
     def report_failure(self, replica_id: str) -> None:
@@ -305,9 +311,9 @@ class Fleet:
             if replica.state is ReplicaState.READY and replica.weight_version != version:
                 self._move(replica, ReplicaState.JOINING)
 
-    def _compare(self, replica: ReplicaRecord, is_usable: bool) -> None:
+    def _compare(self, replica: ReplicaRecord) -> None:
         """Compare the report of a READY or SUSPECT replica with what we know of it."""
-        reported = replica.load.weight_version
+        reported, is_usable = replica.report.load.weight_version, replica.report.is_usable
         if is_usable and reported in (None, replica.weight_version):
             replica = self._put(replace(replica, num_contradictions=0))
             if replica.state is ReplicaState.SUSPECT:

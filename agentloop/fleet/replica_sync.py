@@ -1,6 +1,7 @@
 """The desired state of the fleet, and its owner, which brings every replica to it.
 
-`DesiredState` names the weights and their source, the operator's pause, and the memory that is given back.
+`DesiredState` names the weights and their source, the operator's pause, and the memory that is given back. Orders
+hold over a restart: they are saved before a replica hears of them (`on_orders`), and `restore` takes them up again.
 Fleet-wide orders (an update, pause and resume, sleep and wake) change it and reach all replicas at once. Replicas
 that came late, failed a step or did not follow an order are brought to it one by one (`LateReplicas`).
 
@@ -20,10 +21,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 from structlog.typing import FilteringBoundLogger
@@ -37,40 +39,13 @@ from agentloop.errors import (
     InvalidRequest,
     NoHealthyReplica,
 )
+from agentloop.fleet.desired_state import DesiredState, StandingOrders
 from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.weight_update import WEIGHTS, FleetUpdate, UpdateState, WeightConfig
+from agentloop.fleet.weight_update import FleetUpdate, UpdateState, WeightConfig
 from agentloop.types import KVPolicy, PauseMode
 
 Connect = Callable[[str], EngineControl]
-
-
-@dataclass(frozen=True, slots=True)
-class DesiredState:
-    """The state that every replica is brought to. The version is the registry's: `Fleet.weight_version`."""
-
-    source: tuple[WeightUpdate, KVPolicy] | None = None  # the update that made the fleet's version, if there is one
-    operator_pause: PauseMode | None = None
-    asleep: frozenset[MemoryTag] = frozenset()
-    sleep_level: int = 0  # 2: the weights were discarded
-
-    @property
-    def is_paused(self) -> bool:
-        return self.operator_pause is not None
-
-    def put_to_sleep(self, level: int) -> DesiredState:
-        """Give all memory back; a lighter sleep does not bring back weights that a deeper one has discarded."""
-        has_weights = MemoryTag.WEIGHTS not in self.asleep
-        level = level if has_weights else max(level, self.sleep_level)
-        return replace(self, asleep=ALL_MEMORY, sleep_level=level)
-
-    def awake_to_stage(self) -> DesiredState:
-        """Take back the memory of the weights; what was in it may still be discarded."""
-        return replace(self, asleep=self.asleep - WEIGHTS)
-
-    def woken(self, tags: frozenset[MemoryTag]) -> DesiredState:
-        asleep = self.asleep - tags
-        return replace(self, asleep=asleep, sleep_level=self.sleep_level if asleep else 0)
 
 
 class ReplicaSync:
@@ -85,18 +60,24 @@ class ReplicaSync:
         *,
         initial: tuple[WeightUpdate, KVPolicy] | None = None,
         on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
+        on_orders: Callable[[StandingOrders], Awaitable[None]] | None = None,
         on_change: Callable[[], None] = lambda: None,
         log: FilteringBoundLogger | None = None,
+        wall_time: Callable[[], float] = time.time,
     ) -> None:
         """`initial` is what engines load at their start. `on_staged` is awaited once an update can only go forward:
-        from there a restarted coordinator goes on with it (`serve`). `on_change` is called after every order,
-        also one that failed."""
+        from there a restarted coordinator goes on with it (`serve`). `on_orders` makes the standing orders durable;
+        what it raises is logged, and `save_owed` tries again. `on_change` is called after every order, also one
+        that failed. `wall_time` is what status shows the beginning of an order by."""
         self._fleet = fleet
         self.connect = connect
         self.config = config or WeightConfig()
         self._clock = clock
         self._on_staged = on_staged
+        self._on_orders = on_orders
+        self._are_orders_saved = True
         self._on_change = on_change
+        self._wall_time = wall_time
         self._log = structlog.get_logger("fleet") if log is None else log
         self._desired = DesiredState(source=initial)
         self._ongoing: str | None = None  # the fleet-wide procedure
@@ -128,16 +109,25 @@ class ReplicaSync:
         self._desired = replace(self._desired, source=(update, kv_policy))
         self._fleet.set_weight_version(update.version)
 
+    def restore(self, orders: StandingOrders) -> None:
+        """Take up the orders of an earlier coordinator, before replicas join."""
+        self._desired = replace(self._desired, orders=orders)
+
+    async def save_owed(self) -> None:
+        """Save orders that could not be saved when they were given. Raises what the store raises."""
+        if not self._are_orders_saved:
+            await self._save_orders()
+
     # --- the operator's orders ---
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, reason: str = "") -> None:
         """Pause every replica until `resume`; replicas that join or update meanwhile end paused. Idempotent.
 
         Raises EngineLost naming those that did not follow; the pause holds for all others.
         """
         with self._order(f"pause {mode}"):
             async with self._gate:
-                self._desired = replace(self._desired, operator_pause=mode)
+                await self._ordered(self._desired.orders.paused(mode, reason, self._wall_time()))
                 await self._order_all(
                     "pause", lambda engine: engine.pause(mode), self.config.operator_pause_timeout_s
                 )
@@ -146,10 +136,10 @@ class ReplicaSync:
         """Undo `pause`. Idempotent. Raises EngineLost naming those that did not follow."""
         with self._order("resume"):
             async with self._gate:
-                self._desired = replace(self._desired, operator_pause=None)
+                await self._ordered(self._desired.orders.resumed())
                 await self._order_all("resume", lambda engine: engine.resume(), self.config.resume_timeout_s)
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, reason: str = "") -> None:
         """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
 
         Raises InvalidRequest, with nothing touched, if a replica cannot sleep; EngineLost naming those that did not
@@ -164,7 +154,7 @@ class ReplicaSync:
                     replicas = self._fleet.replicas
                     if unable := [one.replica_id for one in replicas if not one.registration.info.can_sleep]:
                         raise InvalidRequest(f"cannot sleep: {', '.join(unable)}")
-                    self._desired = self._desired.put_to_sleep(level)
+                    await self._ordered(self._desired.orders.put_to_sleep(level, reason, self._wall_time()))
                     await self._sleep_all()
 
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
@@ -178,9 +168,9 @@ class ReplicaSync:
             await self.until_idle()
             with self._fleet_wide("a wake"):
                 replicas = self._unclaimed(ReplicaState.ASLEEP)
-                if self._desired.sleep_level != 2 or all(self._fleet.is_current(one) for one in replicas):
+                if self._desired.orders.sleep_level != 2 or all(self._fleet.is_current(one) for one in replicas):
                     async with self._gate:
-                        self._desired = self._desired.woken(tags)
+                        await self._ordered(self._desired.orders.woken(tags))
                         await self._wake_all(tags)
                     return
                 if MemoryTag.WEIGHTS not in tags:
@@ -189,6 +179,21 @@ class ReplicaSync:
                 if source is None or not source[0].is_repeatable:
                     raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
                 await self._run_update(replicas, *source, tags)
+
+    async def _ordered(self, orders: StandingOrders) -> None:
+        """Have these orders hold. A store that fails does not keep the fleet from obeying."""
+        self._desired = replace(self._desired, orders=orders)
+        self._are_orders_saved = False
+        try:
+            await within(self.config.save_timeout_s, self._save_orders())
+        except Exception as error:
+            self._log.error("orders_not_saved", error=repr(error))
+
+    async def _save_orders(self) -> None:
+        orders = self._desired.orders
+        if self._on_orders is not None:
+            await self._on_orders(orders)
+        self._are_orders_saved = orders == self._desired.orders
 
     async def _order_all(
         self, verb: str, ask: Callable[[EngineControl], Awaitable[None]], timeout_s: float
@@ -302,7 +307,7 @@ class ReplicaSync:
         with self.claim(replicas, "the update was cut short"):
             try:
                 await run.wake_weights(self._desired.asleep)
-                self._desired = self._desired.awake_to_stage()
+                self._desired = replace(self._desired, orders=self._desired.orders.awake_to_stage())
                 await run.stage(update)
                 if on_staged is not None:
                     await on_staged(update, kv_policy)
@@ -310,7 +315,8 @@ class ReplicaSync:
                     await run.pause(kv_policy)
                     await run.commit(update.version)
                     self.serve(update, kv_policy)
-                    asleep, self._desired = self._desired.asleep, self._desired.woken(tags)
+                    asleep = self._desired.asleep
+                    await self._ordered(self._desired.orders.woken(tags))
                     await run.wake_rest(asleep, tags)
                     await run.resume(is_asleep=bool(self._desired.asleep), is_paused=self._desired.is_paused)
             finally:
@@ -338,7 +344,7 @@ class ReplicaSync:
 
     async def _put_to_sleep(self, replica: ReplicaRecord) -> None:
         """Have it give back the memory that the fleet has given back."""
-        engine, level = self.connect(replica.url), self._desired.sleep_level
+        engine, level = self.connect(replica.url), self._desired.orders.sleep_level
         if level == 2:
             self._fleet.forget_version(replica)
         await within(self.config.sleep_timeout_s, engine.sleep(level))
@@ -353,7 +359,7 @@ class ReplicaSync:
 
     async def _go_on(self, replica: ReplicaRecord) -> bool:
         """Have it sample again, unless its weights are not the fleet's: it then stays frozen until brought up."""
-        mode = self._desired.operator_pause
+        mode = self._desired.orders.pause
         now = self._fleet.get(replica.replica_id)
         if now is not None and self._fleet.is_current(now):
             engine = self.connect(replica.url)

@@ -23,11 +23,10 @@ from enum import StrEnum
 from agentloop.clock import Clock
 from agentloop.engine import EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, InvalidRequest, InvariantBroken, WeightUpdateFailed
+from agentloop.fleet.desired_state import WEIGHTS
 from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.types import KVPolicy, PauseMode
-
-WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,7 @@ class WeightConfig:
     sleep_timeout_s: float = 120.0
     wake_timeout_s: float = 120.0
     offer_timeout_s: float = 30.0
+    save_timeout_s: float = 5.0  # of an order, into the store; the fleet obeys also one that is not saved
     operator_pause_timeout_s: float = 600.0  # PauseMode.WAIT runs requests to their end
     max_catch_up_attempts: int = 5
     backoff_s: float = 0.5

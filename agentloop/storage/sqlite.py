@@ -129,8 +129,20 @@ class BatchWriter:
     Ownership: the connection and the executor, until `close`. What waits is as many pieces as there are callers.
     """
 
-    def __init__(self, db: sqlite3.Connection, kind: str, executor: Executor, *, max_batch: int) -> None:
-        """`executor` runs one call at a time; a transaction has at most `max_batch` pieces of work."""
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        kind: str,
+        executor: Executor,
+        *,
+        max_batch: int,
+        guard: Callable[[sqlite3.Connection], None] = lambda db: None,
+    ) -> None:
+        """`executor` runs one call at a time; a transaction has at most `max_batch` pieces of work.
+
+        Each begins with `guard`: what that raises is the outcome of all of them.
+        """
+        self._guard = guard
         self._db = db
         self._kind = kind
         self._executor = executor
@@ -196,6 +208,7 @@ class BatchWriter:
         db = self._db
         try:
             db.execute("BEGIN IMMEDIATE")
+            self._guard(db)
             outcomes = [_outcome(work, db) for work in works]
             db.execute("COMMIT")
             return outcomes

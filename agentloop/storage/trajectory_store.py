@@ -1,6 +1,7 @@
 """The trajectory store: what was accepted and what became of it, in one SQLite file of the run directory.
 
-Ownership: one process writes (the coordinator); any process may read.
+Ownership: one process writes (the coordinator); any process may read. A coordinator that takes the store over shuts
+out every earlier one: what that still writes is refused.
 Invariants: what `accept`, `commit` and `record` returned for has reached the disk, so an acknowledged record
 survives `kill -9` and a power cut; a key (rollout, group, sample) holds one record, the first one committed; a
 rollout holds accepted groups or recorded sessions, never both. A record is stored as `codec.encode(Trajectory)`,
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 from agentloop import codec
 from agentloop.engine import PushSource, WeightUpdate
-from agentloop.errors import Conflict, NotFound
+from agentloop.errors import Conflict, NotFound, ServiceUnavailable
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
@@ -46,6 +47,8 @@ CREATE TABLE IF NOT EXISTS trajectories (
     UNIQUE (rollout_id, group_id, sample_index));
 CREATE TABLE IF NOT EXISTS weight_update (
     id INTEGER PRIMARY KEY CHECK (id = 1), kv_policy TEXT NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS service_state (
+    name TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
 """,
     # What `commit` returned for is acknowledged to a trainer: it must survive the machine too.
@@ -61,6 +64,8 @@ _COUNT_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_
 _COUNT_RECORDS = "SELECT COUNT(*) FROM trajectories WHERE rollout_id = ?"
 _ADD_ROLLOUT = "INSERT OR IGNORE INTO rollouts VALUES (?)"
 _ADD_GROUP = "INSERT OR IGNORE INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
+_SAVE_STATE = "INSERT OR REPLACE INTO service_state VALUES (?, ?, ?)"
+_EPOCH = "epoch"  # the number of coordinators that this store has had
 _ADD_RECORD = (
     "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
 )
@@ -110,8 +115,13 @@ class TrajectoryStore:
         db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
+        self._epoch: int | None = None
         self._writer = BatchWriter(
-            db, _SCHEMA.kind, executor or one_thread("trajectories"), max_batch=MAX_COMMIT_BATCH
+            db,
+            _SCHEMA.kind,
+            executor or one_thread("trajectories"),
+            max_batch=MAX_COMMIT_BATCH,
+            guard=self._check_owner,
         )
 
     @property
@@ -239,9 +249,42 @@ class TrajectoryStore:
 
         return await self._writer.run(work)
 
+    async def take_over(self, above: int = 0) -> int:
+        """Become the store's only writer, under a new epoch: greater than any before and than `above`.
+
+        From now on the writes of every earlier owner raise ServiceUnavailable. Again gives the owner a greater one.
+        """
+
+        def work(db: sqlite3.Connection) -> int:
+            epoch = self._epoch = max(self._stored_epoch(db) or 0, above) + 1
+            db.execute(_SAVE_STATE, (_EPOCH, *packed(epoch)))
+            return epoch
+
+        return await self._writer.run(work)
+
+    async def save_state(self, name: str, value: object) -> None:
+        """Remember one named value of the service's state, in place of the one before."""
+        await self._writer.run(lambda db: db.execute(_SAVE_STATE, (name, *packed(value))).rowcount)
+
+    async def saved_state(self, name: str, kind: type[T]) -> T | None:
+        """Return the value that was saved last under a name; None if there is none, or it is damaged."""
+        return await self._writer.run(lambda db: self._state(db, name, kind))
+
     async def close(self) -> None:
         """Finish what waits, then let go of the file. Idempotent."""
         await self._writer.close()
+
+    def _state(self, db: sqlite3.Connection, name: str, kind: type[T]) -> T | None:
+        row = db.execute("SELECT CAST(value AS BLOB), crc FROM service_state WHERE name = ?", (name,)).fetchone()
+        return None if row is None else self._rows.value("service_state", kind, name, *row)
+
+    def _stored_epoch(self, db: sqlite3.Connection) -> int | None:
+        return self._state(db, _EPOCH, int)
+
+    def _check_owner(self, db: sqlite3.Connection) -> None:
+        """Raises ServiceUnavailable once another process has taken the store over."""
+        if self._epoch is not None and (stored := self._stored_epoch(db)) is not None and stored > self._epoch:
+            raise ServiceUnavailable(f"another coordinator has taken this run over (epoch {stored})")
 
 
 def _holds_sessions(db: sqlite3.Connection, rollout_id: str) -> bool:

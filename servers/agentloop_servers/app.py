@@ -70,10 +70,12 @@ class CoordinatorDeployment:
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
-        clients = EngineClients(secret)
+        store = TrajectoryStore(run_dir / STORE_NAME)
+        self._closing.push_async_callback(store.close)
+        clients = EngineClients(secret, await store.take_over(), store.take_over)
         self._closing.push_async_callback(clients.close)
         self._coordinator = Coordinator(
-            store=TrajectoryStore(run_dir / STORE_NAME),
+            store=store,
             connect=clients.connect,
             config=CoordinatorConfig(
                 kv_policy=config.kv_policy,

@@ -23,6 +23,7 @@ import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
+from agentloop.api import ReplicaReport
 from agentloop.clock import RealClock
 from agentloop.storage import TrajectoryStore
 from agentloop.types import Load, Trajectory
@@ -53,8 +54,8 @@ class Served:
     async def cpu_s(self) -> float:
         return time.process_time()
 
-    async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
-        return await self._coordinator.replicas.heartbeat(replica_id, load, is_usable)
+    async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
+        return await self._coordinator.replicas.heartbeat(replica_id, report)
 
     async def record(self, trajectory: Trajectory) -> None:
         await self._coordinator.rollouts.record(trajectory)
@@ -83,7 +84,11 @@ async def measure(handle: serve.handle.DeploymentHandle, num_calls: int) -> None
     client = CoordinatorClient(handle.address.remote, SECRET)
     trajectory = make_trajectory("g", 0, rollout_id="sessions", spans=((0, 0, NUM_TOKENS),))
     calls: dict[str, tuple[Call, Call, tuple[object, ...]]] = {
-        "heartbeat": (handle.heartbeat.remote, client.replicas.heartbeat, ("replica-1", Load(), True)),
+        "heartbeat": (
+            handle.heartbeat.remote,
+            client.replicas.heartbeat,
+            ("replica-1", ReplicaReport(Load(), True)),
+        ),
         f"record of {NUM_TOKENS} tokens": (handle.record.remote, client.front.record, (trajectory,)),
     }
     print(f"{'call':24}{'way':16}{'CPU ms':>8}{'wall ms':>9}")

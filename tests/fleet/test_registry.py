@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.engine import EngineInfo
 from agentloop.errors import InvariantBroken
 from agentloop.fleet.registry import MOVES, Fleet, FleetConfig, ReplicaState
@@ -85,12 +85,12 @@ def test_silence_makes_suspect_then_dead_and_a_heartbeat_clears():
     assert fleet.expire(3.0) == ()
     assert state(fleet) is ReplicaState.SUSPECT
     assert not fleet.placeable()
-    assert fleet.heartbeat("a", Load(), True, now=4.0)
+    assert fleet.heartbeat("a", ReplicaReport(Load(), True), now=4.0)
     assert state(fleet) is ReplicaState.READY
     assert fleet.expire(13.9) == ()
     assert fleet.expire(14.0) == ("a",)
     assert fleet.get("a") is None
-    assert not fleet.heartbeat("a", Load(), True, now=15.0)
+    assert not fleet.heartbeat("a", ReplicaReport(Load(), True), now=15.0)
 
 
 def test_a_suspect_that_missed_an_update_does_not_come_back_with_old_weights():
@@ -98,7 +98,7 @@ def test_a_suspect_that_missed_an_update_does_not_come_back_with_old_weights():
     ready(fleet)
     fleet.expire(3.0)
     fleet.set_weight_version(1)
-    fleet.heartbeat("a", Load(), True, now=4.0)
+    fleet.heartbeat("a", ReplicaReport(Load(), True), now=4.0)
     assert state(fleet) is ReplicaState.JOINING
     assert not fleet.placeable()
 
@@ -121,7 +121,7 @@ def test_failed_calls_make_suspect_until_the_next_heartbeat():
     fleet.report_failure("a")
     assert state(fleet) is ReplicaState.SUSPECT
     assert fleet.may_recover_soon()
-    fleet.heartbeat("a", Load(), True, now=1.0)
+    fleet.heartbeat("a", ReplicaReport(Load(), True), now=1.0)
     assert fleet.placeable()
     fleet.report_failure("a")  # counted anew
     assert fleet.placeable()
@@ -131,12 +131,12 @@ def test_failed_calls_make_suspect_until_the_next_heartbeat():
 def test_one_contradicting_report_may_have_crossed_an_update_two_may_not():
     fleet = Fleet(CONFIG)
     ready(fleet, version=1)
-    fleet.heartbeat("a", Load(weight_version=0), True, 1.0)
+    fleet.heartbeat("a", ReplicaReport(Load(weight_version=0), True), 1.0)
     assert fleet.placeable()
-    fleet.heartbeat("a", Load(weight_version=1), True, 2.0)
-    fleet.heartbeat("a", Load(weight_version=0), True, 3.0)
+    fleet.heartbeat("a", ReplicaReport(Load(weight_version=1), True), 2.0)
+    fleet.heartbeat("a", ReplicaReport(Load(weight_version=0), True), 3.0)
     assert fleet.placeable()
-    fleet.heartbeat("a", Load(weight_version=0), True, 4.0)
+    fleet.heartbeat("a", ReplicaReport(Load(weight_version=0), True), 4.0)
     assert state(fleet) is ReplicaState.JOINING
     assert fleet.get("a").weight_version == 0
 
@@ -145,9 +145,9 @@ def test_an_unusable_engine_is_quarantined_and_only_a_commit_readmits_it():
     fleet = Fleet(CONFIG)
     replica = ready(fleet)
     for now in (1.0, 2.0):
-        fleet.heartbeat("a", Load(), False, now)
+        fleet.heartbeat("a", ReplicaReport(Load(), False), now)
     assert state(fleet) is ReplicaState.QUARANTINED
-    fleet.heartbeat("a", Load(weight_version=0), True, 3.0)
+    fleet.heartbeat("a", ReplicaReport(Load(weight_version=0), True), 3.0)
     fleet.register(registration(), 4.0)
     assert state(fleet) is ReplicaState.QUARANTINED
     assert not fleet.admit(replica)
@@ -212,7 +212,7 @@ def test_a_sleeper_takes_no_traffic_and_what_it_says_of_its_weights_does_not_cou
     assert not fleet.behind()
     assert fleet.may_recover_soon()
     for now in (1.0, 2.0, 2.5):
-        assert fleet.heartbeat("a", Load(weight_version=7), False, now)
+        assert fleet.heartbeat("a", ReplicaReport(Load(weight_version=7), False), now)
         fleet.register(registration(version=None), now)
     assert (state(fleet), fleet.get("a").weight_version) == (ReplicaState.ASLEEP, 0)
     fleet.begin_update(replica)
@@ -283,7 +283,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=names, version=versions, is_usable=st.booleans())
     def heartbeat(self, name, version, is_usable):
-        self.fleet.heartbeat(name, Load(weight_version=version), is_usable, self.now)
+        self.fleet.heartbeat(name, ReplicaReport(Load(weight_version=version), is_usable), self.now)
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0]))
     def pass_time(self, seconds):

@@ -8,6 +8,7 @@ more, since every call is idempotent or keyed; a command to the fleet only if it
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, cast
@@ -32,7 +33,7 @@ class CoordinatorClient:
         """`find` returns the coordinator's URL, or raises ServiceUnavailable."""
         self._find = find
         self._http = PrivateHttp(secret, lost=ServiceUnavailable, late=ServiceUnavailable)
-        self._commands = NumberedCommands()
+        self._commands = NumberedCommands(secrets.randbits(63))  # the caller's name, not its place among others
         self._url: str | None = None
         self._finding = asyncio.Lock()
         self.replicas = cast(ReplicaPort, _Port(ReplicaPort, self._call))
@@ -45,7 +46,7 @@ class CoordinatorClient:
 
     async def _call(self, call: CallType, *arguments: Any, **named: Any) -> Any:
         """Raises what the coordinator raises, and ServiceUnavailable if it fails or does not answer."""
-        arguments += tuple(named[name] for name in call.parameters[len(arguments) :])
+        arguments += tuple((call.defaults | named)[name] for name in call.parameters[len(arguments) :])
         timeout_s = UPDATE_TIMEOUT_S if call.name in COMMANDS else CALL_TIMEOUT_S
         if "wait_s" in call.parameters:
             timeout_s += arguments[call.parameters.index("wait_s")]

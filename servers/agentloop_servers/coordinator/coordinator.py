@@ -11,6 +11,8 @@ that must not stop half-way.
 from __future__ import annotations
 
 import asyncio
+import time
+from functools import partial
 
 import structlog
 from structlog.typing import FilteringBoundLogger
@@ -18,10 +20,13 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api import ServiceStatus
 from agentloop.clock import Clock
-from agentloop.fleet import Connect
+from agentloop.fleet import Connect, StandingOrders
 from agentloop.storage import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
+
+STANDING_ORDERS = "standing_orders"
+"""The name under which the store keeps the fleet's standing orders."""
 
 
 class Coordinator:
@@ -42,17 +47,21 @@ class Coordinator:
         self._store = store
         self._tasks = OwnedTasks("coordinator")
         changed = ChangeSignal()
-        self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, store.save_weights)
+        save_orders = partial(store.save_state, STANDING_ORDERS)
+        self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, store.save_weights, save_orders)
         self.rollouts = Rollouts(store, self.replicas, config, clock, log, changed, self._tasks)
         self._watching: asyncio.Task[None] | None = None
         self._endpoints: dict[int, str] = {}  # the private URLs of the endpoint's processes, by rank
         self._is_closed = False
 
     async def start(self) -> None:
-        """Queue what an earlier coordinator left unfinished, and begin to watch."""
+        """Take up the orders and the work that an earlier coordinator left, and begin to watch."""
         saved = await self._store.saved_weights()
         if saved is not None:
             self.replicas.sync.serve(*saved)
+        orders = await self._store.saved_state(STANDING_ORDERS, StandingOrders)
+        if orders is not None:
+            self.replicas.sync.restore(orders)
         await self.rollouts.restore()
         self._watching = asyncio.create_task(self._watch(), name="coordinator-watch")
 
@@ -77,6 +86,7 @@ class Coordinator:
     async def status(self) -> ServiceStatus:
         """Return the state of the service at this moment."""
         replicas, desired = self.replicas, self.replicas.sync.desired
+        orders, now = desired.orders, time.time()
         return ServiceStatus(
             is_ready=replicas.is_ready,
             is_paused=desired.is_paused,
@@ -86,6 +96,10 @@ class Coordinator:
             rollouts=self.rollouts.queue.rollouts,
             updates=replicas.sync.reports,
             asleep=tuple(sorted(desired.asleep)),
+            paused_s=max(0.0, now - orders.paused_at) if orders.is_paused else None,
+            pause_reason=orders.pause_reason,
+            asleep_s=max(0.0, now - orders.asleep_at) if orders.asleep else None,
+            sleep_reason=orders.sleep_reason,
         )
 
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
@@ -107,5 +121,6 @@ class Coordinator:
             self.rollouts.look(now)
             try:
                 await self.rollouts.write_owed()
+                await self.replicas.sync.save_owed()
             except Exception as error:  # the disk may come back; what is owed stays owed until then
-                self._log.error("records_not_written", error=repr(error))
+                self._log.error("not_written", error=repr(error))

@@ -13,13 +13,22 @@ from dataclasses import dataclass, field
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
-from agentloop.api import ReplicaRegistration, ReplicaStatus, UpdateReport
+from agentloop.api import ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import MemoryTag, WeightUpdate
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet import Connect, Fleet, FleetConfig, LateReplicas, ReplicaState, ReplicaSync, WeightConfig
+from agentloop.fleet import (
+    Connect,
+    Fleet,
+    FleetConfig,
+    LateReplicas,
+    ReplicaState,
+    ReplicaSync,
+    StandingOrders,
+    WeightConfig,
+)
 from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions
-from agentloop.types import KVPolicy, Lease, Load, PauseMode
+from agentloop.types import KVPolicy, Lease, PauseMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class Replicas:
         changed: ChangeSignal,
         tasks: OwnedTasks,
         on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]],
+        on_orders: Callable[[StandingOrders], Awaitable[None]],
     ) -> None:
         self.tasks = tasks
         self._config = config
@@ -69,6 +79,7 @@ class Replicas:
             config.weights,
             initial=None if config.initial_weights is None else (config.initial_weights, config.kv_policy),
             on_staged=on_staged,
+            on_orders=on_orders,
             on_change=self._fleet_changed,
             log=log,
         )
@@ -101,9 +112,9 @@ class Replicas:
         self.late.forget(replica.replica_id)
         self._fleet_changed()
 
-    async def heartbeat(self, replica_id: str, load: Load, is_usable: bool) -> bool:
+    async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
         before = self.fleet.get(replica_id)
-        is_known = self.fleet.heartbeat(replica_id, load, is_usable, self._clock.now())
+        is_known = self.fleet.heartbeat(replica_id, report, self._clock.now())
         after = self.fleet.get(replica_id)
         if before is not None and after is not None and before.state is not after.state:
             self._log.info("replica_state", replica=replica_id, state=after.state, before=before.state)
@@ -130,12 +141,14 @@ class Replicas:
                 state=replica.state.value,
                 engine=replica.registration.info.name,
                 weight_version=replica.weight_version,
-                load=replica.load,
+                load=replica.report.load,
                 num_leases=self.balancer.num_leases(replica.replica_id),
                 heartbeat_age_s=now - replica.seen_at,
                 num_workers=replica.registration.info.num_workers,
                 weight_dtype=replica.registration.info.weight_dtype,
                 error=replica.error,
+                is_paused=replica.report.is_paused,
+                asleep=tuple(sorted(replica.report.asleep)),
             )
             for replica in self.fleet.replicas
         )
@@ -182,16 +195,16 @@ class Replicas:
                         self._log.warning("replica_quarantined", replica=replica.replica_id, error=replica.error)
 
     @to_its_end
-    async def pause(self, mode: PauseMode) -> None:
-        await self.sync.pause(mode)
+    async def pause(self, mode: PauseMode, reason: str = "") -> None:
+        await self.sync.pause(mode, reason)
 
     @to_its_end
     async def resume(self) -> None:
         await self.sync.resume()
 
     @to_its_end
-    async def sleep(self, level: int) -> None:
-        await self.sync.sleep(level)
+    async def sleep(self, level: int, reason: str = "") -> None:
+        await self.sync.sleep(level, reason)
 
     @to_its_end
     async def wake(self, tags: frozenset[MemoryTag]) -> None:

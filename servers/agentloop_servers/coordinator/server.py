@@ -21,6 +21,7 @@ from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateSer
 
 SERVER_NAME = "coordinator"
 MAX_CALL_BYTES = 256 * 2**20  # of a submission, or of one record
+_NONE = inspect.Parameter.empty
 CALLS_END_S = 0.5  # there are always calls that wait for work
 
 
@@ -32,6 +33,7 @@ class CallType:
     parameters: tuple[str, ...]
     arguments: Any  # a tuple of the parameters' types
     answer: Any
+    defaults: dict[str, Any]
 
 
 def calls_of(port: type) -> dict[str, CallType]:
@@ -42,7 +44,15 @@ def calls_of(port: type) -> dict[str, CallType]:
             if inspect.iscoroutinefunction(method):
                 hints = get_type_hints(method)
                 returned = hints.pop("return")
-                found[name] = CallType(name, tuple(hints), tuple[tuple(hints.values())], returned)  # type: ignore[misc]
+                signature = inspect.signature(method).parameters
+                defaults = {each: signature[each].default for each in hints if signature[each].default is not _NONE}
+                found[name] = CallType(
+                    name,
+                    tuple(hints),
+                    tuple[tuple(hints.values())],  # type: ignore[misc]
+                    returned,
+                    defaults,
+                )
     return found
 
 

@@ -112,7 +112,7 @@ class AdminRoutes:
 
     async def pause(self, body: Pause) -> Response:
         """Pause generation on every replica until a resume. Idempotent."""
-        await self._ask(self._coordinator.pause(PauseMode(body.mode)))
+        await self._ask(self._coordinator.pause(PauseMode(body.mode), body.reason))
         return json_response(PauseState(is_paused=True))
 
     async def resume(self) -> Response:
@@ -131,7 +131,7 @@ class AdminRoutes:
     async def sleep(self, body: Sleep) -> Response:
         """Freeze every replica and give its memory back. Idempotent."""
         self._rules.check_sleep()
-        await self._ask(self._coordinator.sleep(body.level))
+        await self._ask(self._coordinator.sleep(body.level, body.reason))
         return await self._memory()
 
     async def wake(self, body: Wake) -> Response:

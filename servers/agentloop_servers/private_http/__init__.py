@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp, keep_alive_connector
-from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, NumberedCommands
+from agentloop_servers.private_http.fencing import CommandKind, Fenced, FencingGuard, NumberedCommands
 from agentloop_servers.private_http.server import (
     SERVER_HEADER,
     Misdirected,
@@ -16,6 +16,7 @@ __all__ = [
     "NO_HEADERS",
     "SERVER_HEADER",
     "CommandKind",
+    "Fenced",
     "FencingGuard",
     "Misdirected",
     "NumberedCommands",

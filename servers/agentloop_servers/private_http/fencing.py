@@ -1,12 +1,16 @@
 """Fencing: a command that arrives late, or twice, is refused.
 
+An epoch comes from a counter that is stored (`TrajectoryStore.take_over`), never from a clock: clocks go back.
+Where the counter was lost, a refusal tells the epoch to outrun, and only the store's owner is given a greater one.
+
 A command whose caller has given up, a copy of one, or one of a process that was replaced may arrive at any time
 later: a pause after its resume would freeze a replica for which nobody feels responsible.
 """
 
 from __future__ import annotations
 
-import time
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,6 +18,12 @@ from agentloop.errors import Conflict
 
 EPOCH_HEADER = "x-agentloop-epoch"
 ORDER_HEADER = "x-agentloop-order"
+
+
+class Fenced(Conflict):
+    """A command that came after a newer one."""
+
+    code = "fenced"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,21 +48,40 @@ class FencingGuard:
         self._last: dict[CommandKind, FencingToken] = {}
 
     def admit(self, kind: CommandKind, token: FencingToken) -> None:
-        """Raises Conflict if the command is late or was here before."""
+        """Raises Fenced if the command is late or was here before."""
         last = self._last.get(kind)
         if last is not None and token <= last:
-            raise Conflict(f"order {token.epoch}.{token.number} came after {last.epoch}.{last.number}")
+            raise Fenced(f"order {token.epoch}.{token.number} came after {last.epoch}.{last.number}")
         self._last[kind] = token
+
+    @property
+    def newest_epoch(self) -> int:
+        """The greatest epoch of a command that passed; 0 before the first."""
+        return max((token.epoch for token in self._last.values()), default=0)
 
 
 class NumberedCommands:
     """The commands of one process, numbered in the order in which they are sent."""
 
-    def __init__(self, epoch: int | None = None) -> None:
-        """`epoch` is higher than that of any process before whose commands this one takes over; by default it is
-        the time."""
-        self._epoch = time.time_ns() if epoch is None else epoch
+    def __init__(self, epoch: int, raise_epoch: Callable[[int], Awaitable[int]] | None = None) -> None:
+        """`epoch` is greater than that of any process before whose commands this one takes over. `raise_epoch`
+        gives one above its argument, or raises if another process has taken over."""
+        self._epoch = epoch
+        self._raise_epoch = raise_epoch
+        self._raising = asyncio.Lock()
         self._num_sent = 0
+
+    async def outrun(self, epoch: int) -> bool:
+        """Take an epoch above the one that a command was refused for. False: the command itself was late.
+
+        Raises what `raise_epoch` raises.
+        """
+        if epoch <= self._epoch or self._raise_epoch is None:
+            return False
+        async with self._raising:
+            if epoch >= self._epoch:  # another command may have outrun it meanwhile
+                self._epoch = await self._raise_epoch(epoch)
+        return True
 
     def next_headers(self) -> dict[str, str]:
         """Return the headers of the next command."""

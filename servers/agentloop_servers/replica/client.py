@@ -8,7 +8,7 @@ carries a fencing token: one that arrives late, or twice, is refused over there 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from agentloop.engine import (
 from agentloop.errors import DeadlineExceeded, EngineLost, InvariantBroken, from_wire
 from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
-from agentloop_servers.private_http import NO_HEADERS, NumberedCommands, PrivateHttp
+from agentloop_servers.private_http import NO_HEADERS, Fenced, NumberedCommands, PrivateHttp
 from agentloop_servers.replica.protocol import (
     ERROR_FRAME,
     FRAME,
@@ -142,6 +142,11 @@ class RemoteEngine:
 
     async def _order(self, path: str, kind: type[ControlAnswer[T]], value: object = None) -> T:
         """Make a control call that is refused if a newer one was there before it."""
+        try:
+            return await self._control(path, kind, value, self._commands.next_headers())
+        except Fenced:
+            if not await self._commands.outrun(await self._control("/fence", ControlAnswer[int])):
+                raise
         return await self._control(path, kind, value, self._commands.next_headers())
 
     async def _control(
@@ -182,11 +187,12 @@ class RemoteEngine:
 class EngineClients:
     """The remote engines of one process, one a URL, over one connection pool, and the numbers of its orders."""
 
-    def __init__(self, secret: str, epoch: int | None = None) -> None:
-        """`epoch` is higher than that of any process before whose orders this one takes over; by default it is
-        the time."""
+    def __init__(
+        self, secret: str, epoch: int = 0, raise_epoch: Callable[[int], Awaitable[int]] | None = None
+    ) -> None:
+        """`epoch` and `raise_epoch` are those of `NumberedCommands`, for the one process that gives orders."""
         self._http = PrivateHttp(secret, lost=EngineLost, late=DeadlineExceeded)
-        self._commands = NumberedCommands(epoch)
+        self._commands = NumberedCommands(epoch, raise_epoch)
         self._engines: dict[str, RemoteEngine] = {}
 
     def connect(self, url: str) -> RemoteEngine:

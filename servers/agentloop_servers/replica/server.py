@@ -19,7 +19,7 @@ import orjson
 import structlog
 from aiohttp import web
 
-from agentloop.api import ReplicaPort, ReplicaRegistration
+from agentloop.api import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.codec import decode
 from agentloop.engine import Engine, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost
@@ -67,6 +67,7 @@ class DataPlaneServer(PrivateServer):
 
         return {
             "/state": _ControlCall(_nothing),
+            "/fence": _ControlCall(self._newest_epoch),
             "/health": _ControlCall(engine.check_health),
             "/abort": _ControlCall(engine.abort, str),
             "/offer": _ControlCall(engine.offer),
@@ -124,6 +125,9 @@ class DataPlaneServer(PrivateServer):
                 await stream.write(frame(event))
         await stream.write_eof()
         return stream
+
+    async def _newest_epoch(self) -> int:
+        return self._fencing.newest_epoch
 
     def _engine_state(self) -> EngineState:
         engine = self._engine
@@ -185,15 +189,20 @@ class Replica:
         while True:
             try:
                 if is_known:
-                    load, is_usable = self._engine.load(), self._engine.is_usable
-                    is_known = await self._coordinator.heartbeat(self.replica_id, load, is_usable)
+                    is_known = await self._coordinator.heartbeat(self.replica_id, self._report())
                 if not is_known:
-                    await self._coordinator.register(
-                        ReplicaRegistration(
-                            self.replica_id, self.url, self._engine.info, self._engine.weight_version
-                        )
-                    )
+                    await self._coordinator.register(self._registration())
                     is_known = True
             except AgentLoopError as error:
                 self._log.warning("heartbeat_failed", code=error.code, error=str(error))
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _registration(self) -> ReplicaRegistration:
+        engine = self._engine
+        return ReplicaRegistration(
+            self.replica_id, self.url, engine.info, engine.weight_version, engine.is_paused, engine.asleep
+        )
+
+    def _report(self) -> ReplicaReport:
+        engine = self._engine
+        return ReplicaReport(engine.load(), engine.is_usable, engine.is_paused, engine.asleep)

@@ -6,7 +6,15 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from agentloop.api.coordinator import FleetPort, FrontPort, LeasePort, ReplicaPort, RolloutPort, WorkerPort
+from agentloop.api.coordinator import (
+    FleetPort,
+    FrontPort,
+    LeasePort,
+    ReplicaPort,
+    ReplicaReport,
+    RolloutPort,
+    WorkerPort,
+)
 from agentloop.clock import RealClock
 from agentloop.codec import encode
 from agentloop.engine import WeightUpdate
@@ -119,7 +127,7 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         assert page.status.is_done
         assert (await front.status()).replicas[0].replica_id == "a"
         assert await front.join_endpoint(3, "http://there") == {3: "http://there"}
-        assert not await site.client.replicas.heartbeat("unknown", Load(), True)
+        assert not await site.client.replicas.heartbeat("unknown", ReplicaReport(Load(), True))
         lease = await front.lease("s", 100)
         await front.release(lease)
         await front.pause(PauseMode.KEEP)
@@ -199,9 +207,9 @@ async def test_a_command_that_arrives_late_is_refused(tmp_path):
                 return answer.status
 
         assert await send("resume", 7, 2) == 200
-        assert await send("pause", 7, 1, PauseMode.KEEP) == 409
+        assert await send("pause", 7, 1, PauseMode.KEEP, "") == 409
         assert not (await site.client.front.status()).is_paused
-        assert await send("pause", 1, 1, PauseMode.KEEP) == 200  # of another caller
+        assert await send("pause", 1, 1, PauseMode.KEEP, "") == 200  # of another caller
         async with session.post(f"{site.server.url}/resume", data=encode(())) as answer:
             assert answer.status == 400
         await site.client.front.resume()

@@ -223,16 +223,6 @@ async def test_a_restart_goes_on_with_pushed_weights_and_their_secret_is_not_kep
     assert (await coordinator.status()).weight_version == 1
 
 
-@service("a", info=SLEEPER)
-async def test_a_restarted_coordinator_wakes_who_sleeps(site, coordinator):
-    await coordinator.replicas.sleep(1)
-    await site.stop()
-    await site.start()
-    await site.clock.sleep(2.0)
-    assert await site.states() == {"a": "ready"}
-    assert site.engines["a"].asleep == frozenset()
-
-
 @service("a", info=SLEEPER, config=replace(CONFIG, initial_weights=WeightUpdate(0, "/models/judge")))
 async def test_a_judge_sleeps_deeply_and_comes_back_from_its_checkpoint(site, coordinator):
     await coordinator.replicas.sleep(2)

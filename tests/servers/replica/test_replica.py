@@ -19,6 +19,7 @@ from agentloop.errors import (
     DeadlineExceeded,
     EngineLost,
     InvalidRequest,
+    ServiceUnavailable,
 )
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, LatencyModel
@@ -202,22 +203,28 @@ async def test_orders_that_arrive_late_or_twice_or_unnumbered_are_refused():
 
 async def test_a_new_process_outranks_the_one_before_it():
     async with Plane(SPEC) as plane:
-        old, new, newest = (
-            EngineClients("secret", epoch=1),
-            EngineClients("secret", epoch=2),
-            EngineClients("secret"),
-        )
+
+        async def above(epoch):
+            return epoch + 1
+
+        async def taken_over(epoch):
+            raise ServiceUnavailable("another coordinator")
+
+        old = EngineClients("secret", 1, taken_over)
+        new = EngineClients("secret", 2, above)
+        forgetful = EngineClients("secret", 1, above)  # it owns the store, whose counter was lost
         try:
             await old.connect(plane.server.url).pause(PauseMode.KEEP)
             await new.connect(plane.server.url).resume()
-            with pytest.raises(Conflict):
+            with pytest.raises(ServiceUnavailable):
                 await old.connect(plane.server.url).pause(PauseMode.KEEP)
-            await newest.connect(plane.server.url).pause(PauseMode.KEEP)  # by default, the time counts
-            with pytest.raises(Conflict):
-                await new.connect(plane.server.url).resume()
+            assert not plane.engine.is_paused
+            await forgetful.connect(plane.server.url).pause(PauseMode.KEEP)
             assert plane.engine.is_paused
+            await forgetful.connect(plane.server.url).resume()
+            assert not plane.engine.is_paused
         finally:
-            for clients in (old, new, newest):
+            for clients in (old, new, forgetful):
                 await clients.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.clock import Clock
 from agentloop.engine import (
     ALL_MEMORY,
@@ -19,7 +19,16 @@ from agentloop.engine import (
 )
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, WeightUpdateFailed
 from agentloop.generation.leased_engine import LeasedEngine
-from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, Lease, PauseMode, WeightVersionSpan
+from agentloop.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    Lease,
+    Load,
+    PauseMode,
+    WeightVersionSpan,
+)
 
 FOR_EVER_S = 1e6
 INFO = EngineInfo("fake", 4096, 1000, 16, 10_000, 8)
@@ -54,7 +63,13 @@ class FakeEngine:
         return self.url.removeprefix("fake://")
 
     def registration(self) -> ReplicaRegistration:
-        return ReplicaRegistration(self.replica_id, self.url, self.info, self.weight_version)
+        return ReplicaRegistration(
+            self.replica_id, self.url, self.info, self.weight_version, self.is_paused, self.asleep
+        )
+
+    def report(self) -> ReplicaReport:
+        load = Load(weight_version=self.weight_version)
+        return ReplicaReport(load, self.is_usable, self.is_paused, self.asleep)
 
     async def stage(self, update: WeightUpdate) -> StageReport:
         if MemoryTag.WEIGHTS in self.asleep:

@@ -198,13 +198,13 @@ class FakeCoordinator:
         replica = ReplicaUpdate("replica-1", 10.0, 20.0)
         return UpdateReport(update.version, 0, kv_policy or KVPolicy.RECOMPUTE, (replica,), 40.0)
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode, reason: str = "") -> None:
         self.paused = mode
 
     async def resume(self) -> None:
         self.paused = None
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, reason: str = "") -> None:
         self._raise_next()
         self.sleep_levels.append(level)
         self.asleep = ALL_MEMORY

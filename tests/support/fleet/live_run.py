@@ -12,7 +12,7 @@ from random import Random
 
 import structlog
 
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
 from agentloop.parsers.by_name import get_parser
@@ -184,5 +184,6 @@ async def live_run(
 async def _heartbeat(run: LiveRun) -> None:
     while True:
         for url, engine in run.engines.items():
-            await run.coordinator.replicas.heartbeat(url.removeprefix("sim://"), engine.load(), engine.is_usable)
+            report = ReplicaReport(engine.load(), engine.is_usable, engine.is_paused, engine.asleep)
+            await run.coordinator.replicas.heartbeat(url.removeprefix("sim://"), report)
         await run.clock.sleep(0.25)

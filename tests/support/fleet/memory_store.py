@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TypeVar
 
 from agentloop import codec
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, NotFound
 from agentloop.scheduling.rollout_queue import assignment_id
 from agentloop.types import KVPolicy, RolloutGroup, Trajectory
+
+T = TypeVar("T")
 
 
 class MemoryStore:
@@ -20,6 +23,7 @@ class MemoryStore:
         self.records: dict[str, Trajectory] = {}
         self.sessions: set[str] = set()
         self.weights: tuple[WeightUpdate, KVPolicy] | None = None
+        self.state: dict[str, bytes] = {}
         self.is_broken = False
 
     async def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
@@ -78,6 +82,20 @@ class MemoryStore:
     async def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
         await self._turn()
         return self.weights
+
+    async def take_over(self, above: int = 0) -> int:
+        await self._turn()
+        epoch = max(codec.decode(self.state.get("epoch", codec.encode(0)), int), above) + 1
+        self.state["epoch"] = codec.encode(epoch)
+        return epoch
+
+    async def save_state(self, name: str, value: object) -> None:
+        await self._disk()
+        self.state[name] = codec.encode(value)
+
+    async def saved_state(self, name: str, kind: type[T]) -> T | None:
+        await self._turn()
+        return codec.decode(self.state[name], kind) if name in self.state else None
 
     async def close(self) -> None:
         """The next coordinator opens it again."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from agentloop.api.coordinator import ReplicaRegistration, UpdateReport
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, UpdateReport
 from agentloop.clock import VirtualClock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
@@ -208,7 +208,8 @@ class World:
                     continue
                 coordinator, engine = self.coordinator, process.engine
                 if known.get(process.url) is coordinator and await coordinator.replicas.heartbeat(
-                    process.replica_id, engine.load(), engine.is_usable
+                    process.replica_id,
+                    ReplicaReport(engine.load(), engine.is_usable, engine.is_paused, engine.asleep),
                 ):
                     continue
                 await coordinator.replicas.register(process.registration())

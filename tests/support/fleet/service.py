@@ -10,7 +10,7 @@ from agentloop.api.coordinator import WorkerReport
 from agentloop.clock import VirtualClock
 from agentloop.fleet.registry import FleetConfig
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import Load, StopReason
+from agentloop.types import StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from tests.support.engine.engines import INFO, FakeEngine
@@ -46,6 +46,11 @@ class FlakyStore(TrajectoryStore):
         if self.is_broken:
             raise sqlite3.OperationalError("disk I/O error")
         return await super().commit(trajectories)
+
+    async def save_state(self, name, value):
+        if self.is_broken:
+            raise sqlite3.OperationalError("database or disk is full")
+        await super().save_state(name, value)
 
 
 class Service:
@@ -83,10 +88,9 @@ class Service:
     async def heartbeat(self):
         while True:
             for replica_id, engine in self.engines.items():
-                if replica_id not in self.silent:
-                    load = Load(weight_version=engine.weight_version)
-                    if not await self.coordinator.replicas.heartbeat(replica_id, load, engine.is_usable):
-                        await self.coordinator.replicas.register(engine.registration())
+                replicas = self.coordinator.replicas
+                if replica_id not in self.silent and not await replicas.heartbeat(replica_id, engine.report()):
+                    await replicas.register(engine.registration())
             await self.clock.sleep(1.0)
 
     async def states(self):

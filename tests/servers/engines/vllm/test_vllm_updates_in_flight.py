@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentloop.api.coordinator import ReplicaRegistration, UpdateReport
+from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, UpdateReport
 from agentloop.client.rollout import load_tasks
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
@@ -144,7 +144,7 @@ async def service(
 
     async def heartbeat() -> None:
         while True:
-            assert await coordinator.replicas.heartbeat(REPLICA, engine.load(), engine.is_usable)
+            assert await coordinator.replicas.heartbeat(REPLICA, ReplicaReport(engine.load(), engine.is_usable))
             await asyncio.sleep(1.0)
 
     try:

@@ -1,0 +1,101 @@
+"""Orders that hold over a restart of the coordinator: real store, fake engines, virtual time."""
+
+from dataclasses import replace
+
+import pytest
+
+from agentloop.engine import ALL_MEMORY, MemoryTag
+from agentloop.errors import ServiceUnavailable
+from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.types import PauseMode
+from tests.support.engine.engines import SLEEPER
+from tests.support.fleet.service import CONFIG, Inline, service
+
+
+async def restart(site):
+    """Another coordinator on the same directory; the replicas find it by their heartbeats."""
+    await site.stop()
+    calls = {name: len(engine.calls) for name, engine in site.engines.items()}
+    coordinator = await site.start()
+    await site.clock.sleep(5.0)
+    return coordinator, {name: engine.calls[calls[name] :] for name, engine in site.engines.items()}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_fleet_is_not_woken(tmp_path, level):
+    @service("a", "b", info=SLEEPER)
+    async def run(site, coordinator):
+        await coordinator.replicas.sleep(level, "a training step")
+        coordinator, calls = await restart(site)
+        assert all(engine.asleep == ALL_MEMORY for engine in site.engines.values())
+        assert not any(call.startswith(("wake", "resume")) for made in calls.values() for call in made)
+        assert await site.states() == {"a": "asleep", "b": "asleep"}
+        status = await coordinator.status()
+        assert (status.asleep, status.sleep_reason) == (tuple(sorted(ALL_MEMORY)), "a training step")
+        assert status.asleep_s is not None
+        if level == 1:
+            await coordinator.replicas.wake(ALL_MEMORY)
+            assert await site.states() == {"a": "ready", "b": "ready"}
+            coordinator, _ = await restart(site)
+            assert await site.states() == {"a": "ready", "b": "ready"}
+
+    run(tmp_path)
+
+
+@service("a", info=SLEEPER)
+async def test_a_part_that_was_woken_stays_awake(site, coordinator):
+    await coordinator.replicas.sleep(1)
+    await coordinator.replicas.wake(frozenset({MemoryTag.WEIGHTS}))
+    coordinator, _ = await restart(site)
+    assert site.engines["a"].asleep == {MemoryTag.KV_CACHE}
+    await coordinator.replicas.wake(ALL_MEMORY)
+    assert await site.states() == {"a": "ready"}
+
+
+@service("a", "b")
+async def test_an_operators_pause_holds(site, coordinator):
+    await coordinator.replicas.pause(PauseMode.KEEP, "looking at a bad batch")
+    coordinator, calls = await restart(site)
+    assert all(engine.is_paused for engine in site.engines.values())
+    assert "resume" not in [call for made in calls.values() for call in made]
+    await site.join("late")
+    await site.clock.sleep(1.0)
+    assert site.engines["late"].is_paused
+    status = await coordinator.status()
+    assert (status.is_paused, status.pause_reason) == (True, "looking at a bad batch")
+    await coordinator.replicas.resume()
+    assert not any(engine.is_paused for engine in site.engines.values())
+    coordinator, _ = await restart(site)
+    status = await coordinator.status()
+    assert (status.is_paused, status.paused_s, status.pause_reason) == (False, None, "")
+    assert not any(engine.is_paused for engine in site.engines.values())
+
+
+@service("a", config=replace(CONFIG, heartbeat_interval_s=1.0))
+async def test_the_fleet_obeys_while_the_disk_fails_and_the_order_is_saved_later(site, coordinator):
+    site.store.is_broken = True
+    await coordinator.replicas.pause(PauseMode.KEEP)
+    assert site.engines["a"].is_paused
+    site.store.is_broken = False
+    await site.clock.sleep(3.0)
+    _, calls = await restart(site)
+    assert site.engines["a"].is_paused
+    assert "resume" not in calls["a"]
+
+
+async def test_a_store_that_was_taken_over_takes_nothing_more(tmp_path):
+    path = tmp_path / "trajectories.sqlite"
+    old, new = TrajectoryStore(path, Inline()), TrajectoryStore(path, Inline())
+    epoch = await old.take_over()
+    await old.save_state("x", 1)
+    taken = await new.take_over()
+    assert taken > epoch
+    with pytest.raises(ServiceUnavailable, match="another coordinator"):
+        await old.save_state("x", 2)
+    with pytest.raises(ServiceUnavailable):
+        await old.take_over(1000)  # not even with a greater epoch
+    assert await new.saved_state("x", int) == 1
+    assert await new.take_over(500) == 501
+    await new.save_state("x", 3)
+    await new.close()
+    await old.close()
