@@ -186,13 +186,22 @@ class WorkerPort(Protocol):
     """The coordinator as a worker sees it."""
 
     async def take(self, report: WorkerReport, wait_s: float) -> Orders:
-        """New work and cancellations; waits up to `wait_s` for either. Also the worker's heartbeat."""
+        """New work and cancellations; waits up to `wait_s` for either. Also the worker's heartbeat.
+
+        A call that is cut off while it waits, and not followed by another, is the sign of a worker's death.
+        """
+
+    async def leave(self, worker_id: str) -> None:
+        """End a worker: what it ran is given to others at once, at no cost of an attempt. Idempotent."""
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
         """Another lease for a trajectory; `is_failed`: its replica did not answer. Raises NoHealthyReplica."""
 
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
-        """Hand in the terminal record. Returns once it is durable; repeating it changes nothing."""
+    async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
+        """Hand in the terminal record. Repeating it changes nothing.
+
+        True once the sample has its durable record, this one or one before it; False if it is rolled out again.
+        """
 
 
 class RolloutPort(Protocol):

@@ -16,7 +16,8 @@ import structlog
 from structlog.contextvars import bind_contextvars
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from agentloop.api import WorkerPort, WorkerReport
+from agentloop.aio import deadline_after, is_set_by
+from agentloop.api import Orders, WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, ContextLengthExceeded, DeadlineExceeded, InvalidRequest, RewardError
 from agentloop.generation import AssignedLease, Connect, ImagePlacer, LeasedEngine, NewestVersion, TurnReader
 from agentloop.parsers import Parser
@@ -38,6 +39,8 @@ from agentloop.types import (
     Trajectory,
 )
 
+FULL_WAIT_S = 0.25  # for room before a full worker reports: much of it is free again within that
+LEAVE_TIMEOUT_S = 2.0  # for records on their way, and then for the goodbye: Serve gives a process 5 s
 START_BATCH = 16  # trajectories started in one pass of the loop: their first renders take about 0.3 ms each
 
 
@@ -62,6 +65,7 @@ class _Running:
     is_abortable: bool = False  # its loop is running; before and after, only the flag is set
     is_dropped: bool = False  # it says so to the coordinator, which may give it out again before we hear the answer
     again: Assignment | None = None  # the same sample, which came in that moment
+    is_handing_in: bool = False  # its record is on the way to the coordinator
     budget: Budget | None = None  # once its loop runs
 
 
@@ -125,7 +129,8 @@ class Worker:
             placer=ImagePlacer(takes_images=takes_images),
         )
         self._running: dict[str, _Running] = {}
-        self._has_free = asyncio.Event()
+        self._wake = asyncio.Event()  # room came up in a full worker, or the end
+        self._is_full = False
         self._is_closing = False
 
     @property
@@ -133,38 +138,33 @@ class Worker:
         return len(self._running)
 
     async def run(self) -> None:
-        """Poll for work until `close`; then cancel what runs, which the coordinator gives to others."""
-        async with asyncio.TaskGroup() as group:
-            while not self._is_closing:
-                await self._poll(group)
-                await asyncio.sleep(self._config.poll_gap_s)
-            for running in self._running.values():
-                running.task.cancel()
+        """Poll for work until `close`; then cancel what runs, and give it back to the coordinator."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                while not self._is_closing:
+                    await self._poll(group)
+                    await asyncio.sleep(self._config.poll_gap_s)
+                await self._stop_running()
+        finally:
+            await self._leave()
 
     def close(self) -> None:
         """Make `run` return. Idempotent."""
         self._is_closing = True
-        self._has_free.set()
+        self._wake.set()
 
     async def _poll(self, group: asyncio.TaskGroup) -> None:
+        if not self._is_closing:
+            self._wake.clear()
         num_free = self._config.capacity - len(self._running)
-        if num_free <= 0:
-            # No room: still ask now and then, because cancellations come with the answer.
-            self._has_free.clear()
-            try:
-                await asyncio.wait_for(self._has_free.wait(), timeout=1.0)
-            except TimeoutError:
-                self._log.debug("worker_full", num_running=len(self._running))
-            num_free = self._config.capacity - len(self._running)
-        # What was dropped is no more this worker's: reported, the coordinator would have it adopt that again.
-        mine = {name: running for name, running in self._running.items() if not running.is_dropped}
-        num_sampled = (0 if one.budget is None else one.budget.num_sampled_tokens for one in mine.values())
-        report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled))
+        self._is_full = num_free <= 0
+        if self._is_full and await self._is_woken(FULL_WAIT_S):
+            return
         try:
-            orders = await self._coordinator.take(report, self._config.poll_s if num_free > 0 else 0.0)
+            orders = await self._orders(num_free)
         except AgentLoopError as error:
             self._log.warning("take_failed", code=error.code, error=str(error))
-            await asyncio.sleep(1.0)
+            await self._is_woken(1.0)
             return
         for assignment_id in orders.cancel:
             self._cancel(assignment_id)
@@ -177,6 +177,48 @@ class Worker:
                 self._running[assignment.assignment_id] = _Running(task)
             elif known.is_dropped:
                 known.again, known.is_cancelled = assignment, False
+
+    async def _orders(self, num_free: int) -> Orders:
+        """Report, and wait for work or cancellations; without room only until there is some.
+
+        The call that waits is also the sign of life: the coordinator sees it break when this process dies.
+        """
+        # What was dropped is no more this worker's: reported, the coordinator would have it adopt that again.
+        mine = {name: running for name, running in self._running.items() if not running.is_dropped}
+        num_sampled = (0 if one.budget is None else one.budget.num_sampled_tokens for one in mine.values())
+        report = WorkerReport(self.worker_id, num_free, tuple(mine), tuple(num_sampled))
+        taking = asyncio.ensure_future(self._coordinator.take(report, self._config.poll_s))
+        waking = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait((taking, waking), return_when=asyncio.FIRST_COMPLETED)
+            return taking.result() if taking.done() else Orders()
+        finally:
+            for task in (taking, waking):
+                task.cancel()
+            await asyncio.gather(taking, waking, return_exceptions=True)
+
+    async def _is_woken(self, wait_s: float) -> bool:
+        """Wait for room in a full worker, or the end. False: there was neither."""
+        return await is_set_by(self._wake, deadline_after(wait_s, wait_s))
+
+    async def _stop_running(self) -> None:
+        """Cancel what runs; records on their way to the coordinator have a moment to get there."""
+        handing_in = [running.task for running in self._running.values() if running.is_handing_in]
+        for running in self._running.values():
+            if not running.is_handing_in:
+                running.task.cancel()
+        if handing_in:
+            _, late = await asyncio.wait(handing_in, timeout=LEAVE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+
+    async def _leave(self) -> None:
+        """Tell the coordinator, which finds out by itself if it does not hear."""
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self._coordinator.leave(self.worker_id)
+        except (AgentLoopError, TimeoutError) as error:
+            self._log.warning("leave_failed", error=repr(error))
 
     def _cancel(self, assignment_id: str) -> None:
         running = self._running.get(assignment_id)
@@ -199,10 +241,13 @@ class Worker:
                     await rollout.drive()
                     rollout.settle()
                     await rollout.score()
+                running.is_handing_in = True
                 await self._hand_in(rollout.record())
+                running.is_handing_in = False
         finally:
             del self._running[assignment.assignment_id]
-            self._has_free.set()
+            if self._is_full:
+                self._wake.set()
 
     async def _hand_in(self, trajectory: Trajectory) -> None:
         """Offer the record until it is durable; finishing twice is harmless."""

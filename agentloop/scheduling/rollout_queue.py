@@ -342,6 +342,15 @@ class RolloutQueue:
             self._lose(sample, f"worker {worker_id} was lost")
         return tuple(sample.assignment_id for sample in lost)
 
+    def worker_left(self, worker_id: str) -> tuple[str, ...]:
+        """A worker ends in order: what it ran is queued again, at no cost of an attempt. Returns the ids it ran."""
+        worker = self._workers.pop(worker_id, None)
+        left = list(worker.running.values()) if worker is not None else []
+        for sample in left:
+            sample.num_failed -= 1
+            self._lose(sample, f"worker {worker_id} left")
+        return tuple(sample.assignment_id for sample in left)
+
     def give_back(self, worker_id: str, name: str) -> bool:
         """A worker stopped a sample that nobody had cancelled. False: it was not its own, nothing changes."""
         if not self.is_running_at(worker_id, name):

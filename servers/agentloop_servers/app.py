@@ -81,6 +81,8 @@ class CoordinatorDeployment:
                 kv_policy=config.kv_policy,
                 max_queued_trajectories=config.max_queued_trajectories,
                 initial_weights=initial_weights(config),
+                worker_timeout_s=config.workers.silent_after_s,
+                worker_cut_s=config.workers.cut_after_s,
             ),
             clock=RealClock(),
         )

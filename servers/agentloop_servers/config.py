@@ -120,6 +120,14 @@ class WorkerSettings(_Strict):
     capacity: Annotated[int, Field(ge=1)] = 256
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     tools: dict[str, str] = {}  # name: import path, beside the shipped ones
+    silent_after_s: Annotated[float, Field(ge=5)] = 15.0  # a worker that vanished is lost after this silence
+    cut_after_s: Annotated[float, Field(ge=2)] = 3.0  # and one whose connection broke after this time
+
+    @model_validator(mode="after")
+    def _check_silence(self) -> Self:
+        if self.cut_after_s > self.silent_after_s / 2:
+            raise ValueError("cut_after_s is at most half of silent_after_s")
+        return self
 
 
 class KeysConfig(_Strict):

@@ -605,8 +605,8 @@ class Again(FakeCoordinator):
             self.is_out.set()
             await self.is_taken.wait()
             await asyncio.sleep(0.05)
-            return
-        await super().finish(worker_id, trajectory)
+            return False
+        return await super().finish(worker_id, trajectory)
 
 
 async def test_a_dropped_sample_may_come_back_at_once(tmp_path):
@@ -616,6 +616,38 @@ async def test_a_dropped_sample_may_come_back_at_once(tmp_path):
     assert (trajectory.stop_reason, trajectory.versions) == (StopReason.COMPLETED, (1,))
     assert (trajectory.attempt, trajectory.num_stale_attempts) == (1, 1)
     assert "t/0" not in feeder.reports[0], "reported as running, it would be adopted"
+
+
+async def test_a_worker_that_ends_hands_in_what_is_finished_and_leaves():
+    feeder = FakeCoordinator([task("done"), task("running")])
+    answered = asyncio.Event()
+
+    async def finish_late(worker_id, trajectory):
+        answered.set()
+        await asyncio.sleep(0.1)
+        return await FakeCoordinator.finish(feeder, worker_id, trajectory)
+
+    feeder.finish = finish_late
+    engines = {"sim://a": scripted_engine(CALL, ANSWER)}
+    async with running_worker(feeder, engines, capacity=1, poll_s=5.0), asyncio.timeout(20):
+        await answered.wait()
+    assert list(feeder.records) == ["done/0"]
+    assert feeder.left == ["w"]
+
+
+async def test_a_full_worker_waits_for_work_or_cancellations_as_any_other():
+    """The call that waits is its sign of life."""
+    feeder = FakeCoordinator([task(limits=Limits(timeout_s=1.0))])
+    waits: list[tuple[int, float]] = []
+
+    async def take(report, wait_s):
+        waits.append((report.num_free, wait_s))
+        return await FakeCoordinator.take(feeder, report, wait_s)
+
+    feeder.take = take
+    engine = scripted_engine("word " * 500, decode_s=0.01)
+    await records(feeder, {"sim://a": engine}, capacity=1, poll_s=0.1)
+    assert (0, 0.1) in waits
 
 
 @pytest.mark.slow

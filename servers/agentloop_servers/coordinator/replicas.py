@@ -16,7 +16,7 @@ from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api import ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import MemoryTag, WeightUpdate
-from agentloop.errors import NoHealthyReplica
+from agentloop.errors import InvalidRequest, NoHealthyReplica
 from agentloop.fleet import (
     Connect,
     Fleet,
@@ -41,7 +41,8 @@ class CoordinatorConfig:
     max_attempts: int = 3  # of one trajectory, over lost workers
     max_page: int = 1000
     heartbeat_interval_s: float = 1.0
-    worker_timeout_s: float = 30.0  # silence after which a worker is lost; `take` waits half as long at most
+    worker_timeout_s: float = 15.0  # silence after which a worker is lost; `take` waits half as long at most
+    worker_cut_s: float = 3.0  # the same, after a connection on which it waited for work broke
     max_wait_s: float = 60.0  # of one `read`
     placement_wait_s: float = 20.0  # for a replica that is about to come back; below the callers' own deadline
     restart_grace_s: float = 10.0  # for workers to say what they still run, before that is given out again
@@ -49,6 +50,14 @@ class CoordinatorConfig:
     fleet: FleetConfig = field(default_factory=FleetConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest unless the deadlines nest."""
+        if not 2 * self.heartbeat_interval_s <= self.worker_cut_s <= self.worker_timeout_s / 2:
+            raise InvalidRequest(
+                "worker_cut_s is at least two of heartbeat_interval_s, and at most half of worker_timeout_s",
+                param="worker_cut_s",
+            )
 
 
 class Replicas:

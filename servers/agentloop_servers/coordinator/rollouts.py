@@ -8,6 +8,7 @@ must not stop half-way (a submission, a hand-in) runs on, whatever becomes of it
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -33,6 +34,7 @@ class _Poll:
 
     seen_at: float
     number: int = 0
+    cut_at: float | None = None  # its newest `take` was cut off while it waited
 
 
 class Rollouts:
@@ -64,6 +66,7 @@ class Rollouts:
             missing_after_s=config.worker_timeout_s,
         )
         self._polls: dict[str, _Poll] = {}
+        self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
         self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
         self._grace_until: float | None = None
 
@@ -96,8 +99,10 @@ class Rollouts:
             raise InvalidRequest("a worker needs an id", param="worker_id")
         if report.num_sampled and len(report.num_sampled) != len(report.running):
             raise InvalidRequest("num_sampled has a number for each that is running", param="num_sampled")
+        if worker_id in self._left:
+            return Orders()
         poll = self._polls.setdefault(worker_id, _Poll(now))
-        poll.seen_at = now
+        poll.seen_at, poll.cut_at = now, None
         poll.number += 1
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
@@ -106,9 +111,14 @@ class Rollouts:
             start = self._assign(worker_id, report.num_free)
             if start or self.queue.has_new_cancels(worker_id):
                 break
-            is_changed = await self._changed.wait_until(deadline_at)
+            try:
+                is_changed = await self._changed.wait_until(deadline_at)
+            except asyncio.CancelledError:
+                if poll.number == number:
+                    poll.cut_at = self._clock.now()
+                raise
             if poll.number != number:
-                return Orders()  # a newer call of this worker is answered in its place
+                return Orders()  # a newer call of this worker is answered in its place, or it has left
             if not is_changed:
                 break
         self._polls.setdefault(worker_id, poll).seen_at = self._clock.now()
@@ -116,33 +126,45 @@ class Rollouts:
         self.queue.cancels_told(worker_id, cancel)
         return Orders(start, cancel)
 
+    async def leave(self, worker_id: str) -> None:
+        self._left.append(worker_id)
+        poll = self._polls.pop(worker_id, None)
+        if poll is not None:
+            poll.number += 1
+        given_back = self.queue.worker_left(worker_id)
+        self._log.info("worker_left", worker=worker_id, num_running=len(given_back))
+        self._lost(given_back)
+        self._changed.notify()
+
     @to_its_end
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
+    async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
         name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
         if not self.queue.is_live(name):
             await self._store.counts(trajectory.rollout_id)  # raises NotFound; else it is a repeat, and stored
-            return
+            return True
         if _is_dropped(trajectory):
             if self.queue.drop_stale(worker_id, name, trajectory.attempt):
                 self._log.info("trajectory_dropped", assignment=name, attempt=trajectory.attempt)
                 self._lost((name,))
-            return  # else it is queued or run by another worker already
+            return False  # else it is queued or run by another worker already
         if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(name):
             if not self.queue.is_running_at(worker_id, name):
-                return  # it is queued, or another worker runs it: a failure here is not its end
+                return False  # it is queued, or another worker runs it: a failure here is not its end
             if trajectory.stop_reason is StopReason.CANCELLED:
                 self.queue.give_back(worker_id, name)  # nobody had asked for that: somebody else shall run it
                 self._lost((name,))
-                return
+                return False
         trajectory = self._aged(trajectory)
         await self._store.commit([trajectory])
         self._recorded(name, trajectory)
+        return True
 
     def look(self, now: float) -> None:
         """Count the silence of workers, and end the grace of a restart."""
         self.queue.set_versions(self._replicas.versions)
         for worker_id, poll in list(self._polls.items()):
-            if now - poll.seen_at >= self._config.worker_timeout_s:
+            is_cut = poll.cut_at is not None and now - poll.cut_at >= self._config.worker_cut_s
+            if is_cut or now - poll.seen_at >= self._config.worker_timeout_s:
                 del self._polls[worker_id]
                 lost = self.queue.worker_lost(worker_id)
                 self._log.warning("worker_lost", worker=worker_id, num_running=len(lost))

@@ -207,6 +207,60 @@ async def test_a_worker_that_shuts_down_gives_its_work_back(site, coordinator):
 
 
 @service("a")
+async def test_a_worker_that_leaves_gives_its_work_back_at_once_and_for_free(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    for number in range(2 * CONFIG.max_attempts):
+        worker_id = f"w{number}"
+        orders = await coordinator.rollouts.take(report(worker_id), 1.0)
+        assert assignment_ids(orders.start) == ["r/g/0"]
+        for _ in range(2):
+            await coordinator.rollouts.leave(worker_id)
+        assert (await coordinator.rollouts.take(report(worker_id), 1.0)).start == (), "a late call gets no work"
+        assert (await coordinator.status()).num_workers == 0
+    (again,) = (await coordinator.rollouts.take(report("v"), 1.0)).start
+    assert await coordinator.rollouts.finish("v", record(again))
+
+
+@service("a")
+async def test_a_call_that_waits_ends_with_its_worker(site, coordinator):
+    taking = asyncio.create_task(coordinator.rollouts.take(report("w"), 4.0))
+    await site.clock.sleep(0.5)
+    started = site.clock.now()
+    await coordinator.rollouts.leave("w")
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    assert (await taking).start == ()
+    assert site.clock.now() == started
+
+
+@service("a")
+async def test_a_broken_connection_is_a_death_unless_the_worker_calls_again(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    running = assignment_ids((await coordinator.rollouts.take(report("w"), 1.0)).start)
+
+    async def cut():
+        taking = asyncio.create_task(coordinator.rollouts.take(report("w", 7, *running), 5.0))
+        await site.clock.sleep(0.5)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+    await cut()
+    await site.clock.sleep(CONFIG.worker_cut_s / 2)
+    await coordinator.rollouts.take(report("w", 7, *running), 0.0)
+    await site.clock.sleep(CONFIG.worker_cut_s + 1.0)
+    assert (await coordinator.status()).num_workers == 1
+    await cut()
+    started = site.clock.now()
+    (again,) = (await coordinator.rollouts.take(report("v"), 5.0)).start
+    assert again.attempt == 1
+    assert site.clock.now() - started <= 5.0
+
+
+def test_deadlines_of_a_workers_silence_nest():
+    with pytest.raises(InvalidRequest, match="worker_cut_s"):
+        replace(CONFIG, worker_cut_s=6.0)
+
+
+@service("a")
 async def test_orders_that_never_arrived_are_given_again(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     assert len((await coordinator.rollouts.take(report("w"), 1.0)).start) == 1

@@ -75,7 +75,7 @@ class PortSite:
 
     async def start(self) -> None:
         self.store = Store(self.path / "trajectories.sqlite")
-        config = CoordinatorConfig(restart_grace_s=0.0, heartbeat_interval_s=0.05)
+        config = CoordinatorConfig(restart_grace_s=0.0, heartbeat_interval_s=0.05, worker_cut_s=0.2)
         self.coordinator = Coordinator(self.store, lambda url: self.engine, config, RealClock())
         await self.coordinator.start()
         self.server = CoordinatorServer(self.coordinator, "secret")
@@ -215,3 +215,17 @@ async def test_a_command_that_arrives_late_is_refused(tmp_path):
         await site.client.front.resume()
         with pytest.raises(Conflict):
             await site.client.front.update_weights(WeightUpdate(0, "directory"), None)
+
+
+async def test_a_worker_whose_process_ends_is_noticed_by_its_connection(tmp_path):
+    async with site_at(tmp_path) as site:
+        await site.client.front.submit("r", (make_group("g", 1),))
+        dying = CoordinatorClient(site.find, "secret")
+        running = assignment_ids((await dying.workers.take(report("w"), 1.0)).start)
+        waiting = asyncio.create_task(dying.workers.take(report("w", 7, *running), 5.0))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await dying.close()  # as the system does with a process's connections
+        async with asyncio.timeout(4.0):
+            (again,) = (await site.client.workers.take(report("v"), 5.0)).start
+        assert again.attempt == 1

@@ -76,6 +76,7 @@ class FakeCoordinator:
         self.dead: set[str] = set()
         self.records: dict[str, Trajectory] = {}  # that the worker handed in
         self.cancel_next: list[str] = []
+        self.left: list[str] = []
         self.is_done = asyncio.Event()
         self._waiting = deque(
             Assignment(
@@ -161,13 +162,17 @@ class FakeCoordinator:
             await asyncio.sleep(min(wait_s, 0.02))
         return Orders(start, cancel)
 
-    async def finish(self, worker_id: str, trajectory: Trajectory) -> None:
+    async def leave(self, worker_id: str) -> None:
+        self.left.append(worker_id)
+
+    async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
         self._raise_next()
         key = f"{trajectory.group_id}/{trajectory.sample_index}"
         assert key not in self.records, f"{key} finished twice"
         self.records[key] = trajectory
         if len(self.records) == self._num_expected:
             self.is_done.set()
+        return True
 
     def _lease_on(self, url: str) -> Lease:
         return Lease(f"lease on {url}", replica_id=url, url=url)
