@@ -273,7 +273,9 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
     ),
     "a plain synchronous object, held by the one that waits and acts": (
         "agentloop.scheduling.balancer",
+        "agentloop.scheduling.dispatch_order",
         "agentloop.scheduling.rollout_queue",
+        "agentloop.scheduling.suspects",
         "agentloop.sessions.calls",
         "agentloop.simulation.scheduler",
         "agentloop.trajectory.history_match",

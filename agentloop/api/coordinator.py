@@ -57,6 +57,23 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutTerms:
+    """A rollout's owner, and its turn among others.
+
+    Of a higher priority everything goes out before anything lower. Within one, runs share by weight: what an owner
+    submits under one `run_id` on equal terms is served in its order and counts together, also for `max_running`;
+    so is what an owner submits without a name, but each such submit has a `max_running` or a staleness limit for
+    itself.
+    """
+
+    owner: str = ""  # the digest of the key that submitted it; empty where no key is asked for
+    priority: int = 0
+    share: float = 1.0
+    max_running: int | None = None  # live trajectories at a time; None: as many as there are places
+    run_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutStatus:
     """One rollout's counts, in trajectories. `num_finished` counts terminal records of every kind."""
 
@@ -66,6 +83,8 @@ class RolloutStatus:
     num_running: int
     num_queued: int
     num_held: int = 0  # of the queued ones: what the run's staleness limit holds back until a commit or a record
+    owner: str = ""  # as in its terms
+    priority: int = 0
 
     @property
     def is_done(self) -> bool:

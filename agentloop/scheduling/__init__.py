@@ -7,10 +7,8 @@ from agentloop.scheduling.rollout_queue import (
     COORDINATOR,
     PendingRecord,
     RolloutQueue,
-    Sample,
-    assignment_id,
-    group_key,
 )
+from agentloop.scheduling.samples import Sample, assignment_id, group_key
 from agentloop.scheduling.staleness_budget import FleetVersions
 
 __all__ = [

@@ -10,127 +10,33 @@ Ownership: one object, in the coordinator's event loop, synchronous; time is pas
 A sample that no worker can finish any more (cancelled while queued, or out of attempts) is RUNNING at the
 coordinator itself, which owes it a record: see `pending_records`. Nothing is FINISHED before its record is durable.
 
-Bound: `max_queued` samples wait; a client whose work does not fit gets Overloaded and waits outside. Groups go
-out first in, first out, and whole: a group waits until one worker has room for all of it, unless it is larger
-than that worker ever could hold. What a run's staleness limit holds back is passed by, and divides a group if only
-a part of it is admitted.
+Bound: `max_queued` samples and `max_queued_bytes` of their tasks wait; a client whose work does not fit gets
+Overloaded and waits outside. `DispatchOrder` says which sample goes out next. What a dead worker ran is not queued
+there but under `Suspects`: only a sample that shared its workers' deaths time and again is given up for them.
 
 A worker's silence costs an attempt only until the worker is heard again. If the sample went to another worker
 meanwhile, the one that has sampled more tokens of it keeps it, the later one if they are equal: fewer tokens are
 sampled twice. The other is told to cancel.
-
-A sample is one trajectory still to be made: (rollout, group, index), from its acceptance to its terminal record.
-Samples and live rollouts are the queue's own; nothing else changes them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TypeAlias
 
-from agentloop.api import RolloutStatus
+from agentloop import codec
+from agentloop.api import RolloutStatus, RolloutTerms
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget, StalenessBudgets
+from agentloop.scheduling.dispatch_order import DispatchOrder
+from agentloop.scheduling.samples import LiveGroup, LiveRollout, Sample, SampleState, Silence, assignment_id
+from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
+from agentloop.scheduling.suspects import Suspects, accuse, is_trial
 from agentloop.types import RolloutGroup, StopReason
 
+_MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
+
 COORDINATOR = ""  # the worker id under which the coordinator holds samples whose record it writes itself
-
-
-class SampleState(StrEnum):
-    """States of a sample; `_MOVES` says which follows which."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-_MOVES: Mapping[SampleState, frozenset[SampleState]] = {
-    SampleState.QUEUED: frozenset({SampleState.RUNNING, SampleState.FINISHED}),
-    SampleState.RUNNING: frozenset({SampleState.QUEUED, SampleState.RUNNING, SampleState.FINISHED}),
-    SampleState.FINISHED: frozenset(),
-}
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One sample that lacks its record."""
-
-    assignment_id: str
-    rollout: LiveRollout
-    group: RolloutGroup
-    sample_index: int
-    queued_at: float
-    queued_s: float = 0.0  # how long it had waited when it was last handed out
-    state: SampleState = SampleState.QUEUED
-    worker_id: str | None = None
-    attempt: int = 0  # the number of the run that it is in, or begins next
-    last_attempt: int = 0  # the highest of those numbers
-    num_failed: int = 0  # runs that count: after `max_attempts` of them there is no other
-    silent: dict[str, int] = field(default_factory=dict)  # workers given up for lost, and their attempts
-    num_sampled: int = 0  # tokens, as its worker last reported
-    num_stale_attempts: int = 0
-    is_begun: bool = False  # counted in its run's budget
-    missing_since: float | None = None  # its worker's reports do not name it since then
-    error: str = ""
-    lost_reason: StopReason = StopReason.LOOP_FAILED  # its record's, if no attempt is left
-
-    def count_begun(self, is_begun: bool, served: int | None) -> None:
-        """Take a place in the run's budget, or give it back."""
-        budget = self.rollout.budget
-        if budget is not None and is_begun != self.is_begun:
-            self.is_begun = is_begun
-            if is_begun:
-                budget.begin(served)
-            else:
-                budget.give_back()
-
-    def hand_out(self, now: float) -> Sample:
-        """Note how long it has waited; returns itself, which only the queue changes."""
-        self.queued_s = max(0.0, now - self.queued_at)
-        return self
-
-
-SampleQueue: TypeAlias = OrderedDict[str, list[Sample]]
-"""Queued samples by group key, the next group first."""
-
-
-@dataclass(slots=True, eq=False)
-class LiveRollout:
-    """A rollout that lacks records, and its counts."""
-
-    rollout_id: str
-    budget: StalenessBudget | None
-    groups: dict[str, RolloutGroup] = field(default_factory=dict)
-    num_accepted: int = 0
-    num_finished_before: int = 0  # by a coordinator before this one
-    num_queued: int = 0
-    num_running: int = 0
-    finished: set[str] = field(default_factory=set)
-    is_cancelled: bool = False
-    again: SampleQueue = field(default_factory=OrderedDict)  # samples that a worker had before
-    waiting: SampleQueue = field(default_factory=OrderedDict)
-
-    def queue_again(self, sample: Sample) -> None:
-        """Put a sample that a worker had before everything else."""
-        key = group_key(sample.assignment_id)
-        self.again.setdefault(key, []).append(sample)
-        self.again.move_to_end(key, last=False)
-
-    def unqueue(self, sample: Sample) -> None:
-        key = group_key(sample.assignment_id)
-        for queue in (self.again, self.waiting):
-            if sample in queue.get(key, ()):
-                queue[key].remove(sample)
-                if not queue[key]:
-                    del queue[key]
-
-    def status(self, num_held: int = 0) -> RolloutStatus:
-        num_finished = self.num_accepted - self.num_queued - self.num_running
-        counts = (self.num_accepted, num_finished, self.num_running, self.num_queued)
-        return RolloutStatus(self.rollout_id, *counts, num_held=num_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +60,6 @@ class Cancellation:
     running: tuple[str, ...]
 
 
-def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
-    """Return the name of one sample. One-to-one, because a rollout id holds no slash."""
-    return f"{rollout_id}/{group_id}/{sample_index}"
-
-
-def group_key(name: str) -> str:
-    """Return what the siblings of an assignment have in common, over all rollouts."""
-    return name.rpartition("/")[0]
-
-
 @dataclass(slots=True, eq=False)
 class _WorkerSamples:
     running: dict[str, Sample] = field(default_factory=dict)
@@ -171,16 +67,34 @@ class _WorkerSamples:
     ordered: set[str] = field(default_factory=set)  # cancellations it was already told
 
 
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    groups: Sequence[RolloutGroup]
+    terms: RolloutTerms
+    num_bytes: int
+
+
 class RolloutQueue:
     """Groups, who runs what, and what each rollout still lacks."""
 
-    def __init__(self, *, max_queued: int = 100_000, max_attempts: int = 3, missing_after_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_queued: int = 100_000,
+        max_queued_bytes: int = 1 << 30,
+        max_attempts: int = 3,
+        missing_after_s: float = 30.0,
+    ) -> None:
         self._max_queued = max_queued
+        self._max_queued_bytes = max_queued_bytes
         self._max_attempts = max_attempts
         self._missing_after_s = missing_after_s
         self._rollouts: dict[str, LiveRollout] = {}
-        self._reserved: dict[str, Sequence[RolloutGroup]] = {}
+        self._reserved: dict[str, _Reservation] = {}
         self._live: dict[str, Sample] = {}  # queued or running
+        self._order = DispatchOrder()
+        self._suspects = Suspects()
+        self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
         self._versions = FleetVersions()
         self._workers: dict[str, _WorkerSamples] = {COORDINATOR: _WorkerSamples()}
@@ -188,7 +102,12 @@ class RolloutQueue:
 
     # --- accepting ---
 
-    def reserve(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
+    def reserve(
+        self,
+        rollout_id: str,
+        groups: Sequence[RolloutGroup],
+        terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+    ) -> None:
         """Claim room and the name before the work is made durable; `add` or `unreserve` follows.
 
         Raises InvalidRequest (a bad id or limit, no groups, a group twice, no samples), Conflict (the rollout is
@@ -204,11 +123,15 @@ class RolloutQueue:
         self._budgets.check(rollout_id, groups)
         if rollout_id in self._rollouts or rollout_id in self._reserved:
             raise Conflict(f"rollout {rollout_id} is already running", param="rollout_id")
-        num_reserved = sum(g.num_samples for reserved in self._reserved.values() for g in reserved)
-        num_new = sum(group.num_samples for group in groups)
-        if self.num_queued + num_reserved + num_new > self._max_queued:
+        reserved = self._reserved.values()
+        num_waiting = self.num_queued + sum(g.num_samples for one in reserved for g in one.groups)
+        if num_waiting + sum(group.num_samples for group in groups) > self._max_queued:
             raise Overloaded(f"{self.num_queued} trajectories are queued, of at most {self._max_queued}")
-        self._reserved[rollout_id] = groups
+        num_bytes = self._num_bytes + sum(one.num_bytes for one in reserved)
+        num_new_bytes = sum(map(_num_bytes, groups))
+        if num_bytes > 0 and num_bytes + num_new_bytes > self._max_queued_bytes:
+            raise Overloaded(f"unfinished tasks take {num_bytes} bytes, of at most {self._max_queued_bytes}")
+        self._reserved[rollout_id] = _Reservation(groups, terms, num_new_bytes)
 
     def unreserve(self, rollout_id: str) -> None:
         """Give up a reservation. Idempotent."""
@@ -216,8 +139,10 @@ class RolloutQueue:
 
     def add(self, rollout_id: str, now: float) -> None:
         """Queue what was reserved under this id, in its order."""
-        groups = self._reserved.pop(rollout_id)
-        self.restore(rollout_id, [(group, tuple(range(group.num_samples))) for group in groups], now)
+        one = self._reserved.pop(rollout_id)
+        self.restore(
+            rollout_id, [(group, tuple(range(group.num_samples))) for group in one.groups], now, terms=one.terms
+        )
 
     def restore(
         self,
@@ -227,8 +152,9 @@ class RolloutQueue:
         num_finished: int = 0,
         num_trained: int = 0,
         first_version: int | None = None,
+        terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
     ) -> None:
-        """Queue what an earlier process accepted and did not finish. Past the bound: it was admitted.
+        """Queue what an earlier process accepted and did not finish. Past the bounds: it was admitted.
 
         `num_trained` of the finished ones can be trained on, the first under `first_version`.
         """
@@ -236,46 +162,42 @@ class RolloutQueue:
         budget = self._budgets.join(rollout_id, next((group.staleness for group, _ in work), None))
         if budget is not None:
             budget.restore(num_trained, first_version)
-        rollout = LiveRollout(rollout_id, budget, num_accepted=num_finished, num_finished_before=num_finished)
+        rollout = LiveRollout(
+            rollout_id, terms, budget, num_accepted=num_finished, num_finished_before=num_finished
+        )
         self._rollouts[rollout_id] = rollout
+        self._order.join(rollout)
         for group, sample_indexes in work:
-            rollout.groups[group.group_id] = group
+            rollout.groups[group.group_id] = one = LiveGroup(
+                group.num_samples, len(sample_indexes), _num_bytes(group)
+            )
+            self._num_bytes += one.num_bytes
             for index in sample_indexes:
                 name = assignment_id(rollout_id, group.group_id, index)
                 self._live[name] = sample = Sample(name, rollout, group, index, now)
-                rollout.waiting.setdefault(group_key(name), []).append(sample)
                 rollout.num_accepted += 1
                 rollout.num_queued += 1
+                self._order.add(sample)
 
     # --- workers ---
 
     def set_versions(self, versions: FleetVersions) -> None:
         """Measure staleness against what the fleet serves, and against what is coming."""
-        self._versions = versions
         self._budgets.learn(versions.served)
+        if versions != self._versions:
+            self._versions = versions
+            self._order.versions_changed()
 
     def take(self, worker_id: str, num_free: int, now: float) -> tuple[Sample, ...]:
-        """The next groups that fit `num_free` places of a worker, whole and in order, as their runs admit them."""
-        taken: list[Sample] = []
-        capacity = num_free + self.num_running(worker_id)
-        for queue, budget in self._queues():
-            while queue:
-                key, samples = next(iter(queue.items()))
-                num_admitted = len(samples)
-                if budget is not None:
-                    num_admitted = min(num_admitted, budget.room(self._versions))
-                if num_admitted == 0:
-                    break
-                num_left = num_free - len(taken)
-                if num_left <= 0 or num_left < num_admitted <= capacity:
-                    return tuple(sample.hand_out(now) for sample in taken)
-                batch = samples[: min(num_left, num_admitted)]
-                del samples[: len(batch)]
-                if not samples:
-                    del queue[key]
-                for sample in batch:
-                    self._run(sample, worker_id)
-                taken.extend(batch)
+        """Take the next samples for `num_free` places of a worker: suspects that it may try, then the others."""
+        running = self._workers.setdefault(worker_id, _WorkerSamples()).running.values()
+        taken = self._suspects.take(running, num_free, now, lambda sample: self._begun(sample, worker_id, now))
+        while len(taken) < num_free and not is_trial(running, now):
+            sample = self._order.next(self._versions)
+            if sample is None:
+                break
+            self._run(sample, worker_id, now)
+            taken.append(sample)
         return tuple(sample.hand_out(now) for sample in taken)
 
     def report(
@@ -288,7 +210,7 @@ class RolloutQueue:
         `num_sampled` has the tokens of each; without it, no worker is ahead of another.
         """
         reported = dict(zip(running, num_sampled, strict=True)) if num_sampled else dict.fromkeys(running, 0)
-        self.adopt(worker_id, reported)
+        self.adopt(worker_id, reported, now)
         worker = self._workers.setdefault(worker_id, _WorkerSamples())
         worker.strays = reported.keys() - worker.running.keys()
         lost: list[Sample] = []
@@ -301,11 +223,11 @@ class RolloutQueue:
             elif now - sample.missing_since >= self._missing_after_s:
                 lost.append(sample)
         for sample in lost:
-            sample.silent[worker_id] = sample.attempt
-            self._lose(sample, f"worker {worker_id} does not know of it")
+            sample.silent[worker_id] = Silence(sample.attempt, sample.begun_at, num_failed=1)
+            self._fail(sample, f"worker {worker_id} does not know of it")
         return tuple(sample.assignment_id for sample in lost)
 
-    def adopt(self, worker_id: str, running: Mapping[str, int]) -> None:
+    def adopt(self, worker_id: str, running: Mapping[str, int], now: float) -> None:
         """Samples that a worker runs become its own, with the tokens it has of each: after a restart of the
         coordinator those that are queued, and when a worker that was given up for lost is heard again also those
         that another worker has less of. Its silence then was a stall, which costs no attempt."""
@@ -313,33 +235,41 @@ class RolloutQueue:
             sample = self._live.get(name)
             if sample is None or sample.worker_id == worker_id:
                 continue
-            attempt = sample.silent.pop(worker_id, None)
-            if attempt is not None:
-                sample.num_failed -= 1
+            silence = sample.silent.pop(worker_id, None)
+            if silence is not None:
+                sample.forgive(silence)
             if sample.state is SampleState.QUEUED:
-                sample.rollout.unqueue(sample)
-                sample.last_attempt -= attempt is not None  # the one that it waited for is not begun
-            elif attempt is None or sample.rollout.is_cancelled or not self._is_ahead(num_sampled, sample):
+                self._unqueue(sample)
+                sample.last_attempt -= silence is not None  # the one that it waited for is not begun
+            elif silence is None or sample.rollout.is_cancelled or not self._is_ahead(num_sampled, sample):
                 continue
             else:
-                holder = self._leave_worker(sample)
-                if sample.worker_id != COORDINATOR:
-                    holder.strays.add(name)
-            sample.attempt = sample.attempt if attempt is None else attempt
-            self._run(sample, worker_id)
+                holder_id = sample.worker_id or COORDINATOR
+                self._leave_worker(sample)
+                if holder_id != COORDINATOR:
+                    self._workers[holder_id].strays.add(name)
+            sample.attempt = sample.attempt if silence is None else silence.attempt
+            self._run(sample, worker_id, now if silence is None else silence.begun_at)
             sample.num_sampled = num_sampled
 
     def _is_ahead(self, num_sampled: int, sample: Sample) -> bool:
         """Tell if a worker with so many tokens has more of a sample than who holds it now."""
         return sample.worker_id == COORDINATOR or num_sampled > sample.num_sampled
 
-    def worker_lost(self, worker_id: str) -> tuple[str, ...]:
-        """A worker is silent: what it ran is queued again, or owed a record. Returns the ids it ran."""
+    def worker_lost(self, worker_id: str, now: float) -> tuple[str, ...]:
+        """A worker is silent: what it ran is suspect and queued again, or owed a record. Returns the ids it ran."""
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
+        accuse(lost, now)
         for sample in lost:
-            sample.silent[worker_id] = sample.attempt
+            sample.silent[worker_id] = Silence(
+                sample.attempt, sample.begun_at, num_deaths=min(1, sample.num_deaths)
+            )
             self._lose(sample, f"worker {worker_id} was lost")
+            if sample.state is SampleState.QUEUED and sample.num_deaths:
+                self._suspects.add(sample, now)
+            elif sample.state is SampleState.QUEUED:
+                self._order.add(sample, is_again=True)
         return tuple(sample.assignment_id for sample in lost)
 
     def worker_left(self, worker_id: str) -> tuple[str, ...]:
@@ -355,7 +285,7 @@ class RolloutQueue:
         """A worker stopped a sample that nobody had cancelled. False: it was not its own, nothing changes."""
         if not self.is_running_at(worker_id, name):
             return False
-        self._lose(self._live[name], f"worker {worker_id} gave it back")
+        self._fail(self._live[name], f"worker {worker_id} gave it back")
         return True
 
     def drop_stale(self, worker_id: str, name: str, attempt: int) -> bool:
@@ -367,7 +297,7 @@ class RolloutQueue:
         sample.num_failed += attempt - sample.attempt  # a restarted coordinator does not know of earlier ones
         sample.attempt, sample.last_attempt = attempt, max(attempt, sample.last_attempt)
         sample.num_stale_attempts += 1
-        self._lose(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
+        self._fail(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
         return True
 
     def finished(self, name: str, *, is_trained: bool = True) -> bool:
@@ -377,18 +307,22 @@ class RolloutQueue:
         if sample is None:
             return False
         if sample.state is SampleState.QUEUED:
-            sample.rollout.unqueue(sample)
-        elif sample.worker_id is not None:
-            worker = self._workers[sample.worker_id]
-            del worker.running[name]
+            self._unqueue(sample)
+        else:
+            worker = self._workers[sample.worker_id or COORDINATOR]
             if sample.worker_id != COORDINATOR:
                 worker.strays.add(name)
-        self._set_state(sample, SampleState.FINISHED)
         sample.count_begun(is_trained, self._versions.served)
+        self._leave_worker(sample)
+        sample.set_state(SampleState.FINISHED)
         rollout = sample.rollout
         rollout.finished.add(name)
+        group = rollout.groups[sample.group.group_id]
+        group.num_left -= 1
+        self._num_bytes -= group.num_bytes if group.num_left == 0 else 0
         if rollout.num_queued + rollout.num_running == 0:
             del self._rollouts[rollout.rollout_id]
+            self._order.leave(rollout)
             self._budgets.leave(rollout.rollout_id, rollout.budget)
             self._done.append(rollout.status())
         return True
@@ -406,8 +340,8 @@ class RolloutQueue:
         dropped = [sample for sample in mine if sample.state is SampleState.QUEUED]
         running = [sample for sample in mine if sample.state is SampleState.RUNNING]
         for sample in dropped:
-            rollout.unqueue(sample)
-            self._run(sample, COORDINATOR)
+            self._unqueue(sample)
+            self._run(sample, COORDINATOR, sample.begun_at)
             sample.error = "cancelled before it ran"
         ids = tuple(sample.assignment_id for sample in running if sample.worker_id != COORDINATOR)
         return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
@@ -462,7 +396,7 @@ class RolloutQueue:
         rollout = self._rollouts.get(rollout_id)
         offered = {group.group_id: group.num_samples for group in groups}
         return rollout is not None and all(
-            offered.get(group.group_id) == group.num_samples for group in rollout.groups.values()
+            offered.get(group_id) == group.num_samples for group_id, group in rollout.groups.items()
         )
 
     def status(self, rollout_id: str) -> RolloutStatus | None:
@@ -477,7 +411,7 @@ class RolloutQueue:
 
     def check(self) -> None:
         """Raises InvariantBroken unless every accepted sample is in exactly one place, and counted there."""
-        waiting = [sample for queue, _ in self._queues() for samples in queue.values() for sample in samples]
+        waiting = [*self._order, *self._suspects]
         running = [sample for worker in self._workers.values() for sample in worker.running.values()]
         for samples, state in ((waiting, SampleState.QUEUED), (running, SampleState.RUNNING)):
             if any(sample.state is not state for sample in samples):
@@ -495,22 +429,42 @@ class RolloutQueue:
             )
             if counted[:2] != (rollout.num_queued, rollout.num_running) or sum(counted) != rollout.num_accepted:
                 raise InvariantBroken(f"rollout {rollout.rollout_id}: counts {counted} do not add up")
+        groups = [group for rollout in self._rollouts.values() for group in rollout.groups.values()]
+        if sum(group.num_bytes for group in groups if group.num_left) != self._num_bytes:
+            raise InvariantBroken("the bytes of unfinished tasks are miscounted")
 
     # --- inside ---
 
-    def _run(self, sample: Sample, worker_id: str) -> None:
-        self._set_state(sample, SampleState.RUNNING)
+    def _begun(self, sample: Sample, worker_id: str, now: float) -> bool:
+        """Give a suspect to a worker, if its limits admit it now."""
+        if not self._order.admits(sample, self._versions):
+            return False
+        self._run(sample, worker_id, now)
+        return True
+
+    def _run(self, sample: Sample, worker_id: str, begun_at: float) -> None:
+        """Note that a sample, queued no more, runs at a worker, or waits at the coordinator for its record."""
+        sample.set_state(SampleState.RUNNING)
         sample.worker_id = worker_id
+        sample.begun_at = begun_at
         sample.missing_since = None
         sample.num_sampled = 0
+        if worker_id != COORDINATOR:
+            self._order.begun(sample)
         sample.count_begun(worker_id != COORDINATOR, self._versions.served)
         self._workers.setdefault(worker_id, _WorkerSamples()).running[sample.assignment_id] = sample
 
-    def _queues(self) -> Iterator[tuple[SampleQueue, StalenessBudget | None]]:
-        """Yield the queues in their turn: what a worker had before goes first, then rollout by rollout."""
-        rollouts = tuple(self._rollouts.values())
-        yield from ((rollout.again, rollout.budget) for rollout in rollouts)
-        yield from ((rollout.waiting, rollout.budget) for rollout in rollouts)
+    def _leave_worker(self, sample: Sample) -> None:
+        worker = self._workers.get(sample.worker_id) if sample.worker_id is not None else None
+        if worker is not None:
+            worker.running.pop(sample.assignment_id, None)
+        if sample.worker_id not in (None, COORDINATOR):
+            self._order.ended(sample)
+        sample.worker_id = None
+
+    def _unqueue(self, sample: Sample) -> None:
+        self._order.discard(sample)
+        self._suspects.discard(sample)
 
     def _num_held(self, rollout: LiveRollout) -> int:
         """Count the queued samples that their run does not admit now; its rollouts are admitted in their order."""
@@ -523,39 +477,36 @@ class RolloutQueue:
                 break
         return max(0, min(rollout.num_queued, num_queued - rollout.budget.room(self._versions)))
 
-    def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
-        """Take a sample from its worker: queue it first in line, or hold it for its record."""
-        self._leave_worker(sample)
-        self._set_state(sample, SampleState.QUEUED)
-        sample.count_begun(False, self._versions.served)
-        sample.worker_id = None
+    def _fail(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
+        """Take a sample from its worker for a reason of its own: it goes out again before what was never begun."""
         sample.num_failed += 1
+        self._lose(sample, error, reason)
+        if sample.state is SampleState.QUEUED:
+            self._order.add(sample, is_again=True)
+
+    def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
+        """Take a sample from its worker: the caller queues it, unless it is owed its record then."""
+        sample.count_begun(False, self._versions.served)
+        self._leave_worker(sample)
+        sample.set_state(SampleState.QUEUED)
         sample.last_attempt += 1
         sample.attempt = sample.last_attempt
-        sample.error = f"{error}, attempt {sample.num_failed} of {self._max_attempts}"
+        num_counted = sample.num_failed + sample.num_deaths
+        sample.error = f"{error}, attempt {num_counted} of {self._max_attempts}"
         sample.lost_reason = reason
-        if sample.rollout.is_cancelled or sample.num_failed >= self._max_attempts:
-            self._run(sample, COORDINATOR)
-        else:
-            sample.rollout.queue_again(sample)
-
-    def _leave_worker(self, sample: Sample) -> _WorkerSamples:
-        """Take a sample from its worker's list. Returns what else that worker has."""
-        worker = self._workers.get(sample.worker_id or COORDINATOR, _WorkerSamples())
-        worker.running.pop(sample.assignment_id, None)
-        return worker
-
-    def _set_state(self, sample: Sample, state: SampleState) -> None:
-        if state not in _MOVES[sample.state]:
-            raise InvariantBroken(f"{sample.assignment_id} cannot go from {sample.state} to {state}")
-        rollout = sample.rollout
-        rollout.num_queued += (state is SampleState.QUEUED) - (sample.state is SampleState.QUEUED)
-        rollout.num_running += (state is SampleState.RUNNING) - (sample.state is SampleState.RUNNING)
-        sample.state = state
+        is_guilty = sample.is_only_suspect or sample.num_deaths >= _MOST_SHARED * self._max_attempts
+        is_given_up = num_counted >= self._max_attempts if is_guilty else sample.num_failed >= self._max_attempts
+        if sample.rollout.is_cancelled or is_given_up:
+            self._run(sample, COORDINATOR, sample.begun_at)
 
     def _to_end(self, worker: _WorkerSamples) -> set[str]:
         cancelled = {name for name, sample in worker.running.items() if sample.rollout.is_cancelled}
         return cancelled | worker.strays
+
+
+def _num_bytes(group: RolloutGroup) -> int:
+    """Return the bytes that a group's task takes, its images too."""
+    return len(codec.encode(group)) + sum(len(image.data) for image in group.task.images)
 
 
 def _takes_a_place(sample: Sample) -> bool:

@@ -1,12 +1,17 @@
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from agentloop.api import RolloutTerms
 from agentloop.errors import Conflict, InvalidRequest, Overloaded
 from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
+from tests.benchmarks.dispatch import simulate
 
 
 def group(group_id="g", num_samples=2, rollout_id="r", limit=None):
@@ -25,32 +30,27 @@ def names(samples):
     return [sample.assignment_id for sample in samples]
 
 
-def test_whole_groups_in_order():
+def test_samples_in_order_as_places_become_free():
     queue = queue_of(2, 3, 2)
-    assert names(queue.take("w", 4, 1.0)) == ["r/g0/0", "r/g0/1"]  # g1 does not fit beside it, and is not passed by
-    assert names(queue.take("v", 3, 1.0)) == ["r/g1/0", "r/g1/1", "r/g1/2"]
-    assert names(queue.take("w", 2, 1.0)) == ["r/g2/0", "r/g2/1"]
+    assert names(queue.take("w", 4, 1.0)) == ["r/g0/0", "r/g0/1", "r/g1/0", "r/g1/1"]
+    assert names(queue.take("v", 2, 1.0)) == ["r/g1/2", "r/g2/0"]
+    assert names(queue.take("w", 2, 1.0)) == ["r/g2/1"]
     assert queue.take("w", 10, 1.0) == ()
     assert queue.status("r").num_running == 7
     queue.check()
 
 
-def test_a_group_larger_than_a_worker_is_split():
-    queue = queue_of(5)
-    assert len(queue.take("w", 2, 0.0)) == 2
-    assert len(queue.take("w", 0, 0.0)) == 0
-    for index in range(2):
-        queue.finished(f"r/g0/{index}")
-    assert len(queue.take("w", 2, 0.0)) == 2
-    queue.check()
+@pytest.mark.parametrize("num_samples", [1, 200, 1000])
+def test_no_place_stays_empty_while_samples_wait(num_samples):
+    outcome = simulate(2000, num_samples)
+    assert outcome.used_share > 0.99
 
 
-def test_a_group_waits_for_a_worker_that_could_hold_it():
-    queue = queue_of(1, 4)
-    queue.take("w", 4, 0.0)
-    assert queue.take("w", 3, 0.0) == ()
-    queue.finished("r/g0/0")
-    assert len(queue.take("w", 4, 0.0)) == 4
+def test_the_other_rollouts_go_on_beside_a_large_group():
+    queue = queue_of(100)
+    queue.reserve("s", [group("g", 1)], RolloutTerms(owner="other"))
+    queue.add("s", 0.0)
+    assert "s/g/0" in names(queue.take("w", 4, 0.0))
 
 
 def test_time_in_the_queue_is_told():
@@ -133,21 +133,140 @@ def test_cancel_drops_what_is_queued_and_names_what_runs():
     assert queue.cancel("r").dropped == ()
 
 
-def test_a_lost_workers_samples_are_queued_first_with_one_attempt_more():
+def test_a_lost_workers_samples_are_tried_first_and_apart():
     queue = queue_of(2, 1, max_attempts=3)
     queue.take("w", 2, 0.0)
-    assert queue.worker_lost("w") == ("r/g0/0", "r/g0/1")
-    again = queue.take("v", 3, 0.0)
-    assert [(h.assignment_id, h.attempt) for h in again] == [("r/g0/0", 1), ("r/g0/1", 1), ("r/g1/0", 0)]
-    assert queue.worker_lost("unknown") == ()
+    assert queue.worker_lost("w", 10.0) == ("r/g0/0", "r/g0/1")
+    again = queue.take("v", 3, 10.0)
+    assert [(h.assignment_id, h.attempt) for h in again] == [("r/g0/0", 1), ("r/g0/1", 1)]
+    assert queue.take("v", 1, 20.0) == ()  # one may yet kill its worker as it did, if it did
+    assert names(queue.take("v", 1, 20.1)) == ["r/g1/0"]
+    assert queue.worker_lost("unknown", 40.0) == ()
     queue.check()
+
+
+def test_suspects_are_tried_in_shares_of_those_that_shared_the_death():
+    queue = queue_of(100)
+    assert len(queue.take("w", 64, 0.0)) == 64
+    queue.worker_lost("w", 50.0)
+    assert len(queue.take("v", 64, 50.0)) == 4
+    assert len(queue.take("u", 64, 50.0)) == 4
+    queue.worker_lost("v", 60.0)
+    assert [sample.num_deaths for sample in queue.take("v2", 64, 60.0)] == [2]
+    assert len(queue.take("u", 60, 101.0)) == 1  # its four have outlived the death: the next smallest trial
+    assert queue.take("u", 59, 101.0) == ()
+    assert len(queue.take("t", 64, 101.0)) == 1
+    queue.check()
+
+
+def test_a_suspect_that_finds_no_worker_for_itself_is_tried_beside_other_work():
+    queue = queue_of(1, 1, 1, 1)
+    queue.take("w", 1, 0.0)
+    queue.take("v", 1, 0.0)
+    queue.worker_lost("w", 10.0)
+    assert names(queue.take("v", 1, 10.0)) == ["r/g2/0"]
+    queue.finished("r/g2/0")
+    assert names(queue.take("v", 2, 70.0)) == ["r/g0/0", "r/g3/0"]
+    queue.check()
+
+
+def test_a_trial_of_hours_lets_other_work_begin():
+    queue = queue_of(1, 1)
+    queue.take("w", 1, 0.0)
+    queue.worker_lost("w", 36_000.0)
+    assert names(queue.take("v", 1, 36_000.0)) == ["r/g0/0"]
+    assert queue.take("v", 1, 36_300.0) == ()
+    assert names(queue.take("v", 1, 36_301.0)) == ["r/g1/0"]
+
+
+@pytest.mark.parametrize(("num_workers", "num_poisons"), [(1, 1), (4, 3)])
+def test_a_poison_task_costs_itself_and_few_others(num_workers, num_poisons):
+    outcome = simulate(1024, 1, num_workers, num_poisons)
+    assert (outcome.num_innocents_failed, outcome.num_poisons_failed) == (0, num_poisons)
+    assert outcome.num_thrown_away <= num_poisons * (256 + 48)
+
+
+def test_a_worker_heard_again_has_its_work_back_without_a_mark():
+    queue = queue_of(1)
+    for number in range(5):
+        queue.take("w", 1, 100.0 * number)
+        queue.worker_lost("w", 100.0 * number + 30.0)
+        queue.report("w", ["r/g0/0"], 100.0 * number + 35.0)
+        assert queue.is_running_at("w", "r/g0/0")
+    assert queue.pending_records(500.0) == ()
+    queue.check()
+
+
+# --- priorities, shares and limits ------------------------------------------------------------------------
+
+
+def queue_with(**rollouts):
+    queue = RolloutQueue()
+    for rollout_id, (num_samples, terms) in rollouts.items():
+        queue.reserve(rollout_id, [group("g", num_samples, rollout_id)], terms)
+        queue.add(rollout_id, 0.0)
+    return queue
+
+
+def counts(samples):
+    return Counter(name.partition("/")[0] for name in names(samples))
+
+
+def test_an_evaluation_overtakes_training():
+    queue = queue_with(train=(100, RolloutTerms()), evaluation=(10, RolloutTerms(priority=1)))
+    assert counts(queue.take("w", 16, 0.0)) == {"evaluation": 10, "train": 6}
+    assert {status.rollout_id: status.priority for status in queue.rollouts} == {"train": 0, "evaluation": 1}
+    queue.check()
+
+
+def test_runs_share_by_weight_whoever_came_first():
+    queue = queue_with(a=(1000, RolloutTerms(run_id="a", share=3)), b=(1000, RolloutTerms(run_id="b")))
+    assert counts(queue.take("w", 400, 0.0)) == {"a": 300, "b": 100}
+    queue.reserve("c", [group("g", 1000, "c")], RolloutTerms(owner="c", share=4))
+    queue.add("c", 0.0)
+    found = counts(queue.take("w", 400, 0.0))  # what it missed is not made up for
+    assert [found[name] for name in "abc"] == pytest.approx([150, 50, 200], abs=1)
+
+
+def test_submits_of_one_run_go_out_in_their_order():
+    terms = RolloutTerms(run_id="run", share=2)
+    queue = queue_with(a=(4, terms), b=(4, terms), other=(4, RolloutTerms(owner="o")))
+    assert counts(queue.take("w", 6, 0.0)) == {"a": 4, "other": 2}
+
+
+def test_no_more_than_max_running_are_live():
+    queue = queue_with(
+        a=(9, RolloutTerms(max_running=2)), b=(9, RolloutTerms(max_running=2)), c=(1, RolloutTerms())
+    )
+    assert counts(queue.take("w", 16, 0.0)) == {"a": 2, "b": 2, "c": 1}
+    assert queue.take("v", 16, 0.0) == ()
+    queue.finished("b/g/0")
+    assert counts(queue.take("v", 16, 0.0)) == {"b": 1}
+    queue.worker_lost("w", 0.0)
+    assert sum(counts(queue.take("u", 16, 0.0)).values()) <= 4
+    queue.check()
+
+
+def test_tasks_are_bounded_in_bytes():
+    queue = RolloutQueue(max_queued_bytes=3000)
+    large = replace(group("g", 4), task=RolloutTask("t", (Message("user", "x" * 2000),)))
+    queue.reserve("a", [large])
+    with pytest.raises(Overloaded):
+        queue.reserve("b", [large])
+    queue.add("a", 0.0)
+    queue.take("w", 4, 0.0)  # what runs takes memory too
+    with pytest.raises(Overloaded):
+        queue.reserve("b", [large])
+    for index in range(4):
+        queue.finished(f"a/g/{index}")
+    queue.reserve("b", [replace(large, task=RolloutTask("t", (Message("user", "x" * 9000),)))])  # it is alone
 
 
 def test_out_of_attempts_is_a_failure_of_the_loop():
     queue = queue_of(1, max_attempts=2)
     for worker in ("w", "v"):
         queue.take(worker, 1, 0.0)
-        queue.worker_lost(worker)
+        queue.worker_lost(worker, 0.0)
     (owed,) = queue.pending_records(0.0)
     assert owed.stop_reason is StopReason.LOOP_FAILED
     assert owed.sample.attempt == 2
@@ -159,7 +278,7 @@ def test_a_lost_workers_cancelled_samples_are_not_run_again():
     queue = queue_of(1)
     queue.take("w", 1, 0.0)
     queue.cancel("r")
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     assert [owed.stop_reason for owed in queue.pending_records(0.0)] == [StopReason.CANCELLED]
 
 
@@ -191,7 +310,7 @@ def test_a_sample_whose_handing_out_was_lost_is_queued_again():
 def test_a_worker_that_returns_from_the_dead_loses_what_others_run():
     queue = queue_of(1, 1)
     queue.take("w", 2, 0.0)
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     queue.take("v", 1, 0.0)
     queue.report("w", ["r/g0/0", "r/g1/0"], 1.0)
     on_v = [name for name in ("r/g0/0", "r/g1/0") if queue.is_running_at("v", name)]
@@ -205,11 +324,11 @@ def test_silence_that_was_a_stall_costs_no_attempt():
     queue = queue_of(1, 1, max_attempts=2)
     queue.take("w", 1, 0.0)
     for _ in range(5):
-        queue.worker_lost("w")
+        queue.worker_lost("w", 0.0)
         assert queue.report("w", ["r/g0/0"], 1.0) == ()
         assert queue.is_running_at("w", "r/g0/0")
         queue.check()
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     (again,) = queue.take("v", 1, 2.0)
     assert (again.assignment_id, again.attempt) == ("r/g0/0", 1)
 
@@ -219,7 +338,7 @@ def test_of_two_workers_the_one_with_more_tokens_keeps_a_sample(at_w, at_v, keep
     queue = queue_of(1, max_attempts=2)
     name = "r/g0/0"
     queue.take("w", 1, 0.0)
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     queue.take("v", 1, 0.0)
     queue.report("v", [name], 1.0, [at_v])
     queue.report("w", [name], 1.0, [at_w])
@@ -228,7 +347,7 @@ def test_of_two_workers_the_one_with_more_tokens_keeps_a_sample(at_w, at_v, keep
     assert (queue.cancels(keeper), queue.cancels(other)) == ((), (name,))
     assert queue.has_new_cancels(other)
     queue.check()
-    queue.worker_lost(keeper)  # the stall cost nothing, so this is the first failure of two
+    queue.worker_lost(keeper, 1.0)  # the stall cost nothing, so this is the first failure of two
     (again,) = queue.take("u", 1, 2.0)
     assert again.attempt == 2
 
@@ -236,7 +355,7 @@ def test_of_two_workers_the_one_with_more_tokens_keeps_a_sample(at_w, at_v, keep
 def test_a_worker_heard_again_takes_back_what_was_given_up():
     queue = queue_of(1, max_attempts=1)
     queue.take("w", 1, 0.0)
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     assert len(queue.pending_records(0.0)) == 1
     queue.report("w", ["r/g0/0"], 1.0)
     assert queue.pending_records(1.0) == ()
@@ -247,7 +366,7 @@ def test_a_worker_heard_again_takes_back_what_was_given_up():
 def test_the_other_runner_of_a_finished_sample_is_told_to_stop():
     queue = queue_of(1)
     queue.take("w", 1, 0.0)
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     queue.take("v", 1, 0.0)
     queue.finished("r/g0/0")  # by w, after all
     assert queue.has_new_cancels("v")
@@ -259,7 +378,7 @@ def test_the_other_runner_of_a_finished_sample_is_told_to_stop():
 def test_a_late_record_of_a_queued_sample_finishes_it():
     queue = queue_of(1)
     queue.take("w", 1, 0.0)
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     assert queue.finished("r/g0/0")
     assert queue.take("v", 1, 0.0) == ()
     queue.check()
@@ -315,7 +434,7 @@ def test_what_fails_or_is_lost_or_dropped_gives_its_place_back():
     assert names(queue.take("w", 9, 0.0)) == ["r/g2/0"]
     queue.drop_stale("w", "r/g1/0", 0)
     assert [(h.assignment_id, h.attempt) for h in queue.take("w", 9, 0.0)] == [("r/g1/0", 1)]
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     queue.check()
     assert len(queue.take("v", 9, 0.0)) == 2
     assert queue.take("v", 9, 0.0) == ()
@@ -325,7 +444,7 @@ def test_what_fails_or_is_lost_or_dropped_gives_its_place_back():
 def test_a_late_record_of_a_queued_sample_takes_a_place():
     queue = limited(StalenessLimit(0, trajectories_per_version=1), 1, 1)
     queue.take("w", 1, 0.0)
-    queue.worker_lost("w")
+    queue.worker_lost("w", 0.0)
     assert queue.finished("r/g0/0")
     assert queue.take("v", 1, 0.0) == ()
     queue.check()
@@ -335,8 +454,8 @@ def test_a_group_is_divided_where_its_run_admits_a_part():
     queue = limited(StalenessLimit(0, trajectories_per_version=3), 8)
     assert names(queue.take("w", 8, 0.0)) == ["r/g0/0", "r/g0/1", "r/g0/2"]
     queue.set_versions(FleetVersions(1))
-    assert queue.take("w", 2, 0.0) == ()  # what is admitted goes whole to a worker that could hold it
-    assert names(queue.take("v", 8, 0.0)) == ["r/g0/3", "r/g0/4", "r/g0/5"]
+    assert names(queue.take("w", 2, 0.0)) == ["r/g0/3", "r/g0/4"]
+    assert names(queue.take("v", 8, 0.0)) == ["r/g0/5"]
     queue.check()
 
 
@@ -408,7 +527,7 @@ def test_a_restored_queue_counts_what_was_finished():
     queue = RolloutQueue()
     queue.set_versions(FleetVersions(6))
     queue.restore("r", [(group("g", 12, "r", limit), tuple(range(4, 12)))], 0.0, 4, num_trained=3, first_version=5)
-    queue.adopt("w", {"r/g/4": 0})
+    queue.adopt("w", {"r/g/4": 0}, 0.0)
     assert len(queue.take("v", 9, 0.0)) == 2  # of (1 + 1 + 1) * 2, 3 are finished and 1 runs
     queue.check()
 
@@ -416,7 +535,7 @@ def test_a_restored_queue_counts_what_was_finished():
 def test_what_is_adopted_before_the_fleets_version_is_known_counts_from_the_first_one_known():
     queue = RolloutQueue()
     queue.restore("r", [(group("g", 4, "r", StalenessLimit(0, trajectories_per_version=1)), (0, 1, 2, 3))], 0.0)
-    queue.adopt("w", {"r/g/0": 0})
+    queue.adopt("w", {"r/g/0": 0}, 0.0)
     queue.set_versions(FleetVersions(0))
     assert queue.take("w", 9, 0.0) == ()
     queue.set_versions(FleetVersions(1))
@@ -427,6 +546,7 @@ class QueueMachine(RuleBasedStateMachine):
     """Every accepted sample ends exactly once, whoever is lost, late, cancelled or restarted in between."""
 
     workers = st.sampled_from(["u", "v"])
+    terms = st.sampled_from([RolloutTerms(), RolloutTerms(priority=1, max_running=2), RolloutTerms(run_id="run")])
     limits = st.sampled_from(
         [
             None,
@@ -449,12 +569,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.served = 0
         self.is_stuck = False
 
-    @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), limit=limits)
-    def submit(self, sizes, limit):
+    @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), limit=limits, terms=terms)
+    def submit(self, sizes, limit, terms):
         rollout_id = f"r{self.num_rollouts}"
         groups = [group(f"g{i}", size, rollout_id, limit) for i, size in enumerate(sizes)]
         try:
-            self.queue.reserve(rollout_id, groups)
+            self.queue.reserve(rollout_id, groups, terms)
         except Overloaded:
             assert self.queue.num_queued + sum(sizes) > 40
             return
@@ -515,7 +635,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(worker=workers, is_dead=st.booleans())
     def lose_worker(self, worker, is_dead):
-        self.queue.worker_lost(worker)
+        self.queue.worker_lost(worker, self.now)
         if is_dead:
             self.at_worker[worker].clear()
 
@@ -562,7 +682,7 @@ class QueueMachine(RuleBasedStateMachine):
     def teardown(self):
         """From any state, working on ends everything."""
         for worker in self.at_worker:
-            self.queue.worker_lost(worker)
+            self.queue.worker_lost(worker, self.now)
         # What was begun before the fleet's version is known counts from the first one known: it is told first.
         self.queue.set_versions(FleetVersions(self.served))
         while self.queue.num_queued:

@@ -1,0 +1,143 @@
+"""Samples and live rollouts: what the rollout queue keeps of work that lacks records.
+
+Ownership: the queue alone changes them. A sample is one trajectory still to be made: (rollout, group, index), from
+its acceptance to its terminal record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agentloop.api import RolloutStatus, RolloutTerms
+from agentloop.errors import InvariantBroken
+from agentloop.scheduling.staleness_budget import StalenessBudget
+from agentloop.types import RolloutGroup, StopReason
+
+
+class SampleState(StrEnum):
+    """States of a sample; `_MOVES` says which follows which."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_MOVES: Mapping[SampleState, frozenset[SampleState]] = {
+    SampleState.QUEUED: frozenset({SampleState.RUNNING, SampleState.FINISHED}),
+    SampleState.RUNNING: frozenset({SampleState.QUEUED, SampleState.RUNNING, SampleState.FINISHED}),
+    SampleState.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The run of a sample at a worker that was given up for lost, and what was counted for it."""
+
+    attempt: int
+    begun_at: float
+    num_failed: int = 0
+    num_deaths: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One sample that lacks its record."""
+
+    assignment_id: str
+    rollout: LiveRollout
+    group: RolloutGroup
+    sample_index: int
+    queued_at: float
+    queued_s: float = 0.0  # how long it had waited when it was last handed out
+    state: SampleState = SampleState.QUEUED
+    worker_id: str | None = None
+    attempt: int = 0  # the number of the run that it is in, or begins next
+    last_attempt: int = 0  # the highest of those numbers
+    num_failed: int = 0  # runs that count, but for the deaths of workers
+    begun_at: float = 0.0  # when it was last handed out
+    num_deaths: int = 0  # of workers in a row for which it is suspect; of the last one:
+    outlived_s: float = 0.0  # how long it had run then
+    trial_size: int = 1  # how many are tried together
+    is_only_suspect: bool = False
+    silent: dict[str, Silence] = field(default_factory=dict)  # workers given up for lost
+    num_sampled: int = 0  # tokens, as its worker last reported
+    num_stale_attempts: int = 0
+    is_begun: bool = False  # counted in its run's budget
+    missing_since: float | None = None  # its worker's reports do not name it since then
+    error: str = ""
+    lost_reason: StopReason = StopReason.LOOP_FAILED  # its record's, if no attempt is left
+
+    def count_begun(self, is_begun: bool, served: int | None) -> None:
+        """Take a place in the run's budget, or give it back."""
+        budget = self.rollout.budget
+        if budget is not None and is_begun != self.is_begun:
+            self.is_begun = is_begun
+            if is_begun:
+                budget.begin(served)
+            else:
+                budget.give_back()
+
+    def hand_out(self, now: float) -> Sample:
+        """Note how long it has waited; returns itself, which only the queue changes."""
+        self.queued_s = max(0.0, now - self.queued_at)
+        return self
+
+    def forgive(self, silence: Silence) -> None:
+        """Count a loss no more: the worker was only silent."""
+        self.num_failed -= silence.num_failed
+        self.num_deaths = max(0, self.num_deaths - silence.num_deaths)
+
+    def set_state(self, state: SampleState) -> None:
+        """Move on, and count that in the rollout. Raises InvariantBroken for a move that cannot be."""
+        if state not in _MOVES[self.state]:
+            raise InvariantBroken(f"{self.assignment_id} cannot go from {self.state} to {state}")
+        rollout = self.rollout
+        rollout.num_queued += (state is SampleState.QUEUED) - (self.state is SampleState.QUEUED)
+        rollout.num_running += (state is SampleState.RUNNING) - (self.state is SampleState.RUNNING)
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class LiveGroup:
+    """A group of a live rollout: the samples it was accepted with, and those that lack records here."""
+
+    num_samples: int
+    num_left: int
+    num_bytes: int  # that its task takes, until none is left
+
+
+@dataclass(slots=True, eq=False)
+class LiveRollout:
+    """A rollout that lacks records, and its counts."""
+
+    rollout_id: str
+    terms: RolloutTerms
+    budget: StalenessBudget | None
+    groups: dict[str, LiveGroup] = field(default_factory=dict)
+    num_accepted: int = 0
+    num_finished_before: int = 0  # by a coordinator before this one
+    num_queued: int = 0
+    num_running: int = 0
+    finished: set[str] = field(default_factory=set)
+    is_cancelled: bool = False
+
+    def status(self, num_held: int = 0) -> RolloutStatus:
+        """Return its counts."""
+        num_finished = self.num_accepted - self.num_queued - self.num_running
+        counts = (self.num_accepted, num_finished, self.num_running, self.num_queued)
+        terms = self.terms
+        return RolloutStatus(
+            self.rollout_id, *counts, num_held=num_held, owner=terms.owner, priority=terms.priority
+        )
+
+
+def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
+    """Return the name of one sample. One-to-one, because a rollout id holds no slash."""
+    return f"{rollout_id}/{group_id}/{sample_index}"
+
+
+def group_key(name: str) -> str:
+    """Return what the siblings of an assignment have in common, over all rollouts."""
+    return name.rpartition("/")[0]

@@ -1,0 +1,155 @@
+"""Dispatch by the real queue, on simulated time: how full workers are with groups of each size, and what a task
+costs that kills its worker.
+
+    python tests/benchmarks/dispatch.py
+
+Durations are log-normal. A worker asks whenever a place of it becomes free. One that died is noticed after
+`NOTICED_S` and another stands in its place after `RESTART_S`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from dataclasses import dataclass, field
+
+from agentloop.scheduling import RolloutQueue
+from agentloop.types import Message, RolloutGroup, RolloutTask, StopReason
+
+CAPACITY = 256
+MEDIAN_S, SIGMA = 60.0, 1.0
+POISON_S = 20.0  # into its run a poison task kills its worker
+NOTICED_S, RESTART_S = 15.0, 30.0
+
+
+@dataclass
+class Outcome:
+    """One simulated run."""
+
+    wall_s: float = 0.0
+    used_share: float = 0.0  # of the places, while samples are queued
+    num_thrown_away: int = 0  # runs of innocents that their worker's death ended
+    num_innocents_failed: int = 0
+    num_poisons_failed: int = 0
+    num_deaths: int = 0
+
+
+@dataclass
+class _Simulation:
+    queue: RolloutQueue
+    num_workers: int
+    poisons: frozenset[str]
+    rng: random.Random
+    now: float = 0.0
+    events: list[tuple[float, int, str, str, str]] = field(default_factory=list)
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    running: dict[str, dict[str, int]] = field(default_factory=dict)  # by worker: the sample and its start's number
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def run(self) -> Outcome:
+        used = offered = 0.0
+        for index in range(self.num_workers):
+            self._start(f"w{index}")
+        while self.events:
+            at, number, kind, worker, name = heapq.heappop(self.events)
+            if self.queue.num_queued:
+                used += (at - self.now) * sum(map(len, self.running.values()))
+                offered += (at - self.now) * CAPACITY * self.num_workers
+            self.now = at
+            if kind == "start":
+                self._start(worker)
+            elif kind == "lost":
+                self.queue.worker_lost(worker, self.now)
+                self._write_owed()
+                self._ask_all()
+            elif kind == "ask":
+                self._ask(worker)
+            elif self.running.get(worker, {}).get(name) == number:
+                self._end(worker, name, kind)
+        self.outcome.wall_s, self.outcome.used_share = self.now, used / offered if offered else 0.0
+        return self.outcome
+
+    def _start(self, worker: str) -> None:
+        self.running[worker] = {}
+        self._ask(worker)
+
+    def _end(self, worker: str, name: str, kind: str) -> None:
+        if kind == "dies":
+            self.outcome.num_deaths += 1
+            self.outcome.num_thrown_away += len(self.running[worker].keys() - self.poisons)
+            del self.running[worker]
+            self._push(self.now + NOTICED_S, "lost", worker)
+            self._push(self.now + RESTART_S, "start", f"{worker}'")
+            return
+        del self.running[worker][name]
+        self.queue.finished(name)
+        self._ask_all()
+
+    def _ask_all(self) -> None:
+        for worker in list(self.running):
+            self._ask(worker)
+
+    def _ask(self, worker: str) -> None:
+        running = self.running.get(worker)
+        if running is None:
+            return
+        self.queue.report(worker, running, self.now)
+        for sample in self.queue.take(worker, CAPACITY - len(running), self.now):
+            name = sample.assignment_id
+            is_poison = name in self.poisons
+            ends_at = self.now + (POISON_S if is_poison else self.rng.lognormvariate(0, SIGMA) * MEDIAN_S)
+            running[name] = self._push(ends_at, "dies" if is_poison else "ends", worker, name)
+        if not running and self.queue.num_queued:
+            self._push(self.now + 1.0, "ask", worker)
+
+    def _write_owed(self) -> None:
+        for owed in self.queue.pending_records(self.now):
+            assert owed.stop_reason is StopReason.LOOP_FAILED
+            if owed.sample.assignment_id in self.poisons:
+                self.outcome.num_poisons_failed += 1
+            else:
+                self.outcome.num_innocents_failed += 1
+            self.queue.finished(owed.sample.assignment_id)
+
+    def _push(self, at: float, kind: str, worker: str, name: str = "") -> int:
+        number = next(self.numbers)
+        heapq.heappush(self.events, (at, number, kind, worker, name))
+        return number
+
+
+def simulate(
+    num_trajectories: int, num_samples: int = 1, num_workers: int = 1, num_poisons: int = 0, seed: int = 0
+) -> Outcome:
+    """Run `num_trajectories` in groups of `num_samples`; `num_poisons` of them kill every worker that runs them."""
+    rng, queue = random.Random(seed), RolloutQueue(max_queued=num_trajectories)
+    groups = [
+        RolloutGroup(f"g{index}", RolloutTask(f"t{index}", (Message("user", "x"),)), num_samples, "r")
+        for index in range(num_trajectories // num_samples)
+    ]
+    queue.reserve("r", groups)
+    queue.add("r", 0.0)
+    bad = frozenset(f"r/{groups[index].group_id}/0" for index in rng.sample(range(len(groups)), num_poisons))
+    return _Simulation(queue, num_workers, bad, rng).run()
+
+
+def main() -> None:
+    """Print both tables."""
+    print(f"capacity {CAPACITY}, one worker, 9,600 trajectories: places in use while samples are queued")
+    for num_samples in (1, 16, 64, 128, 200, 256):
+        found = simulate(9600, num_samples)
+        print(f"num_samples {num_samples:4d}  {found.used_share:7.1%}  wall {found.wall_s:8,.0f} s")
+    print("1,024 tasks, poisons among them: seeds 0 to 4 in sum")
+    for num_workers, num_poisons in ((1, 0), (1, 1), (4, 1), (4, 3)):
+        runs = [simulate(1024, 1, num_workers, num_poisons, seed) for seed in range(5)]
+        print(
+            f"{num_workers} worker(s), {num_poisons} poison(s): innocents failed"
+            f" {sum(run.num_innocents_failed for run in runs)}, poisons failed"
+            f" {sum(run.num_poisons_failed for run in runs)}, runs thrown away"
+            f" {sum(run.num_thrown_away for run in runs)}, deaths {sum(run.num_deaths for run in runs)},"
+            f" wall {sum(run.wall_s for run in runs):,.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
