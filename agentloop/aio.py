@@ -1,5 +1,5 @@
-"""asyncio's missing parts: change signals, tasks that outlive their callers, named locks, user code in threads,
-and a garbage collector that lets the event loop run."""
+"""asyncio's missing parts: change signals, tasks that outlive their callers, named locks, user code in tasks and
+threads, and a garbage collector that lets the event loop run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import contextvars
 import functools
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import structlog
 
-from agentloop.errors import AgentLoopError
+from agentloop.errors import AgentLoopError, Overloaded, error_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,6 +108,70 @@ class OwnedTasks:
             _log.debug("task_failed", task=self._name, error=repr(task.exception()))
 
 
+class UserTasks:
+    """Tasks that run user code: cancelled, given a grace, and abandoned if they ignore it.
+
+    What is abandoned is held until it ends, so that it is neither lost nor unseen.
+    """
+
+    def __init__(self, kind: str) -> None:
+        """`kind` says in the log what they run."""
+        self._kind = kind
+        self._abandoned: set[asyncio.Task[Any]] = set()
+
+    @property
+    def num_abandoned(self) -> int:
+        """Tasks that nobody awaits any more and that still run."""
+        return len(self._abandoned)
+
+    async def stop(self, tasks: Iterable[asyncio.Task[Any]], grace_s: float, **about: str) -> None:
+        """Cancel tasks, give them the grace, and abandon what still runs. `about` goes into the log."""
+        tasks = [task for task in tasks if not task.done()]
+        for task in tasks:
+            if not task.cancelling():  # a second cancellation would cut short the code's own cleanup
+                task.cancel()
+            self.keep(task)  # before the wait: a cancellation of ours must not orphan them
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+            self.abandon(tasks, **about)
+
+    async def stop_kept(self, grace_s: float) -> None:
+        """Stop, as `stop` does, what was abandoned."""
+        await self.stop(list(self._abandoned), grace_s, during="close")
+
+    def abandon(self, tasks: Iterable[asyncio.Task[Any]], **about: str) -> None:
+        """Cancel what still runs once more, and wait for it no longer."""
+        for task in tasks:
+            if not task.done():
+                task.cancel()
+                self.keep(task)
+                _log.warning(
+                    "user_code_abandoned",
+                    kind=self._kind,
+                    code=task.get_name(),
+                    hint="it ignores its cancellation",
+                    num_abandoned=self.num_abandoned,
+                    **about,
+                )
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold a task that nobody awaits any more until it ends."""
+        if task not in self._abandoned and not task.done():
+            self._abandoned.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.debug("user_code_failed_late", code=task.get_name(), error=error_line(error))
+
+
+def is_being_cancelled(error: BaseException) -> bool:
+    """Tell a cancellation of the running task from one that user code raised."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
 class HasTasks(Protocol):
     """An object whose methods may be `to_its_end`."""
 
@@ -151,12 +215,26 @@ class KeyedLocks:
                 self._locks[key] = (lock, num_users - 1)
 
 
+MAX_ABANDONED_THREADS = 128
+_abandoned_threads: set[threading.Thread] = set()
+
+
+def num_abandoned_threads() -> int:
+    """Return the number of threads that run on although nobody waits for them any more."""
+    for thread in list(_abandoned_threads):
+        if not thread.is_alive():
+            _abandoned_threads.discard(thread)
+    return len(_abandoned_threads)
+
+
 def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: object) -> asyncio.Future[Any]:
     """Run user code in a daemon thread of its own; the future may be abandoned, the thread cannot be killed.
 
-    A shared pool would be filled, and the process's exit held up, by what hangs. Its errors
-    arrive as `ordinary` ones.
+    A shared pool would be filled, and the process's exit held up, by what hangs. Its errors arrive as `ordinary`
+    ones. Raises Overloaded once MAX_ABANDONED_THREADS run on although nobody waits for them.
     """
+    if _abandoned_threads and num_abandoned_threads() >= MAX_ABANDONED_THREADS:
+        raise Overloaded(f"{MAX_ABANDONED_THREADS} calls that overran still run in threads of this process")
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -170,7 +248,9 @@ def in_daemon_thread(function: Callable[..., Any], *arguments: object, **named: 
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
             loop.call_soon_threadsafe(settle, outcome, value, error)
 
-    threading.Thread(target=work, name=getattr(function, "__name__", "user code"), daemon=True).start()
+    thread = threading.Thread(target=work, name=getattr(function, "__name__", "user code"), daemon=True)
+    outcome.add_done_callback(lambda ended: _abandoned_threads.add(thread) if ended.cancelled() else None)
+    thread.start()
     return outcome
 
 

@@ -36,6 +36,7 @@ All survive pickling (Ray) and `to_wire`/`from_wire` (HTTP). Nobody matches on m
 
 from __future__ import annotations
 
+import traceback
 from typing import Any, ClassVar
 
 
@@ -197,7 +198,22 @@ class InvariantBroken(AgentLoopError):
     code = "invariant_broken"
 
 
+MAX_ERROR_LINE_CHARS = 1000
+
+
 def error_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message: what a record says of user code."""
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    """Return an error's type and the first line of its message: what a record says of user code.
+
+    Any error has one: a message that cannot be made is left out, what UTF-8 cannot hold is escaped.
+    """
+    try:
+        first_line = next(iter(str(error).splitlines()), "")
+    except BaseException:  # its __str__ is user code too
+        first_line = ""
+    line = f"{type(error).__name__}: {first_line[:MAX_ERROR_LINE_CHARS]}" if first_line else type(error).__name__
+    return line.encode(errors="backslashreplace").decode()
+
+
+def error_trace(error: BaseException) -> str:
+    """Return the last frames of an error's traceback, for a log. It is safe where `__str__` raises."""
+    return "".join(traceback.format_exception(error, limit=-8))

@@ -1,15 +1,30 @@
 """Import paths, `package.module:attribute`: how a task or a configuration names a user's loop, reward or tool.
 
-Resolving one runs the module's own code. What may be named is the caller's decision, not this module's.
+Resolving one runs the module's own code, which can raise anything. What may be named is the caller's decision, not
+this module's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
+from typing import Generic, TypeVar
 
-from agentloop.errors import InvalidRequest
+from agentloop.aio import OwnedTasks, in_daemon_thread
+from agentloop.errors import AgentLoopError, InvalidRequest, error_line
+
+T = TypeVar("T")
+
+MAX_LOADED = 1024
+FAILURE_MEMORY_S = 60.0
+LOAD_TIMEOUT_S = 60.0
+
+_FAILURES = (Exception, SystemExit, BaseExceptionGroup)
+"""What user code raises as it is loaded. A KeyboardInterrupt may be the user's own; in a thread it is an error."""
 
 _NAME = r"[^\W\d]\w*"
 # A module's name is a file's name: importlib takes 02_loop, which the import statement does not.
@@ -29,10 +44,80 @@ def resolve(path: str, *, param: str) -> object:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"cannot import {path!r}: no module named {error.name!r}", param=param) from error
-    except (Exception, SystemExit) as error:
-        # The module's own code failed, and a module can raise anything; a script even exits.
-        raise InvalidRequest(f"cannot import {path!r}: {type(error).__name__}: {error}", param=param) from error
+    except _FAILURES as error:  # the module's own code failed; a script even exits
+        raise InvalidRequest(f"cannot import {path!r}: {error_line(error)}", param=param) from error
     try:
         return reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         raise InvalidRequest(f"module {module_name!r} has no attribute {attribute!r}", param=param) from error
+    except _FAILURES as error:  # a module's __getattr__ is its own code too
+        raise InvalidRequest(f"cannot import {path!r}: {error_line(error)}", param=param) from error
+
+
+def made(maker: Callable[[], T], refusal: str, *, param: str) -> T:
+    """Return what a user's class or function makes. Raises InvalidRequest: the refusal, and why."""
+    try:
+        return maker()
+    except AgentLoopError:
+        raise
+    except _FAILURES as error:
+        raise InvalidRequest(f"{refusal}: {error_line(error)}", param=param) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A name that could not be loaded."""
+
+    message: str
+    is_forgotten_at: float  # in the event loop's time
+
+
+class LoadedOnce(Generic[T]):
+    """Users' objects by import path, each loaded once, in a thread: a module's code may take long, or hang.
+
+    A failure is remembered for a minute and raised at once to whoever asks again. Bounded: what was loaded first is
+    forgotten first.
+    """
+
+    def __init__(self, load: Callable[[str], T], *, param: str, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        """`load` takes an import path; names without a colon are the service's own, and loaded on the spot."""
+        self._load = load
+        self._param = param
+        self._timeout_s = timeout_s
+        self._tasks = OwnedTasks(f"load {param}")
+        self._loading: dict[str, asyncio.Task[T | _Failure]] = {}
+
+    async def get(self, name: str) -> T:
+        """Return what `name` names. Raises InvalidRequest, whatever its code raised."""
+        if ":" not in name:
+            return self._load(name)
+        task = self._loading.get(name)
+        if task is None or _is_forgotten(task):
+            task = self._loading[name] = self._tasks.start(self._loaded(name))
+            if len(self._loading) > MAX_LOADED:
+                del self._loading[next(iter(self._loading))]
+        found = await asyncio.shield(task)
+        if isinstance(found, _Failure):
+            raise InvalidRequest(found.message, param=self._param)
+        return found
+
+    async def _loaded(self, name: str) -> T | _Failure:
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                loaded: T = await in_daemon_thread(self._load, name)
+                return loaded
+        except Exception as error:
+            if deadline.expired():
+                message = f"cannot import {name!r}: not done within {self._timeout_s:g} s"
+            else:
+                message = (
+                    str(error)
+                    if isinstance(error, InvalidRequest)
+                    else f"cannot import {name!r}: {error_line(error)}"
+                )
+        return _Failure(message, asyncio.get_running_loop().time() + FAILURE_MEMORY_S)
+
+
+def _is_forgotten(task: asyncio.Task[T | _Failure]) -> bool:
+    found = task.result() if task.done() else None
+    return isinstance(found, _Failure) and found.is_forgotten_at <= asyncio.get_running_loop().time()

@@ -30,8 +30,8 @@ COMMON = (
     "codec",
     "clock",
     "logs",
-    "plugins",
     "aio",
+    "plugins",
     "engine",
     "sampled_tokens",
     "engine_lifecycle",
@@ -321,7 +321,6 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
     ),
     "few lines that say all of one idea": (
         "agentloop.parsers.choose",
-        "agentloop.plugins",
         "agentloop.rollout.loops",
         "agentloop_servers.tcp",
     ),

@@ -7,7 +7,8 @@ from agentloop.rollout.loops import AgentLoop, SingleTurn, ToolLoop, load_loop
 from agentloop.rollout.rewards import RewardFunction, exact_match, load_reward, score
 from agentloop.rollout.tool import ScoringSession, ToolSpec, arguments_model, parameters_schema, tool, validated
 from agentloop.rollout.toolbox import Toolbox, load_tools
-from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.worker import Worker
 
 __all__ = [
     "AgentLoop",

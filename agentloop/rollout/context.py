@@ -11,10 +11,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 from structlog.contextvars import bind_contextvars
 
-from agentloop.errors import RewardError, TemplateNotPrefixStable
+from agentloop.errors import Conflict, InvalidRequest, RewardError, TemplateNotPrefixStable
 from agentloop.generation import (
     LATE_GRACE_S,
     ImageAsker,
@@ -43,6 +44,8 @@ from agentloop.types import (
     ToolCall,
     ToolResult,
 )
+
+REFUSAL_PAUSE_S = 1.0
 
 
 class LoopContext:
@@ -84,6 +87,7 @@ class LoopContext:
         self._score = Score()
         self.deadline: asyncio.Timeout | None = None  # of the loop; a turn that it meets ends with what it has
         self.has_lost_call = False  # a generation was begun whose tokens never came
+        self._is_over = False
         self.num_tool_errors = 0
         self.generate_s = 0.0
         self.tool_s = 0.0
@@ -143,11 +147,21 @@ class LoopContext:
         """Keep the path of the last turn from being trained on. Raises RewardError before the first turn."""
         self._score = self._score.updated(Score(untrainable_turns=(self.turn_id,)))
 
+    def close(self) -> None:
+        """End the trajectory for a loop that goes on all the same: it can sample and run tools no more."""
+        self._is_over = True
+
+    async def _refuse(self) -> NoReturn:
+        await asyncio.sleep(REFUSAL_PAUSE_S)  # a loop that catches every error must not spin
+        raise Conflict(f"trajectory {self.trajectory_id} is over")
+
     async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> Reply:
         """Sample one turn of the policy, appended to the conversation.
 
         Ends the trajectory when a limit is reached, before the turn or by cutting it, or when it is too old.
         """
+        if self._is_over:
+            await self._refuse()
         self._check_age()
         await self._observe_pending(max_tokens)
         num_prompt = self._path.num_context_tokens
@@ -174,6 +188,8 @@ class LoopContext:
 
         A failing, unknown, malformed or late tool is an answer to the policy, never an exception.
         """
+        if self._is_over:
+            await self._refuse()
         allowed = self._budget.calls_to_run(len(calls))
         limits = self.task.limits
         started = time.perf_counter()
@@ -182,7 +198,7 @@ class LoopContext:
         excess = f"Error: too many calls in one turn, only the first {allowed} were run"
         results += [ToolResult(call.id, call.name, excess, is_error=True) for call in calls[allowed:]]
         self.num_tool_errors += sum(result.is_error for result in results)
-        self.observe(
+        self._path.observe(
             *(Message("tool", result.content, tool_call_id=result.call_id, name=result.name) for result in results)
         )
         if limits.on_long_tool_response is OnExcess.STOP and any(result.is_truncated for result in results):
@@ -190,7 +206,17 @@ class LoopContext:
         return tuple(results)
 
     def observe(self, *messages: Message) -> None:
-        """Add messages that the policy did not write; it reads them at its next turn."""
+        """Add messages that the policy did not write; it reads them at its next turn.
+
+        Raises InvalidRequest for a content that is no text, or that UTF-8 cannot hold.
+        """
+        for message in messages:
+            if not isinstance(message.content, str):
+                raise InvalidRequest(f"a message's content is text, not {type(message.content).__name__}")
+            try:
+                message.content.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(f"a message's content is valid text: {error}") from error
         self._path.observe(*messages)
 
     async def _observe_pending(self, wanted: int | None) -> None:

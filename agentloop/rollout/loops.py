@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 from agentloop.errors import InvalidRequest
-from agentloop.plugins import resolve
+from agentloop.plugins import made, resolve
 from agentloop.rollout.context import LoopContext
 from agentloop.types import RolloutTask
 
@@ -53,7 +53,7 @@ def load_loop(name: str) -> AgentLoop:
             param="loop",
         )
     found = resolve(name, param="loop")
-    loop = found() if isinstance(found, type) else found
+    loop = made(found, f"{name} cannot be constructed", param="loop") if isinstance(found, type) else found
     if not callable(getattr(loop, "run", None)):
         raise InvalidRequest(f"{name} has no method run(task, ctx)", param="loop")
     return cast(AgentLoop, loop)

@@ -11,9 +11,9 @@ import asyncio
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
-from agentloop.aio import in_daemon_thread
+from agentloop.aio import UserTasks, in_daemon_thread
 from agentloop.errors import InvalidRequest, RewardError, error_line
 from agentloop.plugins import resolve
 from agentloop.score import Score, resolved, score_of
@@ -84,8 +84,7 @@ def load_reward(name_or_path: str) -> RewardFunction:
 
 # --- running one ------------------------------------------------------------------------------------------
 
-_abandoned: set[asyncio.Task[Any]] = set()
-"""Reward functions that were cancelled and still run; held until they end, so that none is lost unseen."""
+_user_tasks = UserTasks("reward")
 
 
 async def score(
@@ -106,8 +105,7 @@ async def score(
     finally:
         if not evaluation.done():
             evaluation.cancel()
-            _abandoned.add(evaluation)
-            evaluation.add_done_callback(_abandoned.discard)
+            _user_tasks.keep(evaluation)
 
 
 async def _evaluate(
@@ -122,7 +120,9 @@ async def _evaluate(
             if inspect.isawaitable(value):
                 value = await value
         return resolved(score_of(value), trajectory), None
-    except (Exception, SystemExit) as error:  # user code raises anything, and SystemExit would stop the loop
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # user code raises anything, and an exit would stop the event loop
         return None, error_line(error)
 
 

@@ -17,7 +17,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from agentloop.aio import in_daemon_thread
-from agentloop.errors import InvalidRequest, ToolError
+from agentloop.errors import InvalidRequest, Overloaded, ToolError
 from agentloop.score import Score
 from agentloop.types import JSON, RolloutTask
 
@@ -102,7 +102,11 @@ class FunctionTool:
         if inspect.iscoroutinefunction(self._function):
             answer = await cast(Awaitable[Any], self._function(**values))
         else:
-            answer = await in_daemon_thread(self._function, **values)
+            try:
+                running = in_daemon_thread(self._function, **values)
+            except Overloaded as error:
+                raise ToolError("too many earlier calls of tools still run") from error
+            answer = await running
         return answer if isinstance(answer, str) else orjson.dumps(answer).decode()
 
     async def close(self) -> None:

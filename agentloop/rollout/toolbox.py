@@ -19,11 +19,14 @@ from typing import Any, cast
 
 import structlog
 
-from agentloop.errors import AgentLoopError, InvalidRequest, InvariantBroken, RewardError, ToolError, error_line
-from agentloop.plugins import resolve
+from agentloop.aio import UserTasks, num_abandoned_threads
+from agentloop.errors import InvalidRequest, InvariantBroken, RewardError, ToolError, error_line, error_trace
+from agentloop.plugins import made, resolve
 from agentloop.rollout.tool import ScoringSession, Tool, ToolSession, ToolSpec
 from agentloop.score import Score, score_of
 from agentloop.types import JSON, RolloutTask, ToolCall, ToolCallStatus, ToolResult
+
+MAX_COUNTED_CHARS = 1_000_000
 
 _log = structlog.get_logger(__name__)
 
@@ -58,13 +61,13 @@ class Toolbox:
         self._grace_s = grace_s
         self._close_timeout_s = close_timeout_s
         self._scopes: set[ToolScope] = set()
-        self._abandoned: set[asyncio.Task[Any]] = set()
+        self._user_tasks = UserTasks("tool")
         self._closing: asyncio.Task[None] | None = None
 
     @property
     def num_abandoned(self) -> int:
-        """Calls and closes that nobody awaits any more and that still run."""
-        return len(self._abandoned)
+        """Calls and closes that nobody awaits any more and that still run; threads are those of the process."""
+        return self._user_tasks.num_abandoned + num_abandoned_threads()
 
     def definitions(self, names: Sequence[str]) -> list[dict[str, JSON]]:
         """The tools' canonical definitions, in the order of `names`. Raises InvalidRequest for an unknown one."""
@@ -88,7 +91,7 @@ class Toolbox:
         await asyncio.gather(*(scope.close() for scope in list(self._scopes)))
         closes = (self.bounded_close(tool.close, tool=name) for name, tool in self._tools.items())
         await asyncio.gather(*closes)
-        await self.stop(list(self._abandoned), during="close")
+        await self._user_tasks.stop_kept(self._grace_s)
 
     def _declared(self, names: Sequence[str]) -> dict[str, Tool]:
         for index, name in enumerate(names):
@@ -110,26 +113,11 @@ class Toolbox:
 
     async def stop(self, tasks: Sequence[asyncio.Task[Any]], **about: str) -> None:
         """Cancel tasks, give them the grace period, and abandon what still runs."""
-        for task in tasks:
-            if not task.cancelling():  # a second cancellation would cut short the tool's own cleanup
-                task.cancel()
-            self.keep(task)  # before the wait: a cancellation of ours must not orphan them
-        if not tasks:
-            return
-        _, still_running = await asyncio.wait(tasks, timeout=self._grace_s)
-        for task in still_running:
-            _log.warning("tool_abandoned", task=task.get_name(), num_abandoned=self.num_abandoned, **about)
+        await self._user_tasks.stop(tasks, self._grace_s, **about)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Hold a task that nobody awaits any more until it ends."""
-        if task not in self._abandoned and not task.done():
-            self._abandoned.add(task)
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._abandoned.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("tool_failed_late", task=task.get_name(), error=repr(error))
+        self._user_tasks.keep(task)
 
     async def bounded_close(self, close: Callable[[], Awaitable[None]], **about: str) -> None:
         """Await a close within its deadline; a failing or hanging one is logged, never raised."""
@@ -137,8 +125,10 @@ class Toolbox:
         async def attempt() -> None:
             try:
                 await close()
-            except (Exception, SystemExit) as error:
-                _log.warning("tool_close_failed", error=repr(error), **about)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # user code raises anything, and an exit would stop the event loop
+                _log.warning("tool_close_failed", error=error_line(error), **about)
 
         task = asyncio.create_task(attempt(), name="tool-close")
         try:
@@ -232,7 +222,9 @@ class ToolScope:
             return score_of(await session.score(task))
         except RewardError as error:
             return error
-        except (Exception, SystemExit) as error:  # SystemExit would stop the worker's event loop
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code raises anything, and an exit would stop the event loop
             return RewardError(error_line(error))
 
     async def _result(self, call: ToolCall, max_response_bytes: int) -> ToolResult:
@@ -258,7 +250,7 @@ class ToolScope:
             return _Answer("cancelled", is_error=True)  # the scope closed while this call waited for its slot
         try:
             open_ = self._session(tool)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
             return self._failure(spec, error)
         open_.num_running += 1
         task = asyncio.create_task(self._call(open_.session, spec, call), name=f"{spec.name} {self._trajectory_id}")
@@ -280,13 +272,12 @@ class ToolScope:
                 await _shielded(self._close_session(spec.name, open_), self._toolbox)
 
     async def _call(self, session: ToolSession, spec: ToolSpec, call: ToolCall) -> _Answer:
-        """The call itself, where nothing but a cancellation is an exception.
-
-        SystemExit is caught because out of a task it would stop the worker's event loop.
-        """
+        """The call itself, where nothing but a cancellation is an exception."""
         try:
             content = await session.call(call.arguments)
-        except (Exception, SystemExit) as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code raises anything, and an exit would stop the event loop
             return self._failure(spec, error)
         if not isinstance(content, str):
             return self._failure(spec, TypeError(f"a tool answers text, not {type(content).__name__}"))
@@ -296,7 +287,7 @@ class ToolScope:
         if isinstance(error, ToolError):
             return _Answer(error.message, is_error=True)
         # The policy learns the kind only: a message of unknown origin may hold paths, keys or other internals.
-        _log.debug("tool_failed", tool=spec.name, trajectory_id=self._trajectory_id, exc_info=error)
+        _log.debug("tool_failed", tool=spec.name, trajectory_id=self._trajectory_id, exception=error_trace(error))
         return _Answer(type(error).__name__, is_error=True)
 
     def _session(self, tool: Tool) -> _OpenSession:
@@ -329,18 +320,22 @@ def capped(text: str, max_bytes: int) -> tuple[str, bool]:
     """The text as valid UTF-8 of at most `max_bytes`, and whether it was cut.
 
     A cut ends with `...[truncated N bytes]`, which counts; where not even the mark fits, the mark alone is the
-    text. Lone surrogates become U+FFFD.
+    text. Lone surrogates become U+FFFD. Only what may be kept is encoded: in a text of more than
+    MAX_COUNTED_CHARS a character counts as one byte, however many it has.
     """
+    size = len(text) if text.isascii() or len(text) > MAX_COUNTED_CHARS else None  # of all of it, in bytes
+    read = text if size is None else text[: max_bytes + 1]
     try:
-        encoded = text.encode()
+        encoded = read.encode()
     except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        encoded = text.encode()
+        text = read = read.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        encoded = read.encode()
     if len(encoded) <= max_bytes:
-        return text, False
-    room = max(0, max_bytes - len(_mark(len(encoded))))
+        return read, False
+    size = max(size or 0, len(encoded))
+    room = max(0, max_bytes - len(_mark(size)))
     head = encoded[:room].decode(errors="ignore")
-    return head + _mark(len(encoded) - len(head.encode())), True
+    return head + _mark(size - len(head.encode())), True
 
 
 def _mark(num_bytes: int) -> str:
@@ -371,13 +366,7 @@ def load_tool(path: str) -> Tool:
     """
     found = resolve(path, param="tools")
     if not _is_tool(found) and callable(found):
-        try:
-            found = found()
-        except AgentLoopError:
-            raise
-        except (Exception, SystemExit) as error:
-            text = f"{path!r} is neither a tool (see @tool) nor makes one: {type(error).__name__}: {error}"
-            raise InvalidRequest(text, param="tools") from error
+        found = made(found, f"{path!r} is neither a tool (see @tool) nor makes one", param="tools")
     if not _is_tool(found):
         raise InvalidRequest(f"{path!r} is neither a tool (see @tool) nor makes one", param="tools")
     return cast(Tool, found)

@@ -18,7 +18,8 @@ from agentloop.engine import WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.toolbox import Toolbox
-from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.worker import Worker
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel, ScriptedPolicy
 from agentloop.types import (

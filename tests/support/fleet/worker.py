@@ -11,7 +11,8 @@ from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.tool import Tool
 from agentloop.rollout.toolbox import Toolbox, load_tools
-from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.worker import Worker
 from agentloop.types import Message, RolloutTask
 from agentloop_tools import SHIPPED_TOOLS
 from tests.support.engine.scripted import RENDERER, SPEC

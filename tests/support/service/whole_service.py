@@ -13,7 +13,8 @@ from agentloop.api import FrontPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
 from agentloop.rollout.toolbox import Toolbox, load_tools
-from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.worker import Worker
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.app import (
     IngressProcess,

@@ -31,7 +31,8 @@ from agentloop.engine import WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.toolbox import Toolbox, load_tools
-from agentloop.rollout.worker import Worker, WorkerConfig
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.worker import Worker
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Limits, RolloutGroup, TokenPath, Trajectory
 from agentloop_servers.coordinator.coordinator import Coordinator

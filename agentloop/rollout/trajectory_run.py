@@ -1,0 +1,382 @@
+"""One trajectory in a worker: from its assignment to its terminal record.
+
+User code is a boundary: loading, constructing and running a loop may raise anything, exits and exception groups
+too, and it may ignore its cancellation. Each of these is an outcome of this trajectory and of no other. A loop runs
+in a task of its own; one that still runs a grace after it was cancelled is abandoned, and the record is written
+without it. Only a shutdown's cancellation leaves without a record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+from structlog.contextvars import bind_contextvars, get_contextvars
+
+from agentloop.aio import UserTasks, is_being_cancelled
+from agentloop.api import WorkerPort
+from agentloop.codec import decode, encode
+from agentloop.errors import (
+    AgentLoopError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    RewardError,
+    error_line,
+    error_trace,
+)
+from agentloop.generation import AssignedLease, Connect, ImagePlacer, LeasedEngine, NewestVersion, TurnReader
+from agentloop.plugins import LoadedOnce
+from agentloop.rendering import Renderer
+from agentloop.rollout.budget import Budget, LimitReached
+from agentloop.rollout.context import LoopContext
+from agentloop.rollout.loops import AgentLoop, load_loop
+from agentloop.rollout.rewards import RewardFunction, load_reward, score
+from agentloop.rollout.staleness_guard import StalenessGuard
+from agentloop.rollout.toolbox import Toolbox, ToolScope
+from agentloop.score import Score, ended, scored
+from agentloop.types import (
+    FAILURES,
+    Assignment,
+    KVPolicy,
+    OnStale,
+    StopReason,
+    Timings,
+    Trajectory,
+)
+
+SHUTDOWN_GRACE_S = 1.0  # of a loop that is cancelled with its worker, which has few seconds for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Capacity and deadlines of one worker. All finite."""
+
+    capacity: int = 256  # trajectories at once
+    poll_s: float = 5.0  # the longest wait for work in one call
+    poll_gap_s: float = 0.02  # between two calls: permits freed meanwhile are asked for together
+    turn_timeout_s: float = 300.0  # one generation, pauses included
+    turn_attempts: int = 5  # of one generation, on as many replicas; pauses are not counted
+    reward_timeout_s: float = 30.0
+    grace_s: float = 5.0  # how long a loop that was cancelled may take to end
+    commit_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
+    kv_policy: KVPolicy = KVPolicy.RECOMPUTE
+
+
+@dataclass(slots=True)
+class _Outcome:
+    stop_reason: StopReason
+    error: str | None = None
+    is_dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """The parts that a worker's trajectories share; loops and rewards are loaded once by name."""
+
+    coordinator: WorkerPort
+    connect: Connect
+    renderer: Renderer
+    reader: TurnReader
+    toolbox: Toolbox
+    config: WorkerConfig
+    max_context_tokens: int
+    vocab_size: int
+    placer: ImagePlacer
+    newest: NewestVersion = field(default_factory=NewestVersion)
+    loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
+    rewards: LoadedOnce[RewardFunction] = field(default_factory=lambda: LoadedOnce(load_reward, param="reward"))
+    user_tasks: UserTasks = field(default_factory=lambda: UserTasks("loop"))
+
+
+class TrajectoryRun:
+    """One trajectory, from its assignment to its terminal record: load, drive, settle, score."""
+
+    def __init__(self, parts: RunParts, assignment: Assignment) -> None:
+        self._parts = parts
+        self._assignment = assignment
+        self._task = assignment.task
+        self._log = structlog.stdlib.get_logger("worker")
+        self._started = time.perf_counter()
+        self._outcome = _Outcome(StopReason.COMPLETED)
+        self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop_task: asyncio.Task[_Outcome] | None = None
+        self._loop: AgentLoop | None = None
+        self._ctx: LoopContext | None = None
+        self._scope: ToolScope | None = None
+        self._guard: StalenessGuard | None = None
+        self._reward_function: RewardFunction | None = None
+        self._tools_score = Score()
+        self._tools_problem: str | None = None
+        self._record: Trajectory | None = None  # without its timings, once it has ended
+        self._reward_s = 0.0
+
+    @property
+    def is_dropped(self) -> bool:
+        """True of a record that was dropped for its age: its sample is begun anew."""
+        return self._outcome.is_dropped
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of the turns so far."""
+        return self._ctx.budget.num_sampled_tokens if self._ctx else 0
+
+    def cancel(self) -> None:
+        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
+        if not self._cancelled.done():
+            self._cancelled.set_result(None)
+            if self._loop_task is not None:
+                self._loop_task.cancel()
+
+    async def to_record(self) -> Trajectory:
+        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
+        try:
+            if await self._loaded():
+                await self._drive()
+                self._settle()
+                await self._score()
+            record = self._finished()
+            decode(encode(record), Trajectory)  # what no store could hold must not be handed in
+        except BaseException as error:
+            if is_being_cancelled(error):
+                raise
+            self._log.error("trajectory_failed", error=error_line(error), exception=error_trace(error))
+            record = self._failed(error)
+        self._log.info(
+            "trajectory_finished",
+            stop_reason=record.stop_reason,
+            error=record.error,
+            reward=record.reward,
+            num_turns=self._ctx.budget.num_turns if self._ctx else 0,
+            total_s=round(record.timings.total_s, 3),
+        )
+        return record
+
+    async def _loaded(self) -> bool:
+        """Load what the task names. False, and an outcome, for a task that cannot run."""
+        parts, task, assignment = self._parts, self._task, self._assignment
+        try:
+            self._loop = await parts.loops.get(task.loop)
+            if task.reward is not None:
+                self._reward_function = await parts.rewards.get(task.reward)
+            scope = parts.toolbox.open(task.tools, assignment.assignment_id, trajectory_seed(assignment))
+        except AgentLoopError as error:
+            self._outcome = _Outcome(StopReason.INVALID_TASK, f"{error.code}: {error}")
+            return False
+        self._scope = scope
+        if assignment.staleness is not None:
+            self._guard = StalenessGuard(assignment.staleness, parts.newest)
+        return True
+
+    async def _drive(self) -> None:
+        """Run the loop, let its environments score, and close its tools."""
+        assert self._scope is not None, "not loaded"
+        try:
+            self._ctx = self._context(self._scope)
+            self._outcome = await self._looped(self._ctx)
+            if self._is_ended_well:
+                started = time.perf_counter()
+                self._tools_score, self._tools_problem = await self._scope.score(self._task)
+                self._reward_s = time.perf_counter() - started
+        finally:
+            await self._scope.close()
+
+    def _settle(self) -> None:
+        """Apply the run's staleness policy to a complete trajectory. MASK leaves it its own end."""
+        if self._guard is not None and self._ctx is not None and self._is_complete:
+            acted = self._guard.settle(self._ctx.path)
+            if acted is OnStale.FINISH:
+                self._outcome = _Outcome(StopReason.STALE)
+            elif acted is OnStale.DROP:
+                self._outcome = _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
+
+    async def _score(self) -> None:
+        """Put the score of the loop, the tools and the task's reward function into the record.
+
+        The reward function sees what the others said, and has the last word. Of a trajectory that failed, only the
+        loop's metrics are kept.
+        """
+        if self._ctx is None or self._outcome.is_dropped:
+            return
+        record, said, problems = self._ended(), self._ctx.score, [self._tools_problem]
+        try:
+            said = said.joined(self._tools_score) if self._is_ended_well else Score(metrics=said.metrics)
+            record = scored(record, said)
+        except RewardError as error:
+            problems.append(str(error))
+        if self._reward_function is not None and self._is_ended_well:
+            started = time.perf_counter()
+            found, problem = await score(
+                self._reward_function, self._task, record, self._parts.config.reward_timeout_s
+            )
+            self._reward_s += time.perf_counter() - started
+            problems.append(problem)
+            # Without its score there is no reward: what the others said may be of another scale.
+            record = replace(record, reward=None) if found is None else scored(record, found)
+        reward_error = "; ".join(problem for problem in problems if problem) or None
+        self._record = replace(record, reward_error=reward_error)
+
+    def _finished(self) -> Trajectory:
+        """Return the terminal record; of a dropped trajectory nothing is kept."""
+        return replace(self._record or self._ended(), timings=self._timings())
+
+    def _failed(self, error: BaseException) -> Trajectory:
+        """Return the record of a trajectory that could not be brought to its end, with nothing of what it made."""
+        assignment, text = self._assignment, f"the record cannot be made: {error_line(error)}"
+        self._outcome = _Outcome(StopReason.LOOP_FAILED, text)
+        return Trajectory(
+            task_id=self._task.task_id,
+            group_id=assignment.group_id,
+            sample_index=assignment.sample_index,
+            paths=(),
+            task_messages=self._task.messages,
+            stop_reason=StopReason.LOOP_FAILED,
+            is_complete=False,
+            error=text,
+            attempt=assignment.attempt,
+            rollout_id=assignment.rollout_id,
+            num_stale_attempts=assignment.num_stale_attempts,
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> Timings:
+        ctx = self._ctx
+        return Timings(
+            queue_s=self._assignment.queue_s,
+            generate_s=ctx.generate_s if ctx else 0.0,
+            tool_s=ctx.tool_s if ctx else 0.0,
+            reward_s=self._reward_s,
+            total_s=time.perf_counter() - self._started,
+        )
+
+    def _ended(self) -> Trajectory:
+        """Return the record without its score and its timings."""
+        assignment, outcome, limit = self._assignment, self._outcome, self._assignment.staleness
+        ctx = None if outcome.is_dropped else self._ctx
+        paths = ctx.path.paths() if ctx else ()
+        messages = ctx.messages if ctx else self._task.messages
+        trajectory = Trajectory(
+            task_id=self._task.task_id,
+            group_id=assignment.group_id,
+            sample_index=assignment.sample_index,
+            paths=paths,
+            task_messages=() if paths else messages,
+            stop_reason=outcome.stop_reason,
+            is_complete=self._is_complete,
+            error=outcome.error,
+            num_tool_calls=ctx.budget.num_tool_calls if ctx else 0,
+            num_tool_errors=ctx.num_tool_errors if ctx else 0,
+            attempt=assignment.attempt,
+            rollout_id=assignment.rollout_id,
+            num_masked_tokens=sum(path.num_masked_tokens for path in paths),
+            num_stale_attempts=assignment.num_stale_attempts,
+            max_staleness=limit.max_staleness if limit is not None else None,
+            num_resampled_turns=ctx.num_resampled_turns if ctx else 0,
+            thinking=self._parts.renderer.facts.thinking,
+        )
+        return ended(trajectory)
+
+    @property
+    def _is_ended_well(self) -> bool:
+        return self._outcome.stop_reason not in FAILURES | {StopReason.CANCELLED} and not self._outcome.is_dropped
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._is_ended_well and self._ctx is not None and not self._ctx.has_lost_call
+
+    def _context(self, scope: ToolScope) -> LoopContext:
+        shared, task, assignment = self._parts, self._task, self._assignment
+        engine = LeasedEngine(
+            shared.connect,
+            AssignedLease(shared.coordinator, assignment),
+            vocab_size=shared.vocab_size,
+            max_attempts=shared.config.turn_attempts,
+            newest=shared.newest,
+        )
+        wanted = task.limits.max_context_tokens
+        context = shared.max_context_tokens if wanted is None else min(wanted, shared.max_context_tokens)
+        return LoopContext(
+            task,
+            f"{assignment.assignment_id}@{assignment.attempt}",
+            engine=engine,
+            reader=shared.reader,
+            renderer=shared.renderer,
+            tools=scope,
+            tool_definitions=shared.toolbox.definitions(task.tools),
+            budget=Budget(task.limits, context),
+            kv_policy=shared.config.kv_policy,
+            seed=None if task.seed is None else trajectory_seed(assignment),
+            turn_timeout_s=shared.config.turn_timeout_s,
+            guard=self._guard,
+            placer=shared.placer,
+        )
+
+    async def _looped(self, ctx: LoopContext) -> _Outcome:
+        """Run the loop in a task of its own, and name how it ended."""
+        if self._cancelled.done():
+            return _Outcome(StopReason.CANCELLED)
+        context, user_tasks = contextvars.copy_context(), self._parts.user_tasks
+        name = f"loop {self._task.loop} of {self._assignment.assignment_id}"
+        task = asyncio.create_task(self._ran(ctx), name=name, context=context)
+        self._loop_task = task
+        try:
+            await self._until_over(task, ctx)
+        except asyncio.CancelledError:  # a shutdown: the coordinator gives the trajectory to another worker
+            await user_tasks.stop([task], min(self._parts.config.grace_s, SHUTDOWN_GRACE_S))
+            raise
+        finally:
+            ctx.close()
+            user_tasks.abandon([task])
+        bind_contextvars(**context.run(get_contextvars))
+        if task.done():
+            return task.result()
+        stop_reason = StopReason.CANCELLED if self._cancelled.done() else StopReason.DEADLINE
+        return _Outcome(
+            stop_reason,
+            f"the loop ignored its cancellation for {self._parts.config.grace_s:g} s, and was abandoned",
+        )
+
+    async def _until_over(self, task: asyncio.Task[_Outcome], ctx: LoopContext) -> None:
+        """Wait until the loop has ended, or has ignored its cancellation for the grace."""
+        loop, grace_s = asyncio.get_running_loop(), self._parts.config.grace_s
+        ends: tuple[asyncio.Future[Any], ...] = (task, self._cancelled)
+        while not any(end.done() for end in ends):
+            deadline_at = None if ctx.deadline is None else ctx.deadline.when()  # it is put off now and then
+            left_s = grace_s if deadline_at is None else deadline_at + grace_s - loop.time()
+            if left_s <= 0:
+                return
+            await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait({task}, timeout=grace_s)
+
+    async def _ran(self, ctx: LoopContext) -> _Outcome:
+        """Run the loop to its outcome. Nothing that it raises leaves."""
+        assert self._loop is not None, "not loaded"
+        try:
+            async with asyncio.timeout(self._task.limits.timeout_s) as deadline:
+                ctx.deadline = deadline
+                await self._loop.run(self._task, ctx)
+        except LimitReached as limit:
+            return _Outcome(limit.reason)
+        except ContextLengthExceeded as error:
+            return _Outcome(StopReason.PROMPT_TOO_LONG, str(error))
+        except BaseException as error:  # an exit, or another's cancellation, must not leave the task
+            if isinstance(error, asyncio.CancelledError) and self._cancelled.done():
+                return _Outcome(StopReason.CANCELLED)
+            if isinstance(error, TimeoutError) and deadline.expired():
+                return _Outcome(StopReason.DEADLINE)
+            if isinstance(error, DeadlineExceeded) or (isinstance(error, AgentLoopError) and error.retryable):
+                return _Outcome(StopReason.ENGINE_FAILED, f"{error.code}: {error}")
+            self._log.error("loop_failed", error=error_line(error), exception=error_trace(error))
+            return _Outcome(StopReason.LOOP_FAILED, error_line(error))
+        return _Outcome(StopReason.COMPLETED)
+
+
+def trajectory_seed(assignment: Assignment) -> int:
+    """A seed that differs between samples and repeats between runs: of the task's seed and the sample's name."""
+    name = f"{assignment.task.task_id}/{assignment.sample_index}/{assignment.task.seed}"
+    return zlib.crc32(name.encode())
