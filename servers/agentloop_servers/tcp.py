@@ -25,6 +25,11 @@ def listening_socket(host: str, port: int = 0, backlog: int = BACKLOG) -> socket
     return listener
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the base URL of a server on a host's port."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def keep_alive(one: socket.socket) -> None:
     """Have a socket notice within about 15 s that its peer has vanished."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

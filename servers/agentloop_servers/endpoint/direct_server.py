@@ -1,59 +1,72 @@
-"""The app on a port of its process's own: agents on this host, and the endpoint's other processes, reach it without
-Serve's proxy, which costs milliseconds a call."""
+"""The server of one ingress process: its app on the public port, which the processes share, and on one of its own.
+
+Agents on this host, and the endpoint's other processes, reach the process by its own port; everybody else, by the
+public one. Every connection is bounded (`http/connections.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.tcp import BACKLOG, listening_socket
+from agentloop_servers.http import BoundedHttp, ConnectionLimits, Connections
+from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 3
-KEEP_ALIVE_S = 75  # longer than clients keep an unused connection: they, not we, close it between two requests
-HEADERS_BYTES = 64 << 10
 
 
 class DirectServer:
     """Serves one app on the running loop, from `start` to `close`."""
 
-    def __init__(self, app: ASGIApp, host: str, headers_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - frozen
+    ) -> None:
         self._app = app
         self._host = host
-        self._headers_timeout_s = headers_timeout_s
+        self._connections = Connections(limits)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self, port: int = 0, public: socket.socket | None = None) -> str:
         """Listen on `port`, or on one that the system chooses if that is taken; returns the base URL.
+
+        `public` is a socket that listens already, and is served too; the server closes it.
 
         Raises ServiceUnavailable.
         """
         listener = self._listener(port)
         port = listener.getsockname()[1]
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of what strangers send
         config = uvicorn.Config(
             self._app,
             log_config=None,
             access_log=False,
             ws="none",
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            lifespan="off",  # whoever serves the app first runs it
+            timeout_keep_alive=math.ceil(self._connections.limits.idle_timeout_s),
+            lifespan="on",
             backlog=BACKLOG,
-            http=partial(_BoundedHttp, headers_timeout_s=self._headers_timeout_s),  # type: ignore[arg-type]
+            http=partial(BoundedHttp, table=self._connections),  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
         )
         self._server = server = _Server(config)
-        self._serving = asyncio.create_task(server.serve(sockets=[listener]), name="direct server")
+        sockets = [listener] if public is None else [listener, public]
+        self._serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
+        self._watching = asyncio.create_task(self._connections.watch(), name="http connections")
         is_up = asyncio.create_task(server.is_up.wait())
         try:
             waited_for = (is_up, self._serving)
@@ -62,12 +75,13 @@ class DirectServer:
             is_up.cancel()
         if not server.started:
             raise ServiceUnavailable("the endpoint's own port did not open")
-        return f"http://{_in_url(self._host)}:{port}"
+        return url_of(self._host, port)
 
     def check_health(self) -> None:
         """Raises ServiceUnavailable if it has stopped by itself."""
-        if self._serving is not None and self._serving.done():
-            raise ServiceUnavailable("the endpoint's own port is closed") from self._serving.exception()
+        for task in (self._serving, self._watching):
+            if task is not None and task.done():
+                raise ServiceUnavailable("the endpoint's own port is closed") from task.exception()
 
     async def close(self) -> None:
         """Stop listening; what is in flight has a few seconds. Idempotent."""
@@ -75,6 +89,10 @@ class DirectServer:
             self._server.should_exit = True
             await asyncio.wait([self._serving])
             self._server = self._serving = None
+        if self._watching is not None:
+            watching, self._watching = self._watching, None
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
     def _listener(self, port: int) -> socket.socket:
         try:
@@ -83,55 +101,6 @@ class DirectServer:
             if port == 0:
                 raise
             return listening_socket(self._host, 0, BACKLOG)
-
-
-class _BoundedHttp(HttpToolsProtocol):
-    """One connection of uvicorn, with a bound on what it does not bound itself: a request's headers.
-
-    It is closed where the headers of a request, the first one too, do not come in time, or are larger than
-    `HEADERS_BYTES`. Bodies are the guard's matter (`http/guard.py`).
-    """
-
-    def __init__(self, *args: Any, headers_timeout_s: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._headers_timeout_s = headers_timeout_s
-        self._deadline: asyncio.TimerHandle | None = None
-        self._num_bytes: int | None = 0  # of the headers so far; None between headers and the next request
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end_waiting()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        # What one read brings is bounded by the event loop, so that is the most there is beyond the bound.
-        if self._num_bytes is not None:
-            self._num_bytes += len(data)
-            if self._num_bytes > HEADERS_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"Headers of more than {HEADERS_BYTES} bytes.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._num_bytes is None:
-            self._await_headers()
-
-    def on_headers_complete(self) -> None:
-        self._end_waiting()
-        super().on_headers_complete()
-
-    def _await_headers(self) -> None:
-        self._num_bytes = 0
-        self._deadline = self.loop.call_later(self._headers_timeout_s, self.transport.close)
-
-    def _end_waiting(self) -> None:
-        self._num_bytes = None
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 class _Server(uvicorn.Server):
@@ -148,7 +117,3 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -12,6 +12,7 @@ from agentloop_servers.http.auth import (
     session_in_path,
     session_name,
 )
+from agentloop_servers.http.connections import BoundedHttp, ConnectionLimits, Connections
 from agentloop_servers.http.docs_page import add_docs_page
 from agentloop_servers.http.guard import (
     HttpGuard,
@@ -37,6 +38,9 @@ __all__ = [
     "DONE",
     "ERROR_SCHEMA",
     "STREAMED",
+    "BoundedHttp",
+    "ConnectionLimits",
+    "Connections",
     "EventStream",
     "HttpGuard",
     "HttpLimits",

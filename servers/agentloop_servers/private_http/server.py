@@ -16,7 +16,7 @@ from aiohttp import web
 from agentloop.codec import MSGPACK, encode
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, Unauthorized
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, FencingToken
-from agentloop_servers.tcp import listening_socket
+from agentloop_servers.tcp import listening_socket, url_of
 
 SECRET_HEADER = "x-agentloop-secret"
 SERVER_HEADER = "x-agentloop-server"
@@ -63,7 +63,7 @@ class PrivateServer:
         await self._runner.setup()
         await web.SockSite(self._runner, listening_socket(self._host)).start()
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = url_of(host, port)
 
     async def close(self) -> None:
         """Stop listening, wait for what is in flight, and cut what takes too long. Idempotent."""

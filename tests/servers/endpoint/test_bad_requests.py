@@ -8,16 +8,20 @@ import asyncio
 import gzip
 import socket
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 
+from agentloop_servers.http.connections import ConnectionLimits
 from tests.support.endpoint.chat_service import ChatService, chat_service, check_answer
 from tests.support.endpoint.raw_requests import (
     BODY,
     BOUNDS,
     CHAT,
+    CONNECTIONS,
     DATA,
     JSON,
     bearer,
@@ -26,6 +30,8 @@ from tests.support.endpoint.raw_requests import (
     refused,
     request,
 )
+
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +172,123 @@ async def test_37_a_body_without_a_length(service: ChatService) -> None:
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     await refused(service, request(JSON, "Transfer-Encoding: chunked", body=chunk * 8), 413, "body_too_large")
     await check_good(service)
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Endless: ", b"a" * 100_000),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX", b"a" * 100_000),
+        (b"GET /", b"a" * 100_000),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"X: a\r\n" * 20_000),
+        (CHUNKED + b"1\r\n{\r\n0\r\nX-Trailer: ", b"a" * 100_000),
+        (CHUNKED + b"1;", b"a" * 100_000),
+    ],
+    ids=["value", "name", "path", "lines", "trailer", "chunk extension"],
+)
+async def test_39_what_has_no_end_is_not_listened_to(service: ChatService, head: bytes, piece: bytes) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    writer.write(head)
+    num_sent = 0
+    with suppress(ConnectionError):
+        while num_sent < 50_000_000:  # what the system's buffers take is a small part of it
+            writer.write(piece)
+            await writer.drain()
+            num_sent += len(piece)
+            await asyncio.sleep(0)
+    writer.close()
+    assert num_sent < 50_000_000
+    await check_good(service)
+
+
+async def test_39_lines_are_counted_while_they_come(service: ChatService) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+    for index in range(CONNECTIONS.header_lines + 1):
+        writer.write(f"X-{index}: a\r\n".encode())
+        await writer.drain()
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert b"\r\nx-request-id: " in head
+    assert orjson.loads(body)["error"]["code"] == "headers_too_large"
+
+
+async def test_39_trailers_are_no_headers(service: ChatService) -> None:
+    chunked = f"{len(DATA):x}\r\n".encode() + DATA + b"\r\n0\r\nX-Session-ID: of-a-trailer\r\n\r\n"
+    [answer] = await exchanged(service, request(JSON, "Transfer-Encoding: chunked", body=chunked))
+    assert answer.status == 200
+    assert answer.headers["x-session-id"] != "of-a-trailer"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
+        b"POST /none HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{",
+    ],
+    ids=["nothing", "a line's end", "one request", "the next one's begin", "a body that nobody wants"],
+)
+async def test_36_no_connection_is_kept_for_ever(tmp_path: Path, sent: bytes) -> None:
+    limits = replace(CONNECTIONS, headers_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=0.3)
+    async with chat_service(tmp_path, bounds=replace(BOUNDS, connections=limits)) as service:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(sent)
+        async with asyncio.timeout(30):
+            with suppress(ConnectionError):
+                while await reader.read(1024):
+                    writer.write(b"\r" if sent.endswith(b"\n") else b"x")  # another byte keeps nothing open
+        writer.close()
+        await check_good(service)
+
+
+@pytest.mark.parametrize("limits", [{"max_unfinished": 20}, {"max_unfinished_of_address": 20}, {"max_idle": 20}])
+async def test_36_the_oldest_connections_make_room(tmp_path: Path, limits: dict[str, int]) -> None:
+    async with chat_service(tmp_path, bounds=replace(BOUNDS, connections=ConnectionLimits(**limits))) as service:
+        connections = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(60)]
+        if "max_idle" in limits:
+            for reader, writer in connections:
+                writer.write(request(method="GET", target="/none", is_last=False))
+                await reader.readuntil(b"\r\n\r\n")
+        await check_good(service)  # a newcomer is served
+        over = await asyncio.gather(*(_is_over_soon(reader) for reader, _ in connections))
+        assert over[:39] == [True] * 39
+        assert over[-19:] == [False] * 19
+        for _, writer in connections:
+            writer.close()
+
+
+async def _is_over_soon(reader: asyncio.StreamReader) -> bool:
+    try:
+        async with asyncio.timeout(1.0):
+            while await reader.read(1 << 16):
+                pass
+            return True
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+async def test_35_an_answer_that_nobody_takes_is_given_up(tmp_path: Path) -> None:
+    limits = ConnectionLimits(send_timeout_s=0.3, send_rate=1 << 30, look_interval_s=0.1)
+    async with chat_service(tmp_path, bounds=replace(BOUNDS, connections=limits)) as service:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", service.port))
+        with suppress(ConnectionError):
+            async with asyncio.timeout(12):  # shorter than what the system itself waits for a peer to read
+                while True:  # pages larger than its buffers, one request behind the other
+                    await loop.sock_sendall(slow, request(method="GET", target="/openapi.json", is_last=False))
+        slow.close()
+        await check_good(service)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "deflate", "br", "GZIP", "identity, gzip"])

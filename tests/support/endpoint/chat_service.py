@@ -31,6 +31,7 @@ from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.connections import ConnectionLimits
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.app import create_app
 from tests.support.engine.seeing import SeeingEngine
@@ -55,7 +56,7 @@ class Bounds:
     http: HttpLimits = field(default_factory=HttpLimits)
     sessions: SessionLimits = field(default_factory=SessionLimits)
     calls: CallLimits = field(default_factory=CallLimits)
-    headers_timeout_s: float = 30.0
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ async def chat_service(
             limits=bounds.endpoint,
         )
         app = create_app(coordinator, lambda url: engine, keys, bounds.http, endpoint=endpoint)
-        server = DirectServer(app, "127.0.0.1", bounds.headers_timeout_s)
+        server = DirectServer(app, "127.0.0.1", bounds.connections)
         closing.push_async_callback(server.close)
         url = await server.start()
         http = await closing.enter_async_context(aiohttp.ClientSession())

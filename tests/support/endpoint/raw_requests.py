@@ -9,6 +9,7 @@ import orjson
 
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits
+from agentloop_servers.http.connections import ConnectionLimits
 from agentloop_servers.http.guard import HttpLimits
 from tests.support.endpoint.chat_service import MODEL, Bounds, ChatService, check_answer
 
@@ -17,11 +18,12 @@ USER = {"role": "user", "content": "hi"}
 BODY = {"model": MODEL, "messages": [USER], "max_tokens": 1}
 DATA = orjson.dumps(BODY)
 JSON = "Content-Type: application/json"
+CONNECTIONS = ConnectionLimits(headers_timeout_s=2.0, look_interval_s=0.1)
 BOUNDS = Bounds(
     endpoint=EndpointLimits(keep_alive_s=0.05, send_timeout_s=1.0),
     http=HttpLimits(max_body_bytes=200_000, body_timeout_s=1.0),
     sessions=SessionLimits(watch_interval_s=0.05),
-    headers_timeout_s=2.0,
+    connections=CONNECTIONS,
 )
 
 
