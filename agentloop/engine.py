@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -165,6 +165,19 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """A report on a request under way: its tokens since the last report, and the seconds of it in all in which its
+    engine was frozen."""
+
+    tokens: Delta
+    standstill_s: float = 0.0
+
+
+OnProgress = Callable[[Progress], None]
+"""A caller's ear. What it raises ends the request, and is raised."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksStored:
     """Blocks whose KV is now reusable. Hashes are the engine's own and chain from `parent_hash`."""
 
@@ -279,15 +292,18 @@ class TokenEngine(Protocol):
         it cannot read.
         """
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         """Sample to a stop. Waits out a pause.
 
-        Raises ContextLengthExceeded or InvalidRequest (bad ids, no room for one token), EngineUnusable,
-        EngineLost, EnginePaused. Cancelling the call aborts the request in the engine.
+        `on_progress` hears every few seconds what is new, nothing too: not before the first interval, nor after the
+        end. Raises ContextLengthExceeded or InvalidRequest (bad ids, no room for one token), EngineUnusable,
+        EngineLost, EnginePaused, DeadlineExceeded. Cancelling the call aborts the request in the engine.
         """
 
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
-        """As `generate`, in pieces; the last item is the whole `Generation`."""
+    def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
+        """As `generate`, in pieces; the last item is the whole `Generation`. `on_progress` hears of no tokens."""
 
     async def abort(self, request_id: str) -> None:
         """End a request now: its `generate` returns what it has with FinishReason.ABORT. Unknown ids: no-op."""

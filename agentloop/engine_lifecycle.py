@@ -42,6 +42,23 @@ _MOVES = {
 }
 
 
+class _Stopwatch:
+    """Seconds of the event loop's time for which something was true."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._since: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        return self._total_s + (0.0 if self._since is None else asyncio.get_running_loop().time() - self._since)
+
+    def run(self, is_running: bool) -> None:
+        """Go on, or stand. No-op if it does already."""
+        if is_running is (self._since is None):
+            self._total_s, self._since = self.total_s, asyncio.get_running_loop().time() if is_running else None
+
+
 class EngineLifecycle:
     """One engine's phase, weight version, sleeping memory and minimum KV version."""
 
@@ -56,6 +73,17 @@ class EngineLifecycle:
         self._end_reason = ""
         self._min_kv_version: int | None = None
         self._ends_older_kv = False
+        self._frozen, self._shut = _Stopwatch(), _Stopwatch()
+
+    @property
+    def frozen_s(self) -> float:
+        """Seconds so far in which nothing was sampled because the engine was frozen, or was to be."""
+        return self._frozen.total_s
+
+    @property
+    def shut_s(self) -> float:
+        """Seconds so far in which nothing new was admitted: those of `frozen_s`, and those of drains."""
+        return self._shut.total_s
 
     @property
     def is_serving(self) -> bool:
@@ -233,4 +261,7 @@ class EngineLifecycle:
         if phase not in _MOVES[self.phase]:
             raise Conflict(f"the engine is {self.phase} and cannot become {phase}")
         self.phase = phase
+        is_frozen = phase in (EnginePhase.FREEZING, EnginePhase.PAUSED)
+        self._frozen.run(is_frozen)
+        self._shut.run(is_frozen or phase is EnginePhase.DRAINING)
         self.refresh()

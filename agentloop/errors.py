@@ -18,6 +18,7 @@
     ├── EngineError                     500
     │   ├── EnginePaused                503  retry after the resume
     │   ├── EngineLost                  503  process or connection gone: retry on another replica
+    │   │   └── EngineUnreachable            no connection: the request was not received
     │   ├── EngineUnusable              503  weights of unknown state: retry on another replica
     │   └── MalformedEngineResponse     502  lengths, ids or logprobs that cannot be; never stored
     ├── NoHealthyReplica                503
@@ -152,6 +153,10 @@ class EnginePaused(EngineError):
 
 class EngineLost(EngineError):
     code, http_status, retryable = "engine_lost", 503, True
+
+
+class EngineUnreachable(EngineLost):
+    code = "engine_unreachable"
 
 
 class EngineUnusable(EngineError):

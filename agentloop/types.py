@@ -59,7 +59,10 @@ class KVPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Token ids in. `kv_version` is the weight version whose KV may be reused; None means the current one."""
+    """Token ids in. `kv_version` is the weight version whose KV may be reused; None means the current one.
+
+    `timeout_s` is time in which the engine is not frozen.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -69,6 +72,8 @@ class GenerateRequest:
     kv_version: int | None = None
     images: tuple[ImageSpan, ...] = ()  # the spans of `token_ids` that show images, in their order
     image_data: tuple[Image, ...] = ()  # each image that they name, once
+    keeps_late: bool = False  # when its time is over, what was sampled is the answer (FinishReason.DEADLINE)
+    keeps_kv: bool = False  # what continues it goes on with the KV of the version that it began under
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,8 @@ class Generation:
     """Token ids out: `token_ids` includes the stop token; one logprob (nats) an id; spans tile `[0, n)`.
 
     `top_logprobs` is empty unless asked for; else it has one entry an id, of the distribution that `logprobs` are
-    under. `raw_logprobs` has one an id in mode BOTH, and is empty else.
+    under. `raw_logprobs` has one an id in mode BOTH, and is empty else. `standstill_s` are the seconds in which the
+    engine was frozen.
     """
 
     request_id: str
@@ -138,6 +144,7 @@ class Generation:
     top_logprobs: TopLogprobs = ()
     raw_logprobs: tuple[float, ...] = ()
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    standstill_s: float = 0.0
 
 
 class ToolCallStatus(StrEnum):

@@ -35,6 +35,7 @@ COMMON = (
     "engine",
     "sampled_tokens",
     "engine_lifecycle",
+    "request_watch",
     "checks",
 )
 

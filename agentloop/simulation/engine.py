@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentloop.checks import check_request, room_tokens
 from agentloop.clock import Clock, RealClock
@@ -26,6 +27,7 @@ from agentloop.engine import (
     KVEvent,
     KVEventPublisher,
     MemoryTag,
+    OnProgress,
     PushSource,
     StageReport,
     WeightUpdate,
@@ -41,6 +43,7 @@ from agentloop.errors import (
     UnsupportedParameter,
 )
 from agentloop.images import Image, ImageTokens
+from agentloop.request_watch import ReportPace, RequestWatch
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation.kv_cache import KVCache, KVSequence
@@ -76,6 +79,7 @@ class SimulatedSpec:
     can_sleep: bool = True
     can_constrain: bool = False  # its policy is trusted to honour constraints
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    pace: ReportPace = field(default_factory=ReportPace)
 
     @property
     def info(self) -> EngineInfo:
@@ -167,29 +171,41 @@ class SimulatedEngine:
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         raise UnsupportedParameter("the engine (simulated) takes no images", param="images")
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         live = self._submit(request, is_streamed=False)
+        watch = RequestWatch(
+            request,
+            self._lifecycle,
+            self._spec.pace,
+            on_progress,
+            look=live.sampled.since,
+            end=partial(self.abort, request.request_id),
+        )
         try:
-            return await live.done
+            with watch:
+                return watch.finished(await watch.in_time(live.done))
         finally:
             self._drop(live)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
         live = self._submit(request, is_streamed=True)
         has_progress = live.has_progress
         assert has_progress is not None
         start = 0
         try:
-            while not live.done.done():
-                await has_progress.wait()
-                has_progress.clear()
+            with RequestWatch(request, self._lifecycle, self._spec.pace, on_progress) as watch:
+                while not live.done.done():
+                    await watch.in_time(has_progress.wait())
+                    has_progress.clear()
+                    if len(live.sampled) > start:
+                        delta = live.sampled.since(start)
+                        start += len(delta.token_ids)
+                        yield delta
                 if len(live.sampled) > start:
-                    delta = live.sampled.since(start)
-                    start += len(delta.token_ids)
-                    yield delta
-            if len(live.sampled) > start:
-                yield live.sampled.since(start)
-            yield live.done.result()
+                    yield live.sampled.since(start)
+                yield watch.finished(live.done.result())
         finally:
             self._drop(live)
 

@@ -21,6 +21,7 @@ from typing import Any
 import uvloop
 
 from agentloop.aio import freeze_gc
+from agentloop.engine import OnProgress
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import ScriptedPolicy
@@ -172,10 +173,10 @@ class TimedEngine(SimulatedEngine):
         super().__init__(spec, policy=ScriptedPolicy(lambda prompt: reply))
         self.seconds: dict[str, float] = {}
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         before = time.perf_counter()
         try:
-            return await super().generate(request)
+            return await super().generate(request, on_progress)
         finally:
             self.seconds[request.request_id.partition(":")[0]] = time.perf_counter() - before
 

@@ -8,7 +8,7 @@ What a case must see to:
 - it stops at `stop_token_ids` only: a model's own end-of-text ids are ordinary ids to this suite;
 - greedy decoding does not depend on what else runs, nor on whether a token's KV came from prefill or decode
   (for a real model: float32, and prompts on which the best id leads by more than rounding);
-- it gives logprobs of both kinds (`LogprobsMode.BOTH`);
+- it gives logprobs of both kinds (`LogprobsMode.BOTH`), and reports every few of its steps;
 - the engine's context holds `PROMPT_TOKENS + 2 * long_tokens` tokens, it runs at least 16 requests at a time,
   and its prefix cache is on.
 """

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from agentloop.engine import Engine, WeightUpdate
+from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
@@ -28,6 +29,7 @@ def _spec(version: int) -> SimulatedSpec:
         latency=latency,
         initial_version=version,
         logprobs_mode=LogprobsMode.BOTH,
+        pace=ReportPace(interval_s=0.01),
     )
 
 

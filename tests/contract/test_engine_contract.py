@@ -13,19 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from agentloop.checks import check_checkpoint
-from agentloop.engine import ALL_MEMORY, AllBlocksCleared, BlocksStored, HeldIn, MemoryTag, PushSource
+from agentloop.checks import check_checkpoint, check_generation
+from agentloop.engine import ALL_MEMORY, AllBlocksCleared, BlocksStored, HeldIn, MemoryTag, Progress, PushSource
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineError,
+    EngineLost,
     EnginePaused,
     EngineUnusable,
     InvalidRequest,
     WeightUpdateFailed,
 )
-from agentloop.types import FinishReason, Generation, KVPolicy, PauseMode, WeightVersionSpan
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
+from agentloop.types import FinishReason, Generation, KVPolicy, PauseMode, WeightVersionSpan, clip_spans
 from tests.contract.cases import EngineCase
 from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, merged, until
 
@@ -100,6 +104,63 @@ async def test_stream_pieces_concatenate_to_the_generation(case: EngineCase) -> 
     assert len(reading.deltas) > 1
     assert tuple(i for delta in reading.deltas for i in delta.token_ids) == whole.token_ids == unstreamed.token_ids
     assert tuple(p for delta in reading.deltas for p in delta.logprobs) == whole.logprobs
+
+
+async def test_reports_are_what_the_generation_begins_with(case: EngineCase) -> None:
+    told, num_reports = SampledTokens(LogprobsMode.BOTH), 0
+
+    def hear(progress: Progress) -> None:
+        nonlocal num_reports
+        num_reports += 1
+        told.add(progress.tokens)
+
+    request = case.request(case.prompt(), case.long_tokens, temperature=1.0, seed=3, num_top_logprobs=2)
+    generating = asyncio.create_task(case.engine.generate(request, hear))
+    await until(lambda: len(told) > 0)
+    before = case.engine.weight_version
+    update = await commit_next(case, KVPolicy.KEEP)
+    generation = await asyncio.wait_for(generating, TIMEOUT_S)
+    check_generation(request, generation, case.engine.info.vocab_size)
+    assert num_reports > 1
+    num_told = len(told)
+    assert tuple(told.token_ids) == generation.token_ids[:num_told]
+    assert tuple(told.logprobs) == generation.logprobs[:num_told]
+    assert tuple(told.raw_logprobs) == generation.raw_logprobs[:num_told]
+    assert tuple(told.top_logprobs) == generation.top_logprobs[:num_told]
+    assert told.weight_versions == clip_spans(generation.weight_versions, 0, num_told)
+    assert [span.version for span in generation.weight_versions] == [before, update.version]
+    assert generation.standstill_s > 0
+
+
+async def test_frozen_time_is_no_time_of_a_request(case: EngineCase) -> None:
+    request = replace(case.request(case.prompt(), 8), timeout_s=5.0)
+    standstills: list[float] = []
+    await case.engine.pause(PauseMode.KEEP)
+    generating = asyncio.create_task(
+        case.engine.generate(request, lambda progress: standstills.append(progress.standstill_s))
+    )
+    await until(lambda: bool(standstills) and standstills[-1] > 0.5)
+    await case.engine.resume()
+    generation = await asyncio.wait_for(generating, TIMEOUT_S)
+    assert generation.standstill_s >= standstills[-1]
+    assert len(generation.token_ids) == 8
+
+
+async def test_a_request_whose_time_is_over_is_late_or_kept(case: EngineCase) -> None:
+    request = replace(case.request(case.prompt(), case.long_tokens), timeout_s=0.03)
+    with pytest.raises(DeadlineExceeded):
+        await case.engine.generate(request)
+    request = replace(case.request(case.prompt(), case.long_tokens), timeout_s=0.03, keeps_late=True)
+    generation = await case.engine.generate(request)
+    check_generation(request, generation, case.engine.info.vocab_size)
+    assert generation.finish_reason is FinishReason.DEADLINE
+    assert len(generation.token_ids) < case.long_tokens
+    with pytest.raises(EngineLost, match="heard"):
+        await case.engine.generate(case.request(case.prompt(), case.long_tokens), _raising)
+
+
+def _raising(progress: Progress) -> None:
+    raise EngineLost("who heard this is gone")
 
 
 async def test_an_undisturbed_generation_has_one_span(case: EngineCase) -> None:

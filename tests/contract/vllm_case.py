@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 from agentloop.types import BoolArray, Constraint, FloatArray
 from agentloop_servers.engines.vllm.config import VllmConfig
@@ -92,7 +93,8 @@ async def start_vllm_case() -> EngineCase:
     poisoned = temporary / "poisoned"
     write_poisoned(POLICY / "v0", poisoned)
     tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
-    engine = VllmEngine(vllm_config(POLICY / "v0", logprobs_mode=LogprobsMode.BOTH))
+    pace = ReportPace(interval_s=0.02)
+    engine = VllmEngine(vllm_config(POLICY / "v0", logprobs_mode=LogprobsMode.BOTH, pace=pace))
     await engine.start()
     return EngineCase(
         "vllm",

@@ -12,7 +12,7 @@ import pytest
 
 from agentloop.checks import check_generation
 from agentloop.clock import VirtualClock
-from agentloop.engine import Delta
+from agentloop.engine import Delta, OnProgress
 from agentloop.errors import (
     AgentLoopError,
     DeadlineExceeded,
@@ -65,7 +65,7 @@ class ScriptedReplica:
     def __init__(self, script: Script, url: str) -> None:
         self._script, self._url = script, url
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         async for piece in self.stream(request):
             if isinstance(piece, Generation):
                 return piece
@@ -77,7 +77,9 @@ class ScriptedReplica:
             raise self._script.errors.pop(0)
         return tuple(ImageTokens(7, (7, len(image.data))) for image in images)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
         script = self._script
         number = len(script.requests)
         script.requests.append((self._url, request))
@@ -367,8 +369,10 @@ async def test_a_continuation_never_goes_back_in_weight_versions(site: LeaseSite
 @virtually
 async def test_malformed_pieces_are_never_given_out(site: LeaseSite) -> None:
     class Bad(ScriptedReplica):
-        async def stream(self, asked: GenerateRequest) -> AsyncIterator[Delta | Generation]:
-            async for item in super().stream(asked):
+        async def stream(
+            self, asked: GenerateRequest, on_progress: OnProgress | None = None
+        ) -> AsyncIterator[Delta | Generation]:
+            async for item in super().stream(asked, on_progress):
                 is_bad = isinstance(item, Delta) and item.token_ids[0] == 13 and len(site.script.requests) == 1
                 yield replace(item, logprobs=(float("nan"),)) if is_bad else item
 
@@ -449,7 +453,7 @@ class SlowReplica:
         self.requests: list[GenerateRequest] = []
         self._is_aborted = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         self.requests.append(request)
         if len(self.requests) > len(self.ends):
             return self._answer(request, 8, FinishReason.LENGTH)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.codec import encode
-from agentloop.engine import Delta, TokenEngine
+from agentloop.engine import Delta, OnProgress, TokenEngine
 from agentloop.errors import DeadlineExceeded, EngineLost, EnginePaused, InvalidRequest, MalformedEngineResponse
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text
 from agentloop.generation.turn_reader import TurnReader
@@ -88,10 +88,12 @@ class Tape:
             top_logprobs=tops,
         )
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         return self._next(request)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta | Generation, None]:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncGenerator[Delta | Generation, None]:
         made = self._next(request)
         at, sizes, total = 0, iter(self.sizes), len(made.token_ids)
         self.num_open += 1
@@ -361,7 +363,9 @@ class Broken(Tape):
 
     how: str = ""
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta | Generation, None]:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncGenerator[Delta | Generation, None]:
         made = self._next(request)
         delta = Delta(made.token_ids, made.logprobs, made.weight_versions)
         if self.how == "logprob":

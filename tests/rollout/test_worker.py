@@ -504,8 +504,8 @@ class UpdatedAfterATurn(SimulatedEngine):
         super().__init__(SPEC, policy=ScriptedPolicy(turns(*replies)))
         self.checkpoint = str(write_checkpoint(checkpoint))
 
-    async def generate(self, request):
-        generation = await super().generate(request)
+    async def generate(self, request, on_progress=None):
+        generation = await super().generate(request, on_progress)
         if self.weight_version == 0:
             await self.stage(WeightUpdate(1, self.checkpoint))
             await self.pause(PauseMode.KEEP, KVPolicy.KEEP)

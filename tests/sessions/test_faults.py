@@ -31,16 +31,16 @@ class FaultyEngine:
         self.engine, self.random, self.clock, self.odds = engine, random, clock, odds
         self.served = {}  # what went in and what came out, by request
 
-    async def generate(self, request):
+    async def generate(self, request, on_progress=None):
         self._break("before")
-        generation = await self.engine.generate(request)
+        generation = await self.engine.generate(request, on_progress)
         self._break("after")
         self.served[request.token_ids, generation.token_ids] = request.request_id
         return generation
 
-    async def stream(self, request):
+    async def stream(self, request, on_progress=None):
         self._break("before")
-        source = self.engine.stream(request)
+        source = self.engine.stream(request, on_progress)
         try:
             async for item in source:
                 self._break("middle", self.odds / 10)

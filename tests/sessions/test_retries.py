@@ -211,8 +211,8 @@ class HeldEngine:
         self.engine = engine
         self.held = []
 
-    async def generate(self, request):
-        generation = await self.engine.generate(request)
+    async def generate(self, request, on_progress=None):
+        generation = await self.engine.generate(request, on_progress)
         self.held.append(asyncio.get_running_loop().create_future())
         await self.held[-1]
         return generation

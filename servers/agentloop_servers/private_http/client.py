@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -24,11 +25,18 @@ _NOT_SENT = ("accept", "accept-encoding", "content-type", "user-agent")
 class PrivateHttp:
     """The connections of one process to the private ports of others."""
 
-    def __init__(self, secret: str, *, lost: type[AgentLoopError], late: type[AgentLoopError]) -> None:
-        """`lost` is raised for a peer that cannot be reached or hangs up, `late` for one that does not answer."""
+    def __init__(
+        self,
+        secret: str,
+        *,
+        lost: type[AgentLoopError],
+        late: type[AgentLoopError],
+        unreachable: type[AgentLoopError] | None = None,
+    ) -> None:
+        """`lost` is raised for a peer that hangs up or falls silent, `late` for one that does not answer in time.
+        Without a connection `unreachable` is, else `lost`: the request was not received."""
         self._headers = {SECRET_HEADER: secret}
-        self._lost = lost
-        self._late = late
+        self._raised = _Raised(lost, late, lost if unreachable is None else unreachable)
         self._session: aiohttp.ClientSession | None = None
 
     def open(
@@ -38,8 +46,12 @@ class PrivateHttp:
         body: bytes | None = None,
         timeout_s: float | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
+        silence_s: float | None = None,
     ) -> OpenAnswer:
-        """Send a request; enter the result for its answer. Call on the event loop that will use it."""
+        """Send a request; enter the result for its answer. Call on the event loop that will use it.
+
+        A peer from which nothing comes for `silence_s` is lost.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=keep_alive_connector(),
@@ -47,10 +59,10 @@ class PrivateHttp:
                 skip_auto_headers=_NOT_SENT,
                 auto_decompress=False,
             )
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         headers = {**self._headers, **headers}
         request = self._session.request(method, url, data=body, headers=headers, timeout=timeout)
-        return OpenAnswer(request, url, self._lost, self._late)
+        return OpenAnswer(request, url, self._raised)
 
     async def close(self) -> None:
         """Close the pool. Idempotent."""
@@ -59,20 +71,22 @@ class PrivateHttp:
             await session.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """The errors that a transport's failures become."""
+
+    lost: type[AgentLoopError]
+    late: type[AgentLoopError]
+    unreachable: type[AgentLoopError]
+
+
 class OpenAnswer:
     """A request as a context: its transport's failures become our errors, wherever in the body they happen."""
 
-    def __init__(
-        self,
-        context: aiohttp.client._RequestContextManager,
-        url: str,
-        lost: type[AgentLoopError],
-        late: type[AgentLoopError],
-    ) -> None:
+    def __init__(self, context: aiohttp.client._RequestContextManager, url: str, raised: _Raised) -> None:
         self._context = context
         self._url = url
-        self._lost = lost
-        self._late = late
+        self._raised = raised
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
@@ -86,7 +100,7 @@ class OpenAnswer:
         envelope = _envelope(body)
         if envelope is None:
             foreign = aiohttp.ClientError(f"HTTP {answer.status} of a server that is not ours")
-            raise self._lost(f"{self._url}: {foreign}") from foreign
+            raise self._raised.lost(f"{self._url}: {foreign}") from foreign
         raise from_wire(envelope, answer.status)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -95,12 +109,16 @@ class OpenAnswer:
             raise self._ours(error) from error
 
     def _ours(self, error: Exception) -> Exception:
-        if isinstance(error, aiohttp.ServerTimeoutError) and isinstance(error, aiohttp.ConnectionTimeoutError):
-            return self._lost(f"{self._url}: no connection within {CONNECT_TIMEOUT_S:g} s")
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return self._raised.unreachable(f"{self._url}: no connection within {CONNECT_TIMEOUT_S:g} s")
+        if isinstance(error, aiohttp.SocketTimeoutError):
+            return self._raised.lost(f"{self._url}: it has fallen silent")
         if isinstance(error, TimeoutError):
-            return self._late(f"{self._url}: no answer in time")
+            return self._raised.late(f"{self._url}: no answer in time")
         if isinstance(error, aiohttp.ClientError | asyncio.IncompleteReadError | OSError):
-            return self._lost(f"{self._url}: {type(error).__name__}: {error}")
+            is_unsent = isinstance(error, aiohttp.ClientConnectorError)
+            kind = self._raised.unreachable if is_unsent else self._raised.lost
+            return kind(f"{self._url}: {type(error).__name__}: {error}")
         return error
 
 

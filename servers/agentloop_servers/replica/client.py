@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import TypeVar
 
+import aiohttp
 import orjson
 
 from agentloop.codec import decode, encode
@@ -22,11 +23,13 @@ from agentloop.engine import (
     EngineInfo,
     KVEvent,
     MemoryTag,
+    OnProgress,
+    Progress,
     PushSource,
     StageReport,
     WeightUpdate,
 )
-from agentloop.errors import DeadlineExceeded, EngineLost, InvariantBroken, from_wire
+from agentloop.errors import DeadlineExceeded, EngineLost, EngineUnreachable, InvariantBroken, from_wire
 from agentloop.images import Image, ImageTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.private_http import NO_HEADERS, Fenced, NumberedCommands, PrivateHttp
@@ -34,6 +37,7 @@ from agentloop_servers.replica.protocol import (
     ERROR_FRAME,
     FRAME,
     FRAME_KINDS,
+    FRAMES,
     ControlAnswer,
     EngineState,
     PauseOrder,
@@ -43,6 +47,7 @@ T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 600.0  # a stage or commit of large weights; the caller's own deadline is shorter
 GRACE_S = 10.0  # beyond a request's own timeout, in which the replica reports it itself
+SILENCE_S = 15.0  # several reports that did not come: the replica, its host or the way there is gone
 
 
 class RemoteEngine:
@@ -94,22 +99,53 @@ class RemoteEngine:
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         return await self._control("/image_tokens", ControlAnswer[tuple[ImageTokens, ...]], tuple(images))
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        body = await self._call("/generate", encode(request), request.timeout_s + GRACE_S)
-        return decode(body, Generation)
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        """As the port says; raises EngineLost for a replica that falls silent."""
+        async with self._http.open("POST", self.url + "/generate", encode(request), silence_s=SILENCE_S) as answer:
+            if answer.content_type != FRAMES:
+                return decode(await answer.read(), Generation)
+            async with aclosing(self._pieces(answer, request, on_progress)) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, Generation):
+                        return piece
+        raise EngineLost(f"{self.url} ended an answer without its generation")
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
-        timeout_s = request.timeout_s + GRACE_S
-        async with aclosing(self._frames("POST", "/stream", encode(request), timeout_s)) as pieces:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
+        """As the port says; raises EngineLost for a replica that falls silent."""
+        async with (
+            self._http.open("POST", self.url + "/stream", encode(request), silence_s=SILENCE_S) as answer,
+            aclosing(self._pieces(answer, request, on_progress)) as pieces,
+        ):
             async for piece in pieces:
-                if not isinstance(piece, Delta | Generation):
-                    raise InvariantBroken(f"a {type(piece).__name__} in a token stream")
                 yield piece
 
-    async def kv_events(self) -> AsyncIterator[KVEvent]:
-        async with aclosing(self._frames("GET", "/kv_events", None, None)) as pieces:
+    async def _pieces(
+        self, answer: aiohttp.ClientResponse, request: GenerateRequest, on_progress: OnProgress | None
+    ) -> AsyncGenerator[Delta | Generation, None]:
+        """Read a request's frames; its caller hears the reports. Raises DeadlineExceeded if the replica is late."""
+        loop = asyncio.get_running_loop()
+        late_at = loop.time() + request.timeout_s + GRACE_S
+        async with aclosing(self._frames(answer)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Delta | Generation):
+                    yield piece
+                    continue
+                if not isinstance(piece, Progress):
+                    raise InvariantBroken(f"a {type(piece).__name__} among a request's frames")
+                if on_progress is not None:
+                    on_progress(piece)
+                if loop.time() > late_at + piece.standstill_s:
+                    raise DeadlineExceeded(f"{self.url}: no end of {request.request_id} in time")
+
+    async def kv_events(self) -> AsyncIterator[KVEvent]:
+        async with (
+            self._http.open("GET", self.url + "/kv_events") as answer,
+            aclosing(self._frames(answer)) as pieces,
+        ):
+            async for piece in pieces:
+                if isinstance(piece, Delta | Generation | Progress):
                     raise InvariantBroken(f"a {type(piece).__name__} among KV events")
                 yield piece
 
@@ -168,20 +204,19 @@ class RemoteEngine:
             return await answer.read()
 
     async def _frames(
-        self, method: str, path: str, body: bytes | None, timeout_s: float | None
-    ) -> AsyncGenerator[Delta | Generation | KVEvent, None]:
-        async with self._http.open(method, self.url + path, body, timeout_s) as answer:
-            while True:
-                try:
-                    kind, length = FRAME.unpack(await answer.content.readexactly(FRAME.size))
-                except asyncio.IncompleteReadError as error:
-                    if error.partial:
-                        raise EngineLost(f"{self.url} cut a stream within a frame") from error
-                    return
-                data = await answer.content.readexactly(length)
-                if kind == ERROR_FRAME:
-                    raise from_wire(orjson.loads(data), 500)
-                yield decode(data, FRAME_KINDS[kind])
+        self, answer: aiohttp.ClientResponse
+    ) -> AsyncGenerator[Delta | Generation | KVEvent | Progress, None]:
+        while True:
+            try:
+                kind, length = FRAME.unpack(await answer.content.readexactly(FRAME.size))
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise EngineLost(f"{self.url} cut a stream within a frame") from error
+                return
+            data = await answer.content.readexactly(length)
+            if kind == ERROR_FRAME:
+                raise from_wire(orjson.loads(data), 500)
+            yield decode(data, FRAME_KINDS[kind])
 
 
 class EngineClients:
@@ -191,7 +226,7 @@ class EngineClients:
         self, secret: str, epoch: int = 0, raise_epoch: Callable[[int], Awaitable[int]] | None = None
     ) -> None:
         """`epoch` and `raise_epoch` are those of `NumberedCommands`, for the one process that gives orders."""
-        self._http = PrivateHttp(secret, lost=EngineLost, late=DeadlineExceeded)
+        self._http = PrivateHttp(secret, lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable)
         self._commands = NumberedCommands(epoch, raise_epoch)
         self._engines: dict[str, RemoteEngine] = {}
 

@@ -1,6 +1,7 @@
 """The wire of an engine's private port: control bodies and answers, stream frames.
 
-Bodies are MessagePack (`agentloop.codec`), never pickle. A stream is frames of a kind, a length and a body.
+Bodies are MessagePack (`agentloop.codec`), never pickle. A stream is frames of a kind, a length and a body. While a
+request is under way, a Progress comes every few seconds whatever it does: silence says that the replica is gone.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ from agentloop.engine import (
     EngineInfo,
     KVEvent,
     MemoryTag,
+    Progress,
 )
 from agentloop.types import Generation, KVPolicy, Load, PauseMode
 
 T = TypeVar("T")
 
 FRAME = struct.Struct(">BI")  # kind, length
-FRAME_KINDS: dict[int, type] = {0: Delta, 1: Generation, 2: BlocksStored, 3: BlocksRemoved, 4: AllBlocksCleared}
+FRAMES = "application/octet-stream"  # the content type of frames; a Generation alone comes as the codec's bytes
+FRAME_KINDS: dict[int, type] = {
+    0: Delta,
+    1: Generation,
+    2: BlocksStored,
+    3: BlocksRemoved,
+    4: AllBlocksCleared,
+    5: Progress,
+}
 ERROR_FRAME = 255
 _KIND_OF = {kind: number for number, kind in FRAME_KINDS.items()}
 
@@ -55,7 +65,7 @@ class PauseOrder:
     kv_policy: KVPolicy
 
 
-def frame(piece: Delta | Generation | KVEvent) -> bytes:
+def frame(piece: Delta | Generation | KVEvent | Progress) -> bytes:
     """One piece of a stream."""
     body = encode(piece)
     return FRAME.pack(_KIND_OF[type(piece)], len(body)) + body

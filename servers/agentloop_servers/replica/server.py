@@ -10,6 +10,7 @@ hears its introduction again. It decides nothing: pauses, updates and leases are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -21,12 +22,13 @@ from aiohttp import web
 
 from agentloop.api import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.codec import decode
-from agentloop.engine import Engine, MemoryTag, WeightUpdate
+from agentloop.engine import Engine, MemoryTag, Progress, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.images import Image
 from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
 from agentloop_servers.replica.protocol import (
+    FRAMES,
     ControlAnswer,
     EngineState,
     PauseOrder,
@@ -90,35 +92,38 @@ class DataPlaneServer(PrivateServer):
 
         return handle
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        generation = await self._engine.generate(decode(await request.read(), GenerateRequest))
-        return answer(self._stamped(generation))
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        wanted = decode(await request.read(), GenerateRequest)
+        async with _FrameAnswer(request) as frames:
+            try:
+                generation = self._stamped(await self._engine.generate(wanted, frames.tell))
+            except AgentLoopError as error:
+                if not frames.is_begun:
+                    raise
+                return await frames.end(error_frame(orjson.dumps(error.to_wire())))
+            return await frames.end(frame(generation)) if frames.is_begun else answer(generation)
 
     def _stamped(self, generation: Generation) -> Generation:
         return replace(generation, replica_id=self._replica_id, load=self._engine.load())
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         wanted = decode(await request.read(), GenerateRequest)
-        stream = web.StreamResponse()
-        stream.content_type = "application/octet-stream"
-        try:
-            # Closed here and now: a caller that left must not be sampled for until the generator is collected.
-            async with aclosing(self._engine.stream(wanted)) as pieces:  # type: ignore[type-var] # engines write generators
-                async for piece in pieces:
-                    if not stream.prepared:  # only now, so that an error before the first token is a plain answer
-                        await stream.prepare(request)
-                    await stream.write(frame(self._stamped(piece) if isinstance(piece, Generation) else piece))
-        except AgentLoopError as error:
-            if not stream.prepared:
-                raise
-            body = orjson.dumps(error.to_wire())
-            await stream.write(error_frame(body))
-        await stream.write_eof()
-        return stream
+        async with _FrameAnswer(request) as frames:
+            last = b""
+            try:
+                # Closed here and now: a caller that left must not be sampled for until the generator is collected.
+                async with aclosing(self._engine.stream(wanted, frames.tell)) as pieces:  # type: ignore[type-var] # engines write generators
+                    async for piece in pieces:
+                        await frames.write(frame(self._stamped(piece) if isinstance(piece, Generation) else piece))
+            except AgentLoopError as error:
+                if not frames.is_begun:  # an error before the first token is a plain answer
+                    raise
+                last = error_frame(orjson.dumps(error.to_wire()))
+            return await frames.end(last)
 
     async def _kv_events(self, request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse()
-        stream.content_type = "application/octet-stream"
+        stream.content_type = FRAMES
         await stream.prepare(request)
         async with aclosing(self._engine.kv_events()) as events:  # type: ignore[type-var] # engines write generators
             async for event in events:
@@ -134,6 +139,58 @@ class DataPlaneServer(PrivateServer):
         return EngineState(
             engine.info, engine.weight_version, engine.is_paused, engine.is_usable, engine.asleep, engine.load()
         )
+
+
+class _FrameAnswer:
+    """An answer of frames, which begins with the first of them. Leave its context when the request has ended."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.is_begun = False
+        self._request = request
+        self._stream = web.StreamResponse()
+        self._stream.content_type = FRAMES
+        self._writing = asyncio.Lock()
+        self._told: list[bytes] = []  # bounded by the request's own tokens, and one report without any
+        self._telling: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> _FrameAnswer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._telling is not None and not self._telling.done():
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
+
+    def tell(self, progress: Progress) -> None:
+        """Write a report soon; one without tokens only if no other waits to be written."""
+        if self._told and not progress.tokens.token_ids:
+            return
+        self.is_begun = True
+        self._told.append(frame(progress))
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._write_told(), name="progress")
+
+    async def write(self, data: bytes) -> None:
+        """Write frames."""
+        self.is_begun = True
+        async with self._writing:
+            if not self._stream.prepared:
+                await self._stream.prepare(self._request)
+            await self._stream.write(data)
+
+    async def end(self, data: bytes) -> web.StreamResponse:
+        """Write the last frames, after all that was told."""
+        if self._telling is not None:
+            await asyncio.wait([self._telling])
+        await self.write(data)
+        await self._stream.write_eof()
+        return self._stream
+
+    async def _write_told(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the caller has left: the request's handler is cancelled
+            while self._told:
+                data, self._told = b"".join(self._told), []
+                await self.write(data)
 
 
 async def _nothing() -> None:

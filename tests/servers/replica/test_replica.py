@@ -11,16 +11,28 @@ from structlog.testing import capture_logs
 
 from agentloop.clock import RealClock
 from agentloop.codec import encode
-from agentloop.engine import ALL_MEMORY, BlocksStored, Delta, HeldIn, MemoryTag, WeightUpdate
+from agentloop.engine import (
+    ALL_MEMORY,
+    BlocksStored,
+    Delta,
+    HeldIn,
+    MemoryTag,
+    OnProgress,
+    Progress,
+    WeightUpdate,
+)
 from agentloop.errors import (
     CheckpointUnreadable,
     Conflict,
     ContextLengthExceeded,
     DeadlineExceeded,
     EngineLost,
+    EngineUnreachable,
     InvalidRequest,
     ServiceUnavailable,
 )
+from agentloop.request_watch import ReportPace
+from agentloop.sampled_tokens import SampledTokens
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, LatencyModel
 from agentloop.types import (
@@ -96,7 +108,9 @@ class StubbornEngine(SimulatedEngine):
 
     is_ended = False
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
         piece = Delta((1,), (-0.5,), (WeightVersionSpan(0, 0, 1),))
         try:
             yield piece
@@ -274,16 +288,84 @@ async def test_abort_returns_what_there_is():
 async def test_an_engine_that_is_gone_is_lost():
     async with Plane(SPEC) as plane:
         await plane.server.close()
-        with pytest.raises(EngineLost):
+        with pytest.raises(EngineUnreachable):
             await plane.remote.generate(request())
 
 
-async def test_an_engine_that_hangs_is_late(monkeypatch):
-    monkeypatch.setattr(client, "GRACE_S", 0.0)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_engine_that_hangs_is_late(is_streamed):
     async with Plane(SPEC) as plane, asyncio.timeout(30):
-        await plane.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        plane.engine.faults.num_hung = 1
+        asked = request(timeout_s=0.05)
         with pytest.raises(DeadlineExceeded):
-            await plane.remote.generate(request(timeout_s=0.0001))
+            await (anext(plane.remote.stream(asked)) if is_streamed else plane.remote.generate(asked))
+
+
+CHATTY = replace(SLOW, pace=ReportPace(interval_s=0.03))
+
+
+async def test_a_long_turn_is_told_in_parts_on_the_same_answer():
+    told, heard = SampledTokens(), []
+
+    def hear(progress: Progress) -> None:
+        told.add(progress.tokens)
+        heard.append(len(told))
+
+    async with Plane(CHATTY) as plane, asyncio.timeout(30):
+        generation = await plane.remote.generate(request(max_tokens=150), hear)
+        quiet = []
+        await plane.engine.generate(request("short", max_tokens=1), quiet.append)
+    assert len(heard) > 3
+    assert 0 < len(told) <= 150
+    assert generation.token_ids[: len(told)] == tuple(told.token_ids)
+    assert generation.logprobs[: len(told)] == tuple(told.logprobs)
+    assert told.weight_versions == (WeightVersionSpan(0, 0, len(told)),)
+    assert quiet == []
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_frozen_request_is_told_to_stand_still_and_is_not_late(is_streamed):
+    heard = []
+    async with Plane(CHATTY) as plane, asyncio.timeout(30):
+        await plane.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        asked = request(max_tokens=8, timeout_s=1.0)
+
+        async def run() -> Generation:
+            if not is_streamed:
+                return await plane.remote.generate(asked, heard.append)
+            return [piece async for piece in plane.remote.stream(asked, heard.append)][-1]
+
+        running = asyncio.create_task(run())
+        while not heard or heard[-1].standstill_s < 1.2:
+            await asyncio.sleep(0.01)
+        await plane.engine.resume()
+        generation = await running
+    standstills = [progress.standstill_s for progress in heard]
+    assert standstills == sorted(standstills)
+    assert generation.standstill_s >= standstills[-1]
+    assert len(generation.token_ids) == 8
+
+
+async def test_an_error_after_the_first_report_arrives_as_itself():
+    async with Plane(CHATTY) as plane, asyncio.timeout(30):
+        running = asyncio.create_task(plane.remote.generate(request(max_tokens=4000)))
+        await asyncio.sleep(0.1)
+        plane.engine.kill("pulled the plug")
+        with pytest.raises(EngineLost, match="pulled the plug"):
+            await running
+
+
+async def test_a_replica_that_falls_silent_is_lost(monkeypatch):
+    monkeypatch.setattr(client, "SILENCE_S", 0.2)
+    async with Plane(replace(SLOW, pace=ReportPace(interval_s=60.0))) as plane, asyncio.timeout(30):
+        with pytest.raises(EngineLost, match="silent"):
+            await plane.remote.generate(request(max_tokens=4000))
+    async with Plane(CHATTY) as plane, asyncio.timeout(30):
+        plane.engine.faults.num_hung = 1
+        running = asyncio.create_task(plane.remote.generate(request()))
+        await asyncio.sleep(0.5)
+        assert not running.done(), "it said that it lives"
+        running.cancel()
 
 
 @pytest.mark.parametrize("headers", [{}, {SECRET_HEADER: "wrong"}, {SECRET_HEADER: "Secret"}])

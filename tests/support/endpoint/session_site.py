@@ -13,7 +13,7 @@ from typing import Any
 
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.clock import Clock, VirtualClock
-from agentloop.engine import Delta
+from agentloop.engine import Delta, OnProgress
 from agentloop.errors import AgentLoopError
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
@@ -50,7 +50,7 @@ class Talker:
     def connect(self, url: str) -> Talker:
         return self
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         self.num_calls += 1
         await self.gate.wait()
         if self.errors:
@@ -60,7 +60,9 @@ class Talker:
         logprobs = (-0.5,) * len(said)
         return Generation(request.request_id, said, logprobs, spans, FinishReason.STOP, replica_id="talker")
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
         generation = await self.generate(request)
         yield Delta(generation.token_ids, generation.logprobs, generation.weight_versions)
         yield generation

@@ -12,6 +12,7 @@ from agentloop.engine import (
     EngineInfo,
     HeldIn,
     MemoryTag,
+    OnProgress,
     PushSource,
     StageReport,
     TokenEngine,
@@ -159,7 +160,7 @@ class ReversingConnection:
         self._engine = engine
         self._url = url
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         engine = self._engine
         engine.requests.append((self._url, request))
         engine.started.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from agentloop.engine import Delta, Engine
+from agentloop.engine import Delta, Engine, OnProgress
 from agentloop.types import GenerateRequest, Generation
 
 Served = tuple[tuple[int, ...], tuple[int, ...]]
@@ -23,17 +23,19 @@ class RecordingEngine:
     def __getattr__(self, name: str) -> object:
         return getattr(self.engine, name)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         self.requests.append(request)
-        generation = await self.engine.generate(request)
+        generation = await self.engine.generate(request, on_progress)
         self.generations.append(generation)
         self.served.append((request.token_ids, generation.token_ids))
         return generation
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
         self.requests.append(request)
         sampled: list[int] = []
-        source = self.engine.stream(request)
+        source = self.engine.stream(request, on_progress)
         try:
             async for piece in source:
                 if isinstance(piece, Delta):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentloop.engine import EngineInfo
+from agentloop.engine import EngineInfo, OnProgress
 from agentloop.errors import InvalidRequest
 from agentloop.images import Image, ImageTokens
 from agentloop.rendering.renderer import TemplateRenderer
@@ -34,9 +34,9 @@ class SeeingEngine(SimulatedEngine):
         self.asked += [image.sha256 for image in images]
         return tuple(map(self._tokens, images))
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         self.requests.append(request)
-        return await super().generate(request)
+        return await super().generate(request, on_progress)
 
     def _tokens(self, image: Image) -> ImageTokens:
         if not image.data.startswith(b"\x89PNG"):

@@ -14,11 +14,20 @@ from random import Random
 from typing import Any, TypeVar
 
 from agentloop.clock import Clock
-from agentloop.engine import ALL_MEMORY, CommitReport, MemoryTag, PushSource, StageReport, WeightUpdate
-from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, EngineLost
+from agentloop.engine import (
+    ALL_MEMORY,
+    CommitReport,
+    MemoryTag,
+    OnProgress,
+    PushSource,
+    StageReport,
+    WeightUpdate,
+)
+from agentloop.errors import AgentLoopError, Conflict, EngineLost
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
+from agentloop_servers.replica.client import SILENCE_S
 
 T = TypeVar("T")
 FOR_EVER_S = 1e6
@@ -104,30 +113,24 @@ class FaultyLink:
         self.commits: list[int] = []  # versions that were swapped in, whoever heard of it
         self.num_blind_resumes = 0  # resumes sent to an engine whose weights nobody knows
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Raises DeadlineExceeded after the request's time, as the data plane's client does."""
-        try:
-            async with asyncio.timeout(request.timeout_s):
-                return await self._generate(request)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer to {request.request_id}") from error
-
-    async def _generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        """Raises EngineLost for a replica that is not heard of, as the data plane's client does."""
         network = self.network
         fault = network.draw(_GENERATE_FAULTS)
         if fault is Fault.LOST_REQUEST:
             raise EngineLost("injected: connection refused")
         if fault is Fault.HUNG_REQUEST:
-            await network.clock.sleep(FOR_EVER_S)
+            await network.clock.sleep(SILENCE_S)
+            raise EngineLost("injected: silence")
         if fault is Fault.DELAYED:
             await network.clock.sleep(network.delay_s())
         if fault is Fault.CUT:
             try:
                 async with asyncio.timeout(network.delay_s()):
-                    await self.engine.generate(request)
+                    await self.engine.generate(request, on_progress)
             except TimeoutError:
                 pass
-        generation = await self.engine.generate(request) if fault is not Fault.CUT else None
+        generation = await self.engine.generate(request, on_progress) if fault is not Fault.CUT else None
         if generation is None or fault is Fault.LOST_ANSWER:
             raise EngineLost("injected: the connection broke")
         return generation

@@ -14,7 +14,7 @@ import structlog
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.clock import VirtualClock
-from agentloop.engine import WeightUpdate
+from agentloop.engine import OnProgress, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.toolbox import Toolbox
@@ -79,8 +79,8 @@ class ListeningEngine(SimulatedEngine):
         super().__init__(SPEC, clock=clock, policy=ScriptedPolicy(turns(*REPLIES)))
         self.served: list[tuple[GenerateRequest, Generation]] = []
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        generation = await super().generate(request)
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        generation = await super().generate(request, on_progress)
         self.served.append((request, generation))
         return generation
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from agentloop.images import MAX_IMAGES
+from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
@@ -44,6 +45,7 @@ class VllmConfig:
     stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    pace: ReportPace = field(default_factory=ReportPace)  # of reports on requests under way
 
     def __post_init__(self) -> None:
         if (self.load_format == "dummy") != (self.initial_version is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 from agentloop.checks import LOGPROB_SENTINEL, MAX_BIAS
@@ -58,6 +59,21 @@ def add_completion(sampled: SampledTokens, completion: Any, num_top_logprobs: in
         ends, num_tops = flat.end_indices, repeat(num_top_logprobs)
         tops = tuple(map(_alternatives, repeat(flat), starts, ends, num_tops, repeat(num_own)))
     sampled.extend(token_ids, [flat.logprobs[start] for start in starts], tops, raw_logprobs)
+
+
+def add_so_far(sampled: SampledTokens, llm: Any, request: GenerateRequest) -> None:
+    """Append what vLLM has of an unfinished request beyond `sampled`, which is stamped; nothing if it has ended.
+
+    vLLM gives such a request out at its end only. Its own record of it is read between two of its outputs.
+    """
+    processor, start = llm.output_processor, len(sampled)
+    for internal_id in processor.external_req_ids.get(request.request_id, ()):
+        state = processor.request_states[internal_id]
+        token_ids = state.detokenizer.output_token_ids[start:]
+        if token_ids:
+            new = SimpleNamespace(token_ids=token_ids, logprobs=state.logprobs_processor.logprobs[start:])
+            add_completion(sampled, new, request.sampling.num_top_logprobs)
+            stamp(sampled, spans_from_starts(state.weight_version_starts, len(sampled)))
 
 
 def _alternatives(

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from agentloop.checks import check_request, room_tokens
@@ -24,6 +25,7 @@ from agentloop.engine import (
     EngineInfo,
     KVEvent,
     MemoryTag,
+    OnProgress,
     PushSource,
     StageReport,
     WeightUpdate,
@@ -38,6 +40,7 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.images import Image, ImageTokens
+from agentloop.request_watch import RequestWatch
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.engines.vllm import convert as values
@@ -119,32 +122,42 @@ class VllmEngine:
             raise EngineLost("the engine is not started")
         return await self._images.tokens(images)
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        with self._registered(request) as call:
-            try:
-                async with (
-                    asyncio.timeout(request.timeout_s),
-                    contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs,
-                ):
-                    output = await anext(outputs, None)
-            except TimeoutError as error:
-                raise _too_late(request) from error
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        told = SampledTokens(self._config.logprobs_mode)
+
+        def look(start: int) -> Delta:
+            values.add_so_far(told, self._process.llm, request)
+            return told.since(start)
+
+        with (
+            self._registered(request) as call,
+            RequestWatch(
+                request,
+                self._lifecycle,
+                self._config.pace,
+                on_progress,
+                look=look,
+                end=partial(self.abort, request.request_id),
+            ) as watch,
+        ):
+            async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
+                output = await watch.in_time(anext(outputs, None))
         sampled = SampledTokens(self._config.logprobs_mode)
         if output is not None:
             values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
-        return values.to_generation(request, output, sampled, self.load())
+        return watch.finished(values.to_generation(request, output, sampled, self.load()))
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Delta | Generation]:
-        deadline_at = asyncio.get_running_loop().time() + request.timeout_s
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
         sampled, num_sent, output = SampledTokens(self._config.logprobs_mode), 0, None
-        with self._registered(request) as call:
+        with (
+            self._registered(request) as call,
+            RequestWatch(request, self._lifecycle, self._config.pace, on_progress) as watch,
+        ):
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
                 while True:
-                    try:
-                        async with asyncio.timeout_at(deadline_at):
-                            piece = await anext(outputs, None)
-                    except TimeoutError as error:
-                        raise _too_late(request) from error
+                    piece = await watch.in_time(anext(outputs, None))
                     if piece is None:
                         break
                     output = piece
@@ -155,7 +168,7 @@ class VllmEngine:
                     values.stamp(sampled, spans)
                     delta, num_sent = sampled.since(num_sent), len(sampled)
                     yield delta
-        yield values.to_generation(request, output, sampled, self.load())
+        yield watch.finished(values.to_generation(request, output, sampled, self.load()))
 
     async def abort(self, request_id: str) -> None:
         await self._calls.abort(self._calls.find(request_id))
@@ -320,7 +333,3 @@ class VllmEngine:
     def kv_events(self) -> AsyncIterator[KVEvent]:
         self._lifecycle.require_alive()
         return self._process.feed.events.subscribe()
-
-
-def _too_late(request: GenerateRequest) -> DeadlineExceeded:
-    return DeadlineExceeded(f"request {request.request_id} did not finish in {request.timeout_s} s")

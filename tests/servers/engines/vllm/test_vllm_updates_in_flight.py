@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, UpdateReport
 from agentloop.client.rollout import load_tasks
 from agentloop.clock import RealClock
-from agentloop.engine import WeightUpdate
+from agentloop.engine import OnProgress, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.toolbox import Toolbox, load_tools
@@ -105,8 +105,8 @@ class CountedTurns:
         self._num_ended = 0
         self._is_changed = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        generation = await self._engine.generate(request)
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        generation = await self._engine.generate(request, on_progress)
         self._num_ended += 1
         self._is_changed.set()
         return generation

@@ -1,0 +1,153 @@
+"""The time of one request in an engine: when it has to end, and when its caller is told of its progress.
+
+Every adapter runs its requests under a `RequestWatch`. Time in which the engine is frozen, by a pause, an update or
+sleep, is no time of the request: it moves the deadline, and is told. A request that ends before the first report
+costs two timers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from agentloop.engine import Delta, OnProgress, Progress
+from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
+from agentloop.errors import AgentLoopError, DeadlineExceeded
+from agentloop.types import FinishReason, GenerateRequest, Generation
+
+T = TypeVar("T")
+
+LATE_GRACE_S = 5.0
+"""How long an engine may take to end a request that is late."""
+
+_MIN_PAUSE_S = 0.05  # between two looks at a deadline that a frozen engine moves
+_MIN_INTERVAL_S = 0.1  # between two reports
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPace:
+    """The time between two reports of a request: `interval_s`, or about that of `num_tokens` if it is less."""
+
+    interval_s: float = 2.0
+    num_tokens: int = 256
+
+    def next_s(self, num_new: int, elapsed_s: float) -> float:
+        """Return the time to the next report, after one that told `num_new` tokens of `elapsed_s`."""
+        if num_new == 0:
+            return self.interval_s
+        return min(self.interval_s, max(elapsed_s * self.num_tokens / num_new, _MIN_INTERVAL_S))
+
+
+class RequestWatch:
+    """One request's timers, as a context. What is awaited meanwhile goes through `in_time`."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        lifecycle: EngineLifecycle,
+        pace: ReportPace,
+        on_progress: OnProgress | None,
+        *,
+        look: Callable[[int], Delta] | None = None,
+        end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`look` returns the tokens from a place on, None where the caller gets them in another way. `end` aborts
+        the request: one that `keeps_late` is then given out as it is."""
+        self._request = request
+        self._lifecycle = lifecycle
+        self._pace = pace
+        self._on_progress = on_progress
+        self._look = look
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._is_held = lifecycle.phase is EnginePhase.DRAINING  # until the resume, whatever else comes
+        self._began_at = self._told_at = self._loop.time()
+        self._stood_still_s = self._all_standstill_s
+        self._num_told = 0
+        self._scope: asyncio.Timeout | None = None
+        self._error: Exception | None = None  # raised by whatever is awaited next
+        self._ending: asyncio.Task[None] | None = None
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+
+    @property
+    def standstill_s(self) -> float:
+        """Seconds in which the engine was frozen since the request came."""
+        return self._all_standstill_s - self._stood_still_s
+
+    def __enter__(self) -> RequestWatch:
+        self._call_later(self._request.timeout_s, self._watch_deadline)
+        if self._on_progress is not None:
+            self._call_later(self._pace.interval_s, self._report)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._ending is not None:
+            self._ending.cancel()
+
+    async def in_time(self, work: Awaitable[T]) -> T:
+        """Await a part of the request. Raises DeadlineExceeded, or what the caller's `on_progress` raised."""
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                if self._error is not None:
+                    self._scope.reschedule(0.0)
+                return await work
+        except TimeoutError as error:
+            if self._error is None:
+                raise
+            raise self._error from error
+        finally:
+            self._scope = None
+
+    def finished(self, generation: Generation) -> Generation:
+        """Return the request's generation with its stand-still; one that was ended for its time says so."""
+        standstill_s, is_late = self.standstill_s, self._ending is not None
+        if is_late and generation.finish_reason is FinishReason.ABORT:
+            return replace(generation, finish_reason=FinishReason.DEADLINE, standstill_s=standstill_s)
+        return replace(generation, standstill_s=standstill_s) if standstill_s else generation
+
+    @property
+    def _all_standstill_s(self) -> float:
+        return self._lifecycle.shut_s if self._is_held else self._lifecycle.frozen_s
+
+    def _watch_deadline(self) -> None:
+        request = self._request
+        left_s = request.timeout_s - (self._loop.time() - self._began_at - self.standstill_s)
+        if left_s > 0 and self._ending is None:
+            self._call_later(max(left_s, _MIN_PAUSE_S), self._watch_deadline)
+        elif request.keeps_late and self._end is not None and self._ending is None:
+            self._ending = self._loop.create_task(self._ended(self._end), name="late request")
+            self._call_later(LATE_GRACE_S, self._watch_deadline)
+        else:
+            self._fail(DeadlineExceeded(f"request {request.request_id} did not finish in {request.timeout_s:g} s"))
+
+    def _report(self) -> None:
+        now = self._loop.time()
+        try:
+            tokens = Delta((), (), ()) if self._look is None else self._look(self._num_told)
+            if self._on_progress is not None:
+                self._on_progress(Progress(tokens, self.standstill_s))
+        except Exception as error:  # of a timer nobody would hear
+            self._fail(error)
+            return
+        num_new = len(tokens.token_ids)
+        self._num_told += num_new
+        self._call_later(self._pace.next_s(num_new, now - self._told_at), self._report)
+        self._told_at = now
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        if self._scope is not None:
+            self._scope.reschedule(self._loop.time())
+
+    def _call_later(self, wait_s: float, call: Callable[[], None]) -> None:
+        self._timers[call] = self._loop.call_later(wait_s, call)
+
+    @staticmethod
+    async def _ended(end: Callable[[], Awaitable[None]]) -> None:
+        with contextlib.suppress(AgentLoopError):  # an engine that is gone: what is awaited says so
+            await end()
