@@ -277,8 +277,9 @@ class RolloutQueue:
         worker = self._workers.pop(worker_id, None)
         left = list(worker.running.values()) if worker is not None else []
         for sample in left:
-            sample.num_failed -= 1
             self._lose(sample, f"worker {worker_id} left")
+            if sample.state is SampleState.QUEUED:
+                self._order.add(sample, is_again=True)
         return tuple(sample.assignment_id for sample in left)
 
     def give_back(self, worker_id: str, name: str) -> bool:
