@@ -122,6 +122,7 @@ class Load:
     kv_used_tokens: int = 0
     kv_capacity_tokens: int = 0
     weight_version: int | None = None
+    num_steps: int = 0  # of its scheduler so far, prefills too: it grows as long as the engine works
 
 
 @dataclass(frozen=True, slots=True)

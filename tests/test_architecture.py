@@ -273,6 +273,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_tools",
     ),
     "a plain synchronous object, held by the one that waits and acts": (
+        "agentloop.fleet.starts",
         "agentloop.scheduling.balancer",
         "agentloop.scheduling.dispatch_order",
         "agentloop.scheduling.rollout_queue",
@@ -342,7 +343,10 @@ OWNERS: dict[str, set[str]] = {
         "agentloop.rollout.worker",  # the hand-in of a record
         "agentloop_servers.coordinator.client",  # calls of the coordinator
     },
-    r"\b_?connect\([^)]*\)\.(generate|stream)\(": {"agentloop.generation.leased_engine"},
+    r"\b_?connect\([^)]*\)\.(generate|stream)\(": {
+        "agentloop.generation.leased_engine",
+        "agentloop_servers.replica.client",  # the coordinator's probe, which is nobody's turn
+    },
 }
 
 QUESTION = ("What", "Whether", "Who", "How", "Where", "Which", "Whose", "Whoever", "When")

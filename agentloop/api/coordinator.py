@@ -171,6 +171,25 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StartingReplica:
+    """A replica that has not joined yet. `reason`: why it is held back from taking memory; empty: it loads."""
+
+    replica_id: str
+    slot: int
+    waiting_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LostReplica:
+    """A replica that left the fleet, and why."""
+
+    replica_id: str
+    reason: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """The service at one moment."""
 
@@ -186,10 +205,19 @@ class ServiceStatus:
     pause_reason: str = ""
     asleep_s: float | None = None
     sleep_reason: str = ""
+    starting: tuple[StartingReplica, ...] = ()
+    lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
 
 
 class ReplicaPort(Protocol):
     """The coordinator as an engine replica sees it."""
+
+    async def starting(self, replica_id: str, slot: int) -> float:
+        """Ask to take memory. Returns the seconds after which to ask again; 0: it may.
+
+        A replica that may take it repeats the call until it registers. `slot` is its place among the replicas,
+        which another process may have had before.
+        """
 
     async def register(self, registration: ReplicaRegistration) -> None:
         """Join the fleet. Takes traffic once it holds the fleet's weight version."""
@@ -197,8 +225,8 @@ class ReplicaPort(Protocol):
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
         """Report the engine's state. False: unknown to this coordinator, register again."""
 
-    async def deregister(self, replica_id: str) -> None:
-        """Leave the fleet; its leases move. Unknown ids: no-op."""
+    async def deregister(self, replica_id: str, reason: str = "") -> None:
+        """Leave the fleet; its leases move, and the status shows the reason. Unknown ids: no-op."""
 
 
 class WorkerPort(Protocol):

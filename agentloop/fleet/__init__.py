@@ -6,6 +6,7 @@ from agentloop.fleet.desired_state import StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import Connect, ReplicaSync
+from agentloop.fleet.starts import StartConfig, Starts
 from agentloop.fleet.weight_update import WeightConfig
 
 __all__ = [
@@ -17,5 +18,7 @@ __all__ = [
     "ReplicaState",
     "ReplicaSync",
     "StandingOrders",
+    "StartConfig",
+    "Starts",
     "WeightConfig",
 ]

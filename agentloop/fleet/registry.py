@@ -13,6 +13,15 @@ Ownership: one object, in the coordinator's event loop, without awaits; time is 
   counts for nothing until it has been woken;
 - until the first update, the newest version that a replica brought along is the fleet's.
 
+SUSPECT has two reasons, and each its own way back:
+- silence: `suspect_after_s` without a report. The next report ends it, and `dead_after_s` of silence make it GONE.
+- failures: `max_failures` calls without an answer, told by their callers, within `failure_window_s` of the
+  coordinator's clock. Reports do not end it (a front end may live beside an engine that hangs): only a generation
+  does, `proved`. The coordinator asks for one every few seconds, on a clock of its own. The replica then takes
+  traffic on probation: the next failure makes it SUSPECT again. Generations that callers got (`num_answered`) end
+  the probation and clear the failures of a READY replica; nothing else does.
+An engine that hangs is ended by its own replica, whose process Serve starts again.
+
 A `ReplicaRecord` is a snapshot. A caller that acts on one over several awaits hands it back; if the replica's
 process was replaced in between (another `incarnation`), the verb does nothing and says so.
 """
@@ -34,7 +43,7 @@ class ReplicaState(StrEnum):
     JOINING = "joining"  # known, but not yet at the fleet's weights
     READY = "ready"  # takes traffic
     UPDATING = "updating"  # a weight update or a catch-up has it; takes no new traffic
-    SUSPECT = "suspect"  # silent or failing calls: keeps its leases, gets no new ones
+    SUSPECT = "suspect"  # silent, or calls fail: keeps its leases, gets no new ones
     ASLEEP = "asleep"  # has given memory back: keeps its leases, gets no new ones
     QUARANTINED = "quarantined"  # its weights are of unknown state, or older than the fleet's
     GONE = "gone"  # left or dead; forgotten
@@ -59,7 +68,8 @@ class FleetConfig:
 
     suspect_after_s: float = 5.0
     dead_after_s: float = 30.0  # an engine that compiles or loads may hold up its own heartbeats
-    max_failures: int = 3  # failed calls between two heartbeats that make a replica SUSPECT
+    max_failures: int = 3  # failed calls within the window that make a replica SUSPECT
+    failure_window_s: float = 600.0  # longer than a few turns: a hung replica fails each after its whole deadline
     max_contradictions: int = 2  # reports in a row that contradict us; one may have crossed an update on its way
 
 
@@ -74,7 +84,8 @@ class ReplicaRecord:
     seen_at: float
     report: ReplicaReport  # its last one
     error: str | None = None  # why it takes no traffic, if something went wrong
-    num_failures: int = 0
+    failed_at: tuple[float, ...] = ()  # the latest calls without an answer
+    needs_proof: bool = False  # it takes no traffic before a generation has proved it good
     num_contradictions: int = 0
 
     @property
@@ -177,7 +188,9 @@ class Fleet:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return False
-        replica = self._put(replace(replica, report=report, seen_at=now, num_failures=0))
+        if report.num_answered > replica.report.num_answered and not replica.needs_proof:
+            replica = replace(replica, failed_at=())
+        replica = self._put(replace(replica, report=report, seen_at=now))
         version = report.load.weight_version
         if replica.state is ReplicaState.JOINING and report.is_usable and version is not None:
             self._put(replace(replica, weight_version=version))
@@ -186,14 +199,35 @@ class Fleet:
             self._compare(replica)
         return True
 
-    def report_failure(self, replica_id: str) -> None:
-        """Count a call without an answer. Enough of these before its next heartbeat make a replica SUSPECT."""
+    def report_failure(self, replica_id: str, now: float) -> None:
+        """Count a call without an answer. Enough of these within the window make a replica SUSPECT."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
-        replica = self._put(replace(replica, num_failures=replica.num_failures + 1))
-        if replica.state is ReplicaState.READY and replica.num_failures >= self._config.max_failures:
-            self._move(replica, ReplicaState.SUSPECT)
+        config = self._config
+        recent = [at for at in replica.failed_at if now - at < config.failure_window_s]
+        replica = self._put(replace(replica, failed_at=(*recent, now)[-config.max_failures :]))
+        if replica.state is ReplicaState.READY and len(replica.failed_at) == config.max_failures:
+            error = f"{config.max_failures} calls without an answer within {config.failure_window_s:g} s"
+            self._move(replace(replica, needs_proof=True, error=error), ReplicaState.SUSPECT)
+
+    def to_prove(self) -> tuple[ReplicaRecord, ...]:
+        """Return the replicas of which a generation is to be asked before they take traffic again."""
+        return tuple(
+            replica
+            for replica in self._replicas.values()
+            if replica.needs_proof and replica.state is ReplicaState.SUSPECT
+        )
+
+    def proved(self, replica: ReplicaRecord) -> None:
+        """Take in that it has generated: it takes traffic again, on probation."""
+        current = self._same(replica)
+        if current is None or not current.needs_proof:
+            return
+        failed_at = current.failed_at[len(current.failed_at) - self._config.max_failures + 1 :]
+        current = self._put(replace(current, needs_proof=False, failed_at=failed_at, error=None))
+        if current.state is ReplicaState.SUSPECT:
+            self._compare(current)
 
     def expire(self, now: float) -> tuple[str, ...]:
         """Count the silence: READY becomes SUSPECT, and later every state GONE. Returns the ids of those forgotten.
@@ -249,15 +283,17 @@ class Fleet:
         if current is None or current.state is not ReplicaState.UPDATING:
             return False
         is_current = self.is_current(current)
-        current = self._put(replace(current, error=None, num_contradictions=0, num_failures=0))
-        self._move(current, ReplicaState.READY if is_current else ReplicaState.JOINING)
+        current = self._put(replace(current, error=None, num_contradictions=0))
+        current = self._move(current, ReplicaState.READY if is_current else ReplicaState.JOINING)
+        if is_current and current.needs_proof:
+            self._move(current, ReplicaState.SUSPECT)
         return is_current
 
     def fall_asleep(self, replica: ReplicaRecord) -> None:
         """Move it from UPDATING to ASLEEP: it has given memory back."""
         current = self._same(replica)
         if current is not None and current.state is ReplicaState.UPDATING:
-            self._move(replace(current, error=None, num_contradictions=0, num_failures=0), ReplicaState.ASLEEP)
+            self._move(replace(current, error=None, num_contradictions=0), ReplicaState.ASLEEP)
 
     def rejoin(self, replica: ReplicaRecord, error: str) -> None:
         """Have it join anew: it did not do what all others did, and its weights are as we know them."""
@@ -316,7 +352,7 @@ class Fleet:
         reported, is_usable = replica.report.load.weight_version, replica.report.is_usable
         if is_usable and reported in (None, replica.weight_version):
             replica = self._put(replace(replica, num_contradictions=0))
-            if replica.state is ReplicaState.SUSPECT:
+            if replica.state is ReplicaState.SUSPECT and not replica.needs_proof:
                 is_current = self.is_current(replica)
                 self._move(replica, ReplicaState.READY if is_current else ReplicaState.JOINING)
             return

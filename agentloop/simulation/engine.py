@@ -124,6 +124,7 @@ class SimulatedEngine:
         self._weights = SimulatedWeights(self._clock, self.faults, self._weight_source)
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._num_steps = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -280,6 +281,7 @@ class SimulatedEngine:
             kv_used_tokens=self._kv.num_held_blocks * self._spec.block_size,
             kv_capacity_tokens=self._spec.num_blocks * self._spec.block_size,
             weight_version=self._lifecycle.version,
+            num_steps=self._num_steps,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
@@ -366,6 +368,7 @@ class SimulatedEngine:
             await self._clock.sleep(latency.step_s(num_prefilled, *self._scheduler.decoding_tokens()))
         if lifecycle.is_paused or lifecycle.version is None:
             return
+        self._num_steps += 1
         max_burst = _ZERO_LATENCY_TOKENS_PER_STEP if latency.is_zero else 1
         for live, reason in self._scheduler.step(lifecycle.version, max_burst):
             self._finish(live, reason)

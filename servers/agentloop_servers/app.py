@@ -53,11 +53,12 @@ from agentloop_servers.endpoint import (
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from agentloop_servers.http import Keys
 from agentloop_servers.ingress import ModeRules, create_app
-from agentloop_servers.replica import EngineClients, Replica
+from agentloop_servers.replica import EngineClients, Replica, ReplicaConfig
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
+FIRST_STEP_FACTOR = 5  # an engine may compile before its first step
 SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
 SIMULATED_LATENCY = LatencyModel(
     prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
@@ -85,6 +86,7 @@ class CoordinatorDeployment:
                 worker_cut_s=config.workers.cut_after_s,
             ),
             clock=RealClock(),
+            probe=clients.probe,
         )
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
@@ -128,10 +130,18 @@ class EngineReplicaDeployment:
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
-        replica_id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
         client = coordinator_client(coordinator, secret)
         self._closing.push_async_callback(client.close)
-        self._replica = Replica(replica_id, build_engine(config), client.replicas, secret, config.host)
+        self._replica = Replica(
+            context.replica_id.unique_id,
+            build_engine(config),
+            client.replicas,
+            secret,
+            config.host,
+            slot=context.rank.rank,
+            config=replica_config(config),
+        )
         self._closing.push_async_callback(self._replica.close)
         await self._replica.start()
 
@@ -397,7 +407,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         num_replicas=config.replicas,
         max_ongoing_requests=100,
         ray_actor_options=engine_actor_options(config),
-        health_check_period_s=5,
+        health_check_period_s=2,  # three failed ones end it
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=10,
     ).bind(*common, coordinator)
@@ -438,6 +448,16 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:
     """The tools that tasks may use: the shipped ones and the configured ones."""
     return tuple(sorted(SHIPPED_TOOLS | config.workers.tools))
+
+
+def replica_config(config: ServiceConfig) -> ReplicaConfig:
+    """Return the bounds of a replica."""
+    stall_timeout_s = config.engine.stall_timeout_s
+    return ReplicaConfig(
+        stall_timeout_s=stall_timeout_s,
+        first_step_timeout_s=FIRST_STEP_FACTOR * stall_timeout_s,
+        max_pause_s=config.max_pause_s,
+    )
 
 
 def build_engine(config: ServiceConfig) -> Engine:

@@ -67,6 +67,7 @@ class EngineConfig(_Strict):
     lora_rank: LoraRank | None = None  # the largest rank of an adapter; None: no adapters
     stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a push, from the connection to the last byte
     commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # without a step while requests run: it is restarted
     enforce_eager: bool = False  # always on for CPU
     logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"  # the distribution: `docs/distribution.md`
     num_threads: Annotated[int, Field(ge=1)] = 1  # CPU
@@ -166,6 +167,7 @@ class ServiceConfig(_Strict):
     image_roots: list[str] = []  # folders whose files a task may show; none: images come as data URLs only
     keys: KeysConfig = KeysConfig()
     run_dir: str | None = None
+    max_pause_s: Annotated[float, Field(gt=0)] = 600.0  # new requests wait so long for a resume, then they get 503
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
 
     @model_validator(mode="after")

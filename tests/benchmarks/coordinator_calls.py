@@ -43,7 +43,10 @@ class Served:
 
     async def __init__(self, folder: str) -> None:  # type: ignore[misc]
         store = TrajectoryStore(Path(folder) / "trajectories.sqlite")
-        self._coordinator = Coordinator(store, EngineClients(SECRET).connect, CoordinatorConfig(), RealClock())
+        clients = EngineClients(SECRET)
+        self._coordinator = Coordinator(
+            store, clients.connect, CoordinatorConfig(), RealClock(), probe=clients.probe
+        )
         await self._coordinator.start()
         self._server = CoordinatorServer(self._coordinator, SECRET)
         await self._server.start()

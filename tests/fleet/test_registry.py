@@ -112,20 +112,65 @@ def test_a_busy_update_is_not_judged_by_silence():
     assert fleet.expire(100.0) == ("a",)
 
 
-def test_failed_calls_make_suspect_until_the_next_heartbeat():
+def test_failed_calls_make_suspect_until_a_generation_proves_it_good():
     fleet = Fleet(CONFIG)
     ready(fleet)
-    for _ in range(CONFIG.max_failures - 1):
-        fleet.report_failure("a")
+    for now in range(CONFIG.max_failures - 1):
+        fleet.report_failure("a", now)
+        fleet.heartbeat("a", ReplicaReport(Load(), True), now)  # clears nothing
     assert fleet.placeable()
-    fleet.report_failure("a")
+    fleet.report_failure("a", 3.0)
     assert state(fleet) is ReplicaState.SUSPECT
+    assert "3 calls" in fleet.get("a").error
     assert fleet.may_recover_soon()
-    fleet.heartbeat("a", ReplicaReport(Load(), True), now=1.0)
+    fleet.heartbeat("a", ReplicaReport(Load(), True, num_answered=5), 4.0)  # what callers got before it hung
+    assert state(fleet) is ReplicaState.SUSPECT
+    (suspect,) = fleet.to_prove()
+    fleet.proved(suspect)
     assert fleet.placeable()
-    fleet.report_failure("a")  # counted anew
+    assert not fleet.to_prove()
+    assert fleet.get("a").error is None
+    fleet.report_failure("nobody", 5.0)
+
+
+def test_a_replica_on_probation_is_suspect_at_the_next_failure_unless_it_answers_callers():
+    for answers in (False, True):
+        fleet = Fleet(CONFIG)
+        ready(fleet)
+        for now in range(CONFIG.max_failures):
+            fleet.report_failure("a", now)
+        fleet.proved(fleet.get("a"))
+        if answers:
+            fleet.heartbeat("a", ReplicaReport(Load(), True, num_answered=1), 4.0)
+        fleet.report_failure("a", 5.0)
+        assert bool(fleet.placeable()) is answers
+
+
+def test_failures_count_within_a_window():
+    fleet = Fleet(CONFIG)
+    ready(fleet)
+    for number in range(2 * CONFIG.max_failures):
+        fleet.report_failure("a", number * CONFIG.failure_window_s / 2)
     assert fleet.placeable()
-    fleet.report_failure("nobody")
+    fleet.report_failure("a", (2 * CONFIG.max_failures - 1) * CONFIG.failure_window_s / 2)
+    assert state(fleet) is ReplicaState.SUSPECT
+
+
+def test_neither_a_sleep_nor_an_update_is_a_proof():
+    fleet = Fleet(CONFIG)
+    ready(fleet)
+    for now in range(CONFIG.max_failures):
+        fleet.report_failure("a", now)
+    replica = fleet.begin_update(fleet.get("a"))
+    fleet.fall_asleep(replica)
+    fleet.begin_update(replica)
+    fleet.committed(replica, 0)
+    fleet.admit(replica)
+    assert state(fleet) is ReplicaState.SUSPECT
+    fleet.heartbeat("a", ReplicaReport(Load(weight_version=0), True), 9.0)
+    assert not fleet.placeable()
+    fleet.proved(fleet.get("a"))
+    assert fleet.placeable()
 
 
 def test_one_contradicting_report_may_have_crossed_an_update_two_may_not():
@@ -292,7 +337,13 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def fail(self, name):
-        self.fleet.report_failure(name)
+        self.fleet.report_failure(name, self.now)
+
+    @rule(name=names)
+    def prove(self, name):
+        for replica in self.fleet.to_prove():
+            if replica.replica_id == name:
+                self.fleet.proved(replica)
 
     @rule(name=names, version=st.sampled_from([None, 0, 1, 2]))
     def update(self, name, version):
@@ -337,6 +388,7 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in self.fleet.placeable():
             assert replica.state is ReplicaState.READY
             assert replica.weight_version is not None
+            assert not replica.needs_proof
             assert replica.weight_version == self.fleet.weight_version
             assert replace(replica) == self.fleet.get(replica.replica_id)
 

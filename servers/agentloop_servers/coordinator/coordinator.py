@@ -4,8 +4,8 @@
     Rollouts  RolloutQueue: what is still owed · the store: what is durable
 
 Ownership: one event loop. The plain objects decide synchronously; Replicas and Rollouts answer the calls, wait and
-wake; this module owns the tasks: the watch, which looks for silence every `heartbeat_interval_s`, and every call
-that must not stop half-way.
+wake; this module owns the tasks: the watch, which looks for silence every `heartbeat_interval_s`, the proofs of
+replicas whose calls failed, and every call that must not stop half-way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentloop.api import ServiceStatus
 from agentloop.clock import Clock
 from agentloop.fleet import Connect, StandingOrders
 from agentloop.storage import TrajectoryStore
-from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
+from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
 
 STANDING_ORDERS = "standing_orders"
@@ -39,8 +39,11 @@ class Coordinator:
         config: CoordinatorConfig,
         clock: Clock,
         log: FilteringBoundLogger | None = None,
+        *,
+        probe: Probe,
     ) -> None:
-        """Takes over `store`."""
+        """Takes over `store`. `probe` proves that a replica whose calls failed samples again."""
+        self._probe = probe
         self._config = config
         self._clock = clock
         self._log = log = structlog.get_logger("coordinator") if log is None else log
@@ -50,7 +53,7 @@ class Coordinator:
         save_orders = partial(store.save_state, STANDING_ORDERS)
         self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, store.save_weights, save_orders)
         self.rollouts = Rollouts(store, self.replicas, config, clock, log, changed, self._tasks)
-        self._watching: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._endpoints: dict[int, str] = {}  # the private URLs of the endpoint's processes, by rank
         self._is_closed = False
 
@@ -63,24 +66,28 @@ class Coordinator:
         if orders is not None:
             self.replicas.sync.restore(orders)
         await self.rollouts.restore()
-        self._watching = asyncio.create_task(self._watch(), name="coordinator-watch")
+        self._background = [
+            asyncio.create_task(self._watch(), name="coordinator-watch"),
+            asyncio.create_task(self._prove(), name="coordinator-prove"),
+        ]
 
     async def close(self) -> None:
         """End the background tasks and close the store. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self._tasks.close(cancels=True)
         await self.replicas.late.close()
         await self._store.close()
 
     async def check_health(self) -> None:
         """Raises what ended a background task, if something did: the coordinator must then be restarted."""
-        if self._watching is not None and self._watching.done():
-            self._watching.result()
+        for task in self._background:
+            if task.done():
+                task.result()
         self.replicas.late.check_health()
 
     async def status(self) -> ServiceStatus:
@@ -100,12 +107,20 @@ class Coordinator:
             pause_reason=orders.pause_reason,
             asleep_s=max(0.0, now - orders.asleep_at) if orders.asleep else None,
             sleep_reason=orders.sleep_reason,
+            starting=replicas.starts.statuses(self._clock.now()),
+            lost=replicas.lost(),
         )
 
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
         """Note where a process of the chat endpoint listens; returns where each known one does."""
         self._endpoints[rank] = url
         return dict(self._endpoints)
+
+    async def _prove(self) -> None:
+        """Prove replicas on a clock of its own: what `_watch` waits for does not hold it up."""
+        while True:
+            await self._clock.sleep(self._config.probe_interval_s)
+            await self.replicas.prove(self._probe)
 
     async def _watch(self) -> None:
         interval_s = self._config.heartbeat_interval_s

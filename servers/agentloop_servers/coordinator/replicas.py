@@ -1,11 +1,14 @@
 """Replicas: the coordinator's side towards replicas and operators, and places on replicas.
 
-Ownership: the Fleet (who serves), the Balancer (who runs where), the ReplicaSync (updates and orders) and the
-LateReplicas. It notifies `changed` whenever places may have become free or taken.
+Ownership: the Fleet (who serves), the Balancer (who runs where), the ReplicaSync (updates and orders), the
+LateReplicas and the Starts (who may take memory). It notifies `changed` whenever places may have become free or
+taken.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,22 +16,28 @@ from dataclasses import dataclass, field
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
-from agentloop.api import ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
+from agentloop.api import LostReplica, ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
 from agentloop.clock import Clock
-from agentloop.engine import MemoryTag, WeightUpdate
-from agentloop.errors import InvalidRequest, NoHealthyReplica
+from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken, NoHealthyReplica
 from agentloop.fleet import (
     Connect,
     Fleet,
     FleetConfig,
     LateReplicas,
+    ReplicaRecord,
     ReplicaState,
     ReplicaSync,
     StandingOrders,
+    StartConfig,
+    Starts,
     WeightConfig,
 )
 from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions
 from agentloop.types import KVPolicy, Lease, PauseMode
+
+Probe = Callable[[str], Awaitable[None]]
+"""Have the replica at a URL sample a token. Raises what keeps it from that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,10 @@ class CoordinatorConfig:
     placement_wait_s: float = 20.0  # for a replica that is about to come back; below the callers' own deadline
     restart_grace_s: float = 10.0  # for workers to say what they still run, before that is given out again
     direct_lease_ttl_s: float = 3600.0
+    probe_interval_s: float = 5.0  # between generations asked of replicas that failed
+    probe_timeout_s: float = 10.0
+    num_lost_shown: int = 16
+    starts: StartConfig = field(default_factory=StartConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
@@ -92,6 +105,8 @@ class Replicas:
             on_change=self._fleet_changed,
             log=log,
         )
+        self.starts = Starts(config.starts)
+        self._lost: deque[tuple[str, str, float]] = deque(maxlen=config.num_lost_shown)  # id, reason, when
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions that updates under way are to bring; a refused one is here for a moment.
         self._coming: list[int] = []
@@ -112,7 +127,12 @@ class Replicas:
 
     # --- coming and going ---
 
+    async def starting(self, replica_id: str, slot: int) -> float:
+        is_asleep = bool(self.sync.desired.asleep)
+        return self.starts.ask(replica_id, slot, self._clock.now(), is_asleep=is_asleep)
+
     async def register(self, registration: ReplicaRegistration) -> None:
+        self.starts.ended(registration.replica_id)
         known = self.fleet.get(registration.replica_id)
         replica = self.fleet.register(registration, self._clock.now())
         if known is not None and known.incarnation != replica.incarnation:
@@ -130,14 +150,16 @@ class Replicas:
             self._fleet_changed()
         return is_known
 
-    async def deregister(self, replica_id: str) -> None:
+    async def deregister(self, replica_id: str, reason: str = "") -> None:
+        self.starts.ended(replica_id)
         if self.fleet.deregister(replica_id):
-            self._forget(replica_id, "left")
+            self._forget(replica_id, reason or "it left")
 
     def look(self, now: float) -> None:
         """Count the silence, and end direct leases that nobody gave back."""
         for replica_id in self.fleet.expire(now):
-            self._forget(replica_id, "silent")
+            self._forget(replica_id, "it fell silent")
+        self.starts.expire(now)
         self.balancer.expire(now)
         self._fleet_changed()
 
@@ -162,6 +184,32 @@ class Replicas:
             for replica in self.fleet.replicas
         )
 
+    def lost(self) -> tuple[LostReplica, ...]:
+        """The replicas that left last, oldest first."""
+        now = self._clock.now()
+        return tuple(LostReplica(replica_id, reason, now - lost_at) for replica_id, reason, lost_at in self._lost)
+
+    async def prove(self, probe: Probe) -> None:
+        """Ask a generation of every replica whose calls failed; one that answers takes traffic again."""
+        if self.sync.desired.is_paused or self.sync.desired.asleep:
+            return  # nobody samples now
+        async with asyncio.TaskGroup() as group:
+            for replica in self.fleet.to_prove():
+                group.create_task(self._prove(replica, probe), name=f"prove {replica.replica_id}")
+
+    async def _prove(self, replica: ReplicaRecord, probe: Probe) -> None:
+        try:
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                await probe(replica.url)
+        except InvariantBroken:
+            raise
+        except Exception as error:  # it fails as its calls did
+            self._log.info("replica_not_proved", replica=replica.replica_id, error=repr(error))
+        else:
+            self.fleet.proved(replica)
+            self._log.info("replica_proved", replica=replica.replica_id)
+            self._fleet_changed()
+
     # --- places ---
 
     async def placed(self, grant: Callable[[], Lease]) -> Lease:
@@ -181,7 +229,7 @@ class Replicas:
         """A call under this lease got no answer."""
         replica = self.fleet.get(lease.replica_id)
         if replica is not None and replica.url == lease.url:
-            self.fleet.report_failure(lease.replica_id)
+            self.fleet.report_failure(lease.replica_id, self._clock.now())
 
     def end_lease(self, holder_id: str, num_tokens: int | None = None) -> None:
         """Release what a holder has, if it has a lease."""
@@ -213,7 +261,16 @@ class Replicas:
 
     @to_its_end
     async def sleep(self, level: int, reason: str = "") -> None:
+        """Also waits for replicas that were taking memory: they are put to sleep as soon as they have joined.
+
+        Raises EngineLost naming those that have not by the deadline; they follow when they do.
+        """
         await self.sync.sleep(level, reason)
+        starting = set(self.starts.under_way)
+        deadline_at = deadline_after(self._config.weights.sleep_timeout_s, self._config.weights.sleep_timeout_s)
+        while awake := [one for one in starting if one in self.starts.under_way or self._is_awake(one)]:
+            if not await self._changed.wait_until(deadline_at):
+                raise EngineLost(f"asleep, but for replicas that are starting: {', '.join(sorted(awake))}")
 
     @to_its_end
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
@@ -231,8 +288,15 @@ class Replicas:
             self._coming.remove(version)
             self._changed.notify()
 
+    def _is_awake(self, replica_id: str) -> bool:
+        replica = self.fleet.get(replica_id)
+        if replica is None:
+            return False
+        return replica.state is not ReplicaState.ASLEEP and replica.report.asleep != ALL_MEMORY
+
     def _forget(self, replica_id: str, reason: str) -> None:
         self._log.warning("replica_gone", replica=replica_id, reason=reason)
+        self._lost.append((replica_id, reason, self._clock.now()))
         self.balancer.drop_replica(replica_id)
         self.late.forget(replica_id)
         self._fleet_changed()

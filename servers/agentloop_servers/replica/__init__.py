@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from agentloop_servers.replica.client import EngineClients
-from agentloop_servers.replica.server import Replica
+from agentloop_servers.replica.server import Replica, ReplicaConfig
 
-__all__ = ["EngineClients", "Replica"]
+__all__ = ["EngineClients", "Replica", "ReplicaConfig"]

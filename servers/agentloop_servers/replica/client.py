@@ -8,6 +8,7 @@ carries a fencing token: one that arrives late, or twice, is refused over there 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -31,13 +32,14 @@ from agentloop.engine import (
 )
 from agentloop.errors import DeadlineExceeded, EngineLost, EngineUnreachable, InvariantBroken, from_wire
 from agentloop.images import Image, ImageTokens
-from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
+from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode, SamplingParams
 from agentloop_servers.private_http import NO_HEADERS, Fenced, NumberedCommands, PrivateHttp
 from agentloop_servers.replica.protocol import (
     ERROR_FRAME,
     FRAME,
     FRAME_KINDS,
     FRAMES,
+    PROBE_ID,
     ControlAnswer,
     EngineState,
     PauseOrder,
@@ -46,6 +48,7 @@ from agentloop_servers.replica.protocol import (
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 600.0  # a stage or commit of large weights; the caller's own deadline is shorter
+PROBE_TIMEOUT_S = 10.0
 GRACE_S = 10.0  # beyond a request's own timeout, in which the replica reports it itself
 SILENCE_S = 15.0  # several reports that did not come: the replica, its host or the way there is gone
 
@@ -236,6 +239,11 @@ class EngineClients:
         if engine is None:
             engine = self._engines[url] = RemoteEngine(url, self._http, self._commands)
         return engine
+
+    async def probe(self, url: str) -> None:
+        """Have the engine at `url` sample one token. Raises what keeps it from that."""
+        name, sampling = f"{PROBE_ID}{uuid.uuid4().hex}", SamplingParams(max_tokens=1)
+        await self.connect(url).generate(GenerateRequest(name, (0,), sampling, PROBE_TIMEOUT_S))
 
     async def close(self) -> None:
         """Close the pool. Idempotent."""

@@ -36,6 +36,9 @@ FRAME_KINDS: dict[int, type] = {
     5: Progress,
 }
 ERROR_FRAME = 255
+PROBE_ID = "probe-"
+"""The beginning of the ids of the coordinator's own requests: what it samples is nobody's turn."""
+
 _KIND_OF = {kind: number for number, kind in FRAME_KINDS.items()}
 
 

@@ -3,8 +3,14 @@
 Control orders are numbered, and late ones are refused (`FencingGuard`). A client that hangs up aborts its request
 in the engine.
 
-A `Replica` registers with the coordinator and heartbeats its load; a coordinator that does not know it (a restart)
-hears its introduction again. It decides nothing: pauses, updates and leases are the coordinator's.
+A `Replica` asks the coordinator before it takes memory, registers, and heartbeats; a coordinator that does not know
+it (a restart) hears its introduction again. Pauses, updates and leases are the coordinator's decisions. One is the
+replica's own: an engine that has requests and takes no step for `stall_timeout_s`, neither paused nor asleep, hangs
+(`StallWatch`). Its requests then fail as lost, the replica leaves the fleet, and its health check fails, so that
+Serve starts another process.
+
+A long prefill is many steps, each of a bounded chunk, so it does not look like a hang. An engine that compiles at
+its first request takes no step for minutes: until its first step there is more time (`first_step_timeout_s`).
 """
 
 from __future__ import annotations
@@ -23,12 +29,13 @@ from aiohttp import web
 from agentloop.api import ReplicaPort, ReplicaRegistration, ReplicaReport
 from agentloop.codec import decode
 from agentloop.engine import Engine, MemoryTag, Progress, WeightUpdate
-from agentloop.errors import AgentLoopError, EngineLost
+from agentloop.errors import AgentLoopError, EngineLost, EnginePaused
 from agentloop.images import Image
-from agentloop.types import GenerateRequest, Generation
+from agentloop.types import FinishReason, GenerateRequest, Generation, Load
 from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
 from agentloop_servers.replica.protocol import (
     FRAMES,
+    PROBE_ID,
     ControlAnswer,
     EngineState,
     PauseOrder,
@@ -46,13 +53,55 @@ class _ControlCall:
     kind: CommandKind | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaConfig:
+    """Bounds of a replica."""
+
+    heartbeat_interval_s: float = 1.0
+    stall_timeout_s: float = 60.0  # without a step while requests run
+    first_step_timeout_s: float = 300.0  # the same before the engine's first step: it may compile
+    max_pause_s: float = 600.0  # of a pause; then new requests are refused, and no longer held
+
+
+class StallWatch:
+    """The time that an engine with requests has taken no step. Plain and synchronous; time is passed in."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        self._config = config
+        self._num_steps = 0
+        self._moved_at: float | None = None
+        self._looked_at: float | None = None
+
+    def look(self, load: Load, now: float, *, is_frozen: bool) -> float | None:
+        """Return the seconds without a step if they are too many, else None. Call it every `heartbeat_interval_s`.
+
+        A look that comes late says that this process itself stood still: the time is counted anew.
+        """
+        was_still = (
+            self._looked_at is not None and now - self._looked_at > 3 * self._config.heartbeat_interval_s + 1
+        )
+        self._looked_at = now
+        is_idle = is_frozen or load.num_running + load.num_waiting == 0
+        if self._moved_at is None or is_idle or was_still or load.num_steps != self._num_steps:
+            self._moved_at, self._num_steps = now, load.num_steps
+            return None
+        config = self._config
+        bound_s = config.stall_timeout_s if self._num_steps > 0 else config.first_step_timeout_s
+        return now - self._moved_at if now - self._moved_at >= bound_s else None
+
+
 class DataPlaneServer(PrivateServer):
     """Serves one engine on 127.0.0.1 (or the given host). `url` is known after `start`."""
+
+    num_answered: int  # generations that callers got
+    refuses_paused: bool  # the engine is paused for so long that new requests are refused
 
     def __init__(self, engine: Engine, replica_id: str, secret: str, host: str = "127.0.0.1") -> None:
         self._engine = engine
         self._replica_id = replica_id
         self._fencing = FencingGuard()
+        self.num_answered = 0
+        self.refuses_paused = False
         routes = [
             web.post("/generate", self._generate),
             web.post("/stream", self._stream),
@@ -94,6 +143,7 @@ class DataPlaneServer(PrivateServer):
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         wanted = decode(await request.read(), GenerateRequest)
+        self._check_pause()
         async with _FrameAnswer(request) as frames:
             try:
                 generation = self._stamped(await self._engine.generate(wanted, frames.tell))
@@ -103,11 +153,18 @@ class DataPlaneServer(PrivateServer):
                 return await frames.end(error_frame(orjson.dumps(error.to_wire())))
             return await frames.end(frame(generation)) if frames.is_begun else answer(generation)
 
+    def _check_pause(self) -> None:
+        if self.refuses_paused:
+            raise EnginePaused("the engine is paused for longer than requests are held")
+
     def _stamped(self, generation: Generation) -> Generation:
+        is_probe = generation.request_id.startswith(PROBE_ID)
+        self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
         return replace(generation, replica_id=self._replica_id, load=self._engine.load())
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         wanted = decode(await request.read(), GenerateRequest)
+        self._check_pause()
         async with _FrameAnswer(request) as frames:
             last = b""
             try:
@@ -197,18 +254,30 @@ async def _nothing() -> None:
     """Ask nothing of the engine: the answer says its state."""
 
 
-HEARTBEAT_S = 1.0
-
-
 class Replica:
     """Owns an engine from start to close."""
 
-    def __init__(self, replica_id: str, engine: Engine, coordinator: ReplicaPort, secret: str, host: str) -> None:
+    def __init__(
+        self,
+        replica_id: str,
+        engine: Engine,
+        coordinator: ReplicaPort,
+        secret: str,
+        host: str,
+        *,
+        slot: int = 0,
+        config: ReplicaConfig = ReplicaConfig(),
+    ) -> None:
+        """`slot` is its place among the replicas, which another process may have had before it."""
         self.replica_id = replica_id
         self._engine = engine
         self._coordinator = coordinator
+        self._slot = slot
+        self._config = config
         self._server = DataPlaneServer(engine, replica_id, secret, host)
-        self._heartbeats: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_known = False  # to the coordinator
+        self._hung: str | None = None
         self._log = structlog.get_logger("replica").bind(replica=replica_id)
 
     @property
@@ -216,43 +285,76 @@ class Replica:
         return self._server.url
 
     async def start(self) -> None:
-        """Load the engine, open the port, join the fleet."""
-        await self._engine.start()
-        await self._server.start()
-        self._heartbeats = asyncio.create_task(self._heartbeat_for_ever(), name=f"heartbeat-{self.replica_id}")
+        """Wait until it may take memory, load the engine, open the port, join the fleet."""
+        wait_s = await self._ask_to_start()
+        while wait_s > 0:
+            wait_s = await self._ask_to_start(wait_s)
+        asking = asyncio.create_task(self._keep_asking(), name=f"start-{self.replica_id}")
+        try:
+            await self._engine.start()
+            await self._server.start()
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        self._tasks = [
+            asyncio.create_task(self._heartbeat_for_ever(), name=f"heartbeat-{self.replica_id}"),
+            asyncio.create_task(self._watch(), name=f"watch-{self.replica_id}"),
+        ]
         self._log.info("replica_started", url=self.url, version=self._engine.weight_version)
 
     async def check_health(self) -> None:
-        """Raises EngineLost if the engine or the heartbeat is dead; Serve then restarts this replica."""
+        """Raises EngineLost if the engine is dead or hangs, or the heartbeat is dead; Serve then restarts this."""
+        if self._hung is not None:
+            raise EngineLost(self._hung)
         await self._engine.check_health()
-        if self._heartbeats is not None and self._heartbeats.done():
-            raise EngineLost(f"replica {self.replica_id} stopped its heartbeat")
+        for task in self._tasks:
+            if task.done():
+                raise EngineLost(f"replica {self.replica_id} stopped its {task.get_name()}")
 
     async def close(self) -> None:
         """Leave the fleet and free everything. Idempotent."""
-        if self._heartbeats is not None:
-            heartbeats, self._heartbeats = self._heartbeats, None
-            heartbeats.cancel()
-            await asyncio.gather(heartbeats, return_exceptions=True)
-            try:
-                await asyncio.wait_for(self._coordinator.deregister(self.replica_id), timeout=2.0)
-            except (AgentLoopError, TimeoutError) as error:
-                self._log.debug("deregister_failed", error=str(error))  # its missing heartbeats say it too
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._leave("it left")
         await self._server.close()
         await self._engine.close()
 
+    # --- the coordinator ---
+
+    async def _ask_to_start(self, wait_s: float = 0.0) -> float:
+        """Return the seconds after which to ask again; 0: it may take memory."""
+        await asyncio.sleep(wait_s)
+        try:
+            return await self._coordinator.starting(self.replica_id, self._slot)
+        except AgentLoopError as error:
+            self._log.warning("start_not_allowed", code=error.code, error=str(error))
+            return self._config.heartbeat_interval_s
+
+    async def _keep_asking(self) -> None:
+        """Tell the coordinator that this one still loads."""
+        while True:
+            await self._ask_to_start(self._config.heartbeat_interval_s)
+
     async def _heartbeat_for_ever(self) -> None:
-        is_known = False
         while True:
             try:
-                if is_known:
-                    is_known = await self._coordinator.heartbeat(self.replica_id, self._report())
-                if not is_known:
+                if self._is_known:
+                    self._is_known = await self._coordinator.heartbeat(self.replica_id, self._report())
+                if not self._is_known:
                     await self._coordinator.register(self._registration())
-                    is_known = True
+                    self._is_known = True
             except AgentLoopError as error:
                 self._log.warning("heartbeat_failed", code=error.code, error=str(error))
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._config.heartbeat_interval_s)
+
+    async def _leave(self, reason: str) -> None:
+        """Say goodbye; missing heartbeats say it too."""
+        try:
+            await asyncio.wait_for(self._coordinator.deregister(self.replica_id, reason), timeout=2.0)
+        except (AgentLoopError, TimeoutError) as error:
+            self._log.debug("deregister_failed", error=str(error))
 
     def _registration(self) -> ReplicaRegistration:
         engine = self._engine
@@ -261,5 +363,35 @@ class Replica:
         )
 
     def _report(self) -> ReplicaReport:
-        engine = self._engine
-        return ReplicaReport(engine.load(), engine.is_usable, engine.is_paused, engine.asleep)
+        engine, num_answered = self._engine, self._server.num_answered
+        return ReplicaReport(engine.load(), engine.is_usable, engine.is_paused, engine.asleep, num_answered)
+
+    # --- the watch ---
+
+    async def _watch(self) -> None:
+        """Look for an engine that hangs, and for a pause that nobody ends."""
+        loop, engine, config = asyncio.get_running_loop(), self._engine, self._config
+        stall, paused_at = StallWatch(config), None
+        while self._hung is None:
+            await asyncio.sleep(config.heartbeat_interval_s)
+            now, is_frozen = loop.time(), engine.is_paused or bool(engine.asleep)
+            paused_at = (now if paused_at is None else paused_at) if is_frozen else None
+            self._server.refuses_paused = paused_at is not None and now - paused_at >= config.max_pause_s
+            stalled_s = stall.look(engine.load(), now, is_frozen=is_frozen)
+            if stalled_s is not None:
+                await self._end_hung(stalled_s)
+        await asyncio.Event().wait()  # until it is closed: an ended watch is a failure of its own
+
+    async def _end_hung(self, stalled_s: float) -> None:
+        """Fail the requests of an engine that hangs, and leave the fleet."""
+        load = self._engine.load()
+        self._hung = f"the engine hangs: no step for {stalled_s:.0f} s with {load.num_running} requests running"
+        self._log.error("engine_hangs", stalled_s=round(stalled_s, 1), num_running=load.num_running)
+        heartbeats = self._tasks[0]
+        heartbeats.cancel()
+        await asyncio.wait([heartbeats])
+        await self._leave(self._hung)
+        try:
+            await self._engine.close()
+        except Exception as error:  # its process may be beyond that; Serve ends this one
+            self._log.error("engine_not_closed", error=repr(error))

@@ -447,7 +447,13 @@ async def test_records_owed_are_written_when_the_disk_is_back(site, coordinator)
 async def test_many_workers_on_a_real_clock(tmp_path):
     """Exactly once with threads, real time and workers that repeat what they say."""
     engine = FakeEngine(RealClock(), "fake://a")
-    coordinator = Coordinator(TrajectoryStore(tmp_path / "s.sqlite"), lambda url: engine, CONFIG, RealClock())
+    coordinator = Coordinator(
+        TrajectoryStore(tmp_path / "s.sqlite"),
+        lambda url: engine,
+        CONFIG,
+        RealClock(),
+        probe=lambda url: engine.sample(),
+    )
     await coordinator.start()
     await coordinator.replicas.register(engine.registration())
     await coordinator.rollouts.submit("r", tuple(make_group(f"g{i}", 5) for i in range(8)))

@@ -76,7 +76,9 @@ class PortSite:
     async def start(self) -> None:
         self.store = Store(self.path / "trajectories.sqlite")
         config = CoordinatorConfig(restart_grace_s=0.0, heartbeat_interval_s=0.05, worker_cut_s=0.2)
-        self.coordinator = Coordinator(self.store, lambda url: self.engine, config, RealClock())
+        self.coordinator = Coordinator(
+            self.store, lambda url: self.engine, config, RealClock(), probe=lambda url: self.engine.sample()
+        )
         await self.coordinator.start()
         self.server = CoordinatorServer(self.coordinator, "secret")
         await self.server.start()

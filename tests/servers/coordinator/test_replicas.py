@@ -35,12 +35,86 @@ async def test_a_lost_replicas_trajectories_move(site, coordinator):
     await coordinator.rollouts.finish("w", record(assignment))
 
 
+@service("a", "b")
+async def test_a_replica_that_accepts_everything_and_answers_nothing_is_taken_out(site, coordinator):
+    hung = site.engines["a"]
+    hung.hangs.add("sample")
+    lease = await coordinator.rollouts.lease("s", 100)
+    for number in range(20):  # whoever comes: those that meet `a` find no answer, and say so
+        lease = await coordinator.rollouts.lease(f"s{number}", 100)
+        if lease.replica_id == "a":
+            assert (await coordinator.rollouts.move(f"s{number}", lease, True)).replica_id == "b"
+    assert await site.states() == {"a": "suspect", "b": "ready"}
+    await site.clock.sleep(60.0)  # its heartbeats go on, and do not help it
+    status = (await coordinator.status()).replicas[0]
+    assert (status.state, status.error) == ("suspect", "3 calls without an answer within 600 s")
+    assert {(await coordinator.rollouts.lease(f"t{number}", 100)).replica_id for number in range(10)} == {"b"}
+    hung.hangs.clear()
+    await site.clock.sleep(15.0)
+    assert await site.states() == {"a": "ready", "b": "ready"}
+
+
 @service("a")
-async def test_calls_fail_over_to_suspicion_and_a_move_waits_for_the_recovery(site, coordinator):
+async def test_a_move_waits_for_the_proof_that_clears_the_only_replica(site, coordinator):
     lease = await coordinator.rollouts.lease("s", 100)
     for _ in range(CONFIG.fleet.max_failures):
         lease = await coordinator.rollouts.move("s", lease, True)
-    assert (await site.states())["a"] == "ready"  # the last move waited for the heartbeat that cleared it
+    assert (await site.states())["a"] == "ready"
+
+
+@service("a")
+async def test_nobody_is_proved_while_the_operator_pauses(site, coordinator):
+    lease = await coordinator.rollouts.lease("s", 100)
+    for _ in range(CONFIG.fleet.max_failures):
+        coordinator.replicas.report_failure(lease)
+    await coordinator.replicas.pause(PauseMode.KEEP)
+    await site.clock.sleep(30.0)
+    assert "sample" not in site.engines["a"].calls
+    await coordinator.replicas.resume()
+    await site.clock.sleep(10.0)
+    assert "sample" in site.engines["a"].calls
+
+
+@service("a", info=SLEEPER)
+async def test_a_replica_that_starts_while_the_fleet_sleeps_takes_no_memory(site, coordinator):
+    await coordinator.replicas.sleep(1)
+    assert await coordinator.replicas.starting("b", 1) > 0
+    (held,) = (await coordinator.status()).starting
+    assert (held.replica_id, held.reason) == ("b", "the fleet sleeps")
+    await coordinator.replicas.wake(ALL_MEMORY)
+    assert await coordinator.replicas.starting("b", 1) == 0.0
+    await site.join("b")
+    assert (await coordinator.status()).starting == ()
+
+
+@service("a", info=SLEEPER)
+async def test_a_sleep_waits_for_a_replica_that_is_loading(site, coordinator):
+    assert await coordinator.replicas.starting("b", 1) == 0.0
+    sleeping = asyncio.create_task(coordinator.replicas.sleep(1))
+    await site.clock.sleep(2.0)
+    assert site.engines["a"].asleep == ALL_MEMORY
+    assert not sleeping.done()
+    await coordinator.replicas.starting("b", 1)
+    await site.join("b")
+    await sleeping
+    assert site.engines["b"].asleep == ALL_MEMORY
+    assert await site.states() == {"a": "asleep", "b": "asleep"}
+
+
+@service("a", info=SLEEPER)
+async def test_a_sleep_says_which_replica_is_still_loading(site, coordinator):
+    assert await coordinator.replicas.starting("b", 1) == 0.0
+
+    async def load():
+        while True:
+            await coordinator.replicas.starting("b", 1)
+            await site.clock.sleep(1.0)
+
+    loading = asyncio.create_task(load())
+    with pytest.raises(EngineLost, match="starting: b"):
+        await coordinator.replicas.sleep(1)
+    loading.cancel()
+    assert site.engines["a"].asleep == ALL_MEMORY
 
 
 @service("a")
@@ -52,8 +126,10 @@ async def test_direct_leases(site, coordinator):
     assert (await coordinator.status()).replicas[0].num_leases == 0
     with pytest.raises(NotFound):
         await coordinator.rollouts.move("s", lease, True)
+    await coordinator.replicas.deregister("a", "the engine hangs")
     await coordinator.replicas.deregister("a")
-    await coordinator.replicas.deregister("a")
+    (lost,) = (await coordinator.status()).lost
+    assert (lost.replica_id, lost.reason) == ("a", "the engine hangs")
     site.silent.add("a")
     started = site.clock.now()
     with pytest.raises(NoHealthyReplica):

@@ -27,6 +27,7 @@ from agentloop.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     EngineLost,
+    EnginePaused,
     EngineUnreachable,
     InvalidRequest,
     ServiceUnavailable,
@@ -40,6 +41,7 @@ from agentloop.types import (
     GenerateRequest,
     Generation,
     KVPolicy,
+    Load,
     PauseMode,
     SamplingParams,
     WeightVersionSpan,
@@ -49,7 +51,7 @@ from agentloop_servers.private_http.server import SECRET_HEADER
 from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import PauseOrder
-from agentloop_servers.replica.server import DataPlaneServer
+from agentloop_servers.replica.server import DataPlaneServer, Replica, ReplicaConfig, StallWatch
 from tests.support.fleet.pushes import Sender, Wire
 
 SPEC = SimulatedSpec(vocab_size=1000, max_context_tokens=512)
@@ -384,3 +386,113 @@ async def test_foreign_bytes_are_refused(body):
         async with session.post(plane.server.url + "/generate", data=body) as answer:
             assert answer.status == 400
         assert await plane.remote.generate(request())
+
+
+def load(num_steps, num_running=1):
+    return Load(num_running=num_running, num_steps=num_steps)
+
+
+def looked(watch, loads, interval_s=1.0, *, is_frozen=False):
+    """The verdicts of looks at these loads, one each `interval_s`."""
+    return [watch.look(one, number * interval_s, is_frozen=is_frozen) for number, one in enumerate(loads)]
+
+
+def test_an_engine_that_takes_no_step_hangs():
+    watch = StallWatch(ReplicaConfig(stall_timeout_s=5.0))
+    verdicts = looked(watch, [load(1), load(2), *[load(3)] * 7])
+    assert verdicts == [None] * 7 + [5.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("loads", "is_frozen"),
+    [
+        ([load(3, num_running=0)] * 20, False),  # nobody asks anything
+        ([load(3)] * 20, True),  # paused, asleep or committing
+        ([load(number) for number in range(1, 21)], False),  # a long prefill, chunk by chunk
+        ([load(0)] * 20, False),  # it compiles
+    ],
+)
+def test_what_is_no_hang(loads, is_frozen):
+    watch = StallWatch(ReplicaConfig(stall_timeout_s=5.0, first_step_timeout_s=50.0))
+    assert set(looked(watch, loads, is_frozen=is_frozen)) == {None}
+
+
+def test_the_time_in_which_the_replica_itself_stood_still_does_not_count():
+    watch = StallWatch(ReplicaConfig(stall_timeout_s=5.0))
+    assert set(looked(watch, [load(3)] * 5, interval_s=100.0)) == {None}
+
+
+class Directory:
+    """The coordinator as a replica needs it."""
+
+    def __init__(self):
+        self.waits = [0.01, 0.01]
+        self.known = {}
+        self.left = []
+
+    async def starting(self, replica_id, slot):
+        return self.waits.pop() if self.waits else 0.0
+
+    async def register(self, registration):
+        self.known[registration.replica_id] = registration
+
+    async def heartbeat(self, replica_id, report):
+        return replica_id in self.known
+
+    async def deregister(self, replica_id, reason=""):
+        if self.known.pop(replica_id, None):
+            self.left.append(reason)
+
+
+async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lost():
+    engine, directory = SimulatedEngine(SPEC, clock=RealClock()), Directory()
+    config = ReplicaConfig(heartbeat_interval_s=0.02, stall_timeout_s=0.3)
+    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=config)
+    clients = EngineClients("secret")
+    async with asyncio.timeout(30):
+        await replica.start()
+        assert directory.waits == []  # it asked, and waited
+        remote = clients.connect(replica.url)
+        await remote.generate(request("good"))
+        await replica.check_health()
+        engine.faults.num_hung = 2
+        calls = [asyncio.create_task(remote.generate(request(f"hung{number}"))) for number in range(2)]
+        for call in calls:
+            with pytest.raises(EngineLost):
+                await call
+        with pytest.raises(EngineLost, match="hangs: no step for"):
+            await replica.check_health()
+        assert [reason.split(":")[0] for reason in directory.left] == ["the engine hangs"]
+        assert directory.known == {}
+        await replica.close()
+        await clients.close()
+
+
+async def test_a_pause_that_nobody_ends_refuses_new_requests_and_holds_those_it_has():
+    engine, directory = SimulatedEngine(SPEC, clock=RealClock()), Directory()
+    config = ReplicaConfig(heartbeat_interval_s=0.02, max_pause_s=0.2)
+    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=config)
+    clients = EngineClients("secret")
+    async with asyncio.timeout(30):
+        await replica.start()
+        remote = clients.connect(replica.url)
+        await remote.pause(PauseMode.KEEP)
+        held = asyncio.create_task(remote.generate(request("held")))
+        while True:
+            asked = asyncio.create_task(remote.generate(request("new")))
+            done, _ = await asyncio.wait([asked], timeout=0.2)
+            if done:
+                break
+            asked.cancel()
+            await asyncio.wait([asked])
+        with pytest.raises(EnginePaused):
+            await asked
+        assert not held.done()
+        await remote.resume()
+        await held
+        while True:  # the next look finds it awake
+            with contextlib.suppress(EnginePaused):
+                await remote.generate(request("after"))
+                break
+        await replica.close()
+        await clients.close()

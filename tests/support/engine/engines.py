@@ -119,6 +119,9 @@ class FakeEngine:
     async def check_health(self) -> None:
         await self._called("check_health")
 
+    async def sample(self) -> None:
+        await self._called("sample")
+
     async def _called(self, verb: str, detail: str = "") -> None:
         self.calls.append(f"{verb}:{detail}" if detail else verb)
         self.called_at.append((verb, self.clock.now()))

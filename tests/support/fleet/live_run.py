@@ -14,7 +14,7 @@ import structlog
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.clock import VirtualClock
-from agentloop.engine import OnProgress, WeightUpdate
+from agentloop.engine import OnProgress, TokenEngine, WeightUpdate
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.toolbox import Toolbox
@@ -30,6 +30,7 @@ from agentloop.types import (
     Message,
     RolloutGroup,
     RolloutTask,
+    SamplingParams,
     StalenessLimit,
 )
 from agentloop_servers.coordinator.coordinator import Coordinator
@@ -126,6 +127,11 @@ def talk(max_turns: int = 3, loop: str = "Talk", max_tokens_per_turn: int = 1024
     return RolloutTask("t", messages, loop=f"tests.support.fleet.live_run:{loop}", limits=limits)
 
 
+async def sample_one(engine: TokenEngine) -> None:
+    """Prove that an engine samples."""
+    await engine.generate(GenerateRequest("probe", (1,), SamplingParams(max_tokens=1), 5.0))
+
+
 @asynccontextmanager
 async def live_run(
     clock: VirtualClock,
@@ -141,7 +147,9 @@ async def live_run(
     engines = {f"sim://{name}": ListeningEngine(clock) for name in "abcdef"[:num_engines]}
     store = MemoryStore() if store is None else store
     config = CoordinatorConfig(heartbeat_interval_s=0.25, kv_policy=kv_policy)
-    coordinator = Coordinator(store, engines.__getitem__, config, clock, log=_SILENT)
+    coordinator = Coordinator(
+        store, engines.__getitem__, config, clock, log=_SILENT, probe=lambda url: sample_one(engines[url])
+    )
     await coordinator.start()
     for url, engine in engines.items():
         await engine.start()

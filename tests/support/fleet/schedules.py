@@ -36,7 +36,7 @@ from agentloop.fleet.registry import FleetConfig
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import HashPolicy, LatencyModel
-from agentloop.types import KVPolicy, Lease, PauseMode
+from agentloop.types import GenerateRequest, KVPolicy, Lease, PauseMode, SamplingParams
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.private_http.fencing import FencingToken
@@ -53,6 +53,8 @@ CONFIG = CoordinatorConfig(
     heartbeat_interval_s=HEARTBEAT_S,
     worker_timeout_s=10.0,
     placement_wait_s=1.0,
+    probe_interval_s=0.5,
+    probe_timeout_s=0.5,
     restart_grace_s=1.0,  # workers ask twice in this time
     fleet=FleetConfig(suspect_after_s=0.8, dead_after_s=2.0),
     weights=WeightConfig(
@@ -125,6 +127,7 @@ class World:
         self.processes: dict[str, Process] = {}  # the last one of each replica
         self.links: dict[str, FaultyLink] = {}
         self.num_processes = 0
+        self.num_probes = 0
         self._num_coordinators = 0
         self.is_healed = False
         self._is_down = False
@@ -145,7 +148,7 @@ class World:
         def connect(url: str) -> Caller:
             return Caller(self.links[url], lambda: next(orders))
 
-        self.coordinator = Coordinator(self.store, connect, self.config, self.clock, log=_SILENT)
+        self.coordinator = Coordinator(self.store, connect, self.config, self.clock, log=_SILENT, probe=self.probe)
         await self.coordinator.start()
 
     async def crash_coordinator(self) -> None:
@@ -176,6 +179,12 @@ class World:
         url = f"sim://{replica_id}/{self.num_processes}"
         self.links[url] = link
         self.processes[replica_id] = Process(replica_id, url, engine, link)
+
+    async def probe(self, url: str) -> None:
+        """Have a replica sample a token, for the coordinator."""
+        name = f"probe-{self.num_probes}"
+        self.num_probes += 1
+        await self.links[url].generate(GenerateRequest(name, (1,), SamplingParams(max_tokens=1), 0.5))
 
     def connect(self, url: str) -> FaultyLink:
         """For a client's calls."""

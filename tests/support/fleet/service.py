@@ -63,7 +63,7 @@ class Service:
 
     async def start(self):
         self.store = FlakyStore(self.path / "trajectories.sqlite", Inline())
-        self.coordinator = Coordinator(self.store, self.connect, self.config, self.clock)
+        self.coordinator = Coordinator(self.store, self.connect, self.config, self.clock, probe=self.probe)
         await self.coordinator.start()
         self.heartbeats = asyncio.create_task(self.heartbeat())
         return self.coordinator
@@ -75,6 +75,9 @@ class Service:
         await asyncio.gather(self.heartbeats, return_exceptions=True)
         await self.coordinator.close()
         await self.coordinator.close()
+
+    async def probe(self, url):
+        await self.connect(url).sample()
 
     def connect(self, url):
         return self.engines[url.removeprefix("fake://")]

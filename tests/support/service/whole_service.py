@@ -79,6 +79,7 @@ async def whole_site(
             clients.connect,
             CoordinatorConfig(kv_policy=config.kv_policy, initial_weights=initial_weights(config)),
             RealClock(),
+            probe=clients.probe,
         )
         closing.push_async_callback(coordinator.close)
         await coordinator.start()

@@ -328,6 +328,7 @@ class VllmEngine:
             kv_used_tokens=round(self._process.stats.kv_cache_usage * capacity) if num_admitted else 0,
             kv_capacity_tokens=capacity,
             weight_version=self._lifecycle.version,
+            num_steps=self._process.stats.num_steps,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:

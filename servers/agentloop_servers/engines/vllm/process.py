@@ -153,9 +153,11 @@ class SchedulerStats:
     def __init__(self) -> None:
         self.num_waiting = 0
         self.kv_cache_usage = 0.0  # share of the blocks that requests hold
+        self.num_steps = 0  # that sampled, or prefilled a chunk
 
     def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:
+            self.num_steps += 1
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
 

@@ -124,7 +124,9 @@ async def service(
 ) -> AsyncIterator[Coordinator]:
     """A coordinator with one replica, and one worker that takes what it has."""
     store = TrajectoryStore(folder / "trajectories.sqlite")
-    coordinator = Coordinator(store, lambda url: engine, CoordinatorConfig(), RealClock())
+    coordinator = Coordinator(
+        store, lambda url: engine, CoordinatorConfig(), RealClock(), probe=lambda url: engine.check_health()
+    )
     await coordinator.start()
     await coordinator.replicas.register(
         ReplicaRegistration(REPLICA, "local://", engine.info, engine.weight_version)
