@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -75,12 +76,12 @@ class _Failure:
 class LoadedOnce(Generic[T]):
     """Users' objects by import path, each loaded once, in a thread: a module's code may take long, or hang.
 
-    A failure is remembered for a minute and raised at once to whoever asks again. Bounded: what was loaded first is
-    forgotten first.
+    Names are loaded on the spot where that runs no code of theirs. A failure is remembered for a minute and raised
+    at once to whoever asks again. Bounded: what was loaded first is forgotten first.
     """
 
     def __init__(self, load: Callable[[str], T], *, param: str, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        """`load` takes an import path; names without a colon are the service's own, and loaded on the spot."""
+        """`load` takes an import path, or a name without a colon, which is the service's own."""
         self._load = load
         self._param = param
         self._timeout_s = timeout_s
@@ -89,7 +90,7 @@ class LoadedOnce(Generic[T]):
 
     async def get(self, name: str) -> T:
         """Return what `name` names. Raises InvalidRequest, whatever its code raised."""
-        if ":" not in name:
+        if ":" not in name or _runs_no_code(name):
             return self._load(name)
         task = self._loading.get(name)
         if task is None or _is_forgotten(task):
@@ -121,3 +122,13 @@ class LoadedOnce(Generic[T]):
 def _is_forgotten(task: asyncio.Task[T | _Failure]) -> bool:
     found = task.result() if task.done() else None
     return isinstance(found, _Failure) and found.is_forgotten_at <= asyncio.get_running_loop().time()
+
+
+def _runs_no_code(path: str) -> bool:
+    """Tell if to load this is but to look: a plain object or class of a module that is imported already."""
+    module_name, _, attribute = path.partition(":")
+    found = vars(sys.modules[module_name]).get(attribute) if module_name in sys.modules else None
+    if isinstance(found, type):
+        makers = [getattr(found, name) is getattr(object, name) for name in ("__init__", "__new__")]
+        return type(found) is type and all(makers)
+    return found is not None

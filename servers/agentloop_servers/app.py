@@ -53,6 +53,7 @@ from agentloop_servers.endpoint import (
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from agentloop_servers.http import Keys
 from agentloop_servers.ingress import ModeRules, create_app
+from agentloop_servers.private_http import worker_key
 from agentloop_servers.replica import EngineClients, Replica, ReplicaConfig
 from agentloop_tools import SHIPPED_TOOLS
 
@@ -153,18 +154,18 @@ class EngineReplicaDeployment:
 
 
 class AgentLoopWorkerDeployment:
-    """Runs agent loops; takes its work from the coordinator."""
+    """Runs agent loops; takes its work from the coordinator. It has the workers' key, and not the run's secret."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
+        self, config: ServiceConfig, run_dir: Path, key: str, coordinator: DeploymentHandle
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
-        clients = EngineClients(secret)
+        clients = EngineClients(key)
         self._closing.push_async_callback(clients.close)
-        client = coordinator_client(coordinator, secret)
+        client = coordinator_client(coordinator, key)
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
         self._closing.push_async_callback(toolbox.close)
@@ -392,7 +393,9 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             f"expert_parallel needs a mixture of experts, and {config.model} is dense",
             param="engine.expert_parallel",
         )
-    common = (config, run_dir.resolve(), run_secret(run_dir))  # replicas have working directories of their own
+    where = (config, run_dir.resolve())  # replicas have working directories of their own
+    secret = run_secret(run_dir)
+    common = (*where, secret)
     coordinator = serve.deployment(
         CoordinatorDeployment,
         name="Coordinator",
@@ -419,7 +422,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=5,
         graceful_shutdown_timeout_s=5,
-    ).bind(*common, coordinator)
+    ).bind(*where, worker_key(secret), coordinator)
     ingress = serve.deployment(
         IngressDeployment,
         name="Ingress",

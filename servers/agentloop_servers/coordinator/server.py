@@ -75,7 +75,8 @@ class CoordinatorServer(PrivateServer):
         for name, call in calls.items():
             method = next(getattr(port, name) for port in ports if hasattr(port, name))
             routes.append(web.post(f"/{name}", self._handler(call, method)))
-        super().__init__(SERVER_NAME, routes, secret, host, MAX_CALL_BYTES, CALLS_END_S)
+        worker_paths = frozenset(f"/{name}" for name in calls_of(WorkerPort))
+        super().__init__(SERVER_NAME, routes, secret, host, MAX_CALL_BYTES, CALLS_END_S, worker_paths)
 
     def _handler(
         self, call: CallType, method: Callable[..., Awaitable[Any]]

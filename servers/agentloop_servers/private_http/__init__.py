@@ -10,6 +10,7 @@ from agentloop_servers.private_http.server import (
     PrivateServer,
     answer,
     token_of,
+    worker_key,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "answer",
     "keep_alive_connector",
     "token_of",
+    "worker_key",
 ]

@@ -1,6 +1,8 @@
 """The server of a private port: routes for the other processes of the run, which know its secret.
 
-A body is bounded; an error is answered with its code. A client that hangs up cancels its handler.
+Workers run users' code, and know a key of their role alone: it opens the paths that a server has for workers, and
+no other; nor can the secret, or a key that it signs, be made of it. A body is bounded; an error is answered with
+its code. A client that hangs up cancels its handler.
 """
 
 from __future__ import annotations
@@ -14,13 +16,20 @@ import structlog
 from aiohttp import web
 
 from agentloop.codec import MSGPACK, encode
-from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, Unauthorized
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, ServiceUnavailable, Unauthorized
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, FencingToken
 from agentloop_servers.tcp import listening_socket, url_of
 
 SECRET_HEADER = "x-agentloop-secret"
 SERVER_HEADER = "x-agentloop-server"
 MAX_BODY_BYTES = 64 * 2**20
+
+_ROLE_KEY_PURPOSE = b"agentloop worker key\0"  # the run's secret has other uses, whose digests are no keys
+
+
+def worker_key(secret: str) -> str:
+    """Return the key of a run's workers: the HMAC-SHA256 of their role under the run's secret, in hex."""
+    return hmac.digest(secret.encode(), _ROLE_KEY_PURPOSE, "sha256").hex()
 
 
 class Misdirected(ServiceUnavailable):
@@ -40,12 +49,15 @@ class PrivateServer:
         host: str = "127.0.0.1",
         max_body_bytes: int = MAX_BODY_BYTES,
         stop_timeout_s: float = 60.0,
+        worker_paths: frozenset[str] = frozenset(),
     ) -> None:
         """`name` is what a caller may give as SERVER_HEADER, to be refused by any other server. At the end, calls
-        have `stop_timeout_s` to be answered."""
+        have `stop_timeout_s` to be answered. A worker's key opens `worker_paths` alone."""
         self._name = name
         self._routes = tuple(routes)
         self._secret = secret.encode()
+        self._worker_key = worker_key(secret).encode()
+        self._worker_paths = worker_paths
         self._host = host
         self._max_body_bytes = max_body_bytes
         self._stop_timeout_s = stop_timeout_s
@@ -77,8 +89,7 @@ class PrivateServer:
     ) -> web.StreamResponse:
         """Check the secret; make every error an answer with its code."""
         try:
-            if not hmac.compare_digest(request.headers.get(SECRET_HEADER, "").encode(), self._secret):
-                raise Unauthorized("wrong or missing secret of the run")
+            self._authorize(request)
             if request.headers.get(SERVER_HEADER, self._name) != self._name:
                 raise Misdirected(f"this is {self._name}")
             return await handler(request)
@@ -93,6 +104,16 @@ class PrivateServer:
         except Exception as error:
             self._log.exception("private_call_failed", path=request.path)
             return _error_answer(AgentLoopError(f"{type(error).__name__} in {self._name}"))
+
+    def _authorize(self, request: web.Request) -> None:
+        """Raises Unauthorized without a key of the run, Forbidden with a worker's on a path that is not theirs."""
+        given = request.headers.get(SECRET_HEADER, "").encode()
+        if hmac.compare_digest(given, self._secret):
+            return
+        if not hmac.compare_digest(given, self._worker_key):
+            raise Unauthorized("wrong or missing secret of the run")
+        if request.path not in self._worker_paths:
+            raise Forbidden(f"a worker's key does not open {request.path}")
 
 
 def token_of(request: web.Request) -> FencingToken:

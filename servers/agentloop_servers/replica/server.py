@@ -43,6 +43,8 @@ from agentloop_servers.replica.protocol import (
     frame,
 )
 
+WORKER_PATHS = frozenset({"/generate", "/stream", "/abort", "/image_tokens"})
+
 
 @dataclass(frozen=True, slots=True)
 class _ControlCall:
@@ -108,7 +110,7 @@ class DataPlaneServer(PrivateServer):
             web.get("/kv_events", self._kv_events),
             *(web.post(path, self._handler(call)) for path, call in self._control_calls().items()),
         ]
-        super().__init__(replica_id, routes, secret, host)
+        super().__init__(replica_id, routes, secret, host, worker_paths=WORKER_PATHS)
 
     def _control_calls(self) -> dict[str, _ControlCall]:
         engine = self._engine

@@ -18,15 +18,16 @@ from agentloop.api.coordinator import (
 from agentloop.clock import RealClock
 from agentloop.codec import encode
 from agentloop.engine import WeightUpdate
-from agentloop.errors import Conflict, NotFound, ServiceUnavailable
+from agentloop.errors import Conflict, Forbidden, NotFound, ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import Load, PauseMode
+from agentloop.types import Lease, Load, PauseMode
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.coordinator.server import CoordinatorServer, calls_of
+from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
-from agentloop_servers.private_http.server import SECRET_HEADER, PrivateServer
+from agentloop_servers.private_http.server import SECRET_HEADER, PrivateServer, worker_key
 from tests.support.engine.engines import FakeEngine
 from tests.support.fleet.service import assignment_ids, record, report
 from tests.support.records.samples import make_group
@@ -231,3 +232,26 @@ async def test_a_worker_whose_process_ends_is_noticed_by_its_connection(tmp_path
         async with asyncio.timeout(4.0):
             (again,) = (await site.client.workers.take(report("v"), 5.0)).start
         assert again.attempt == 1
+
+
+async def test_a_workers_key_gives_no_order_and_is_no_secret(tmp_path):
+    async with site_at(tmp_path) as site:
+        worker = CoordinatorClient(site.find, worker_key("secret"))
+        try:
+            assert (await worker.workers.take(report("w"), 0.0)).start == ()
+            with pytest.raises(NotFound):
+                await worker.workers.move("no/such/0", Lease("l", "a", "fake://a"), False)
+            for refused in (
+                worker.front.pause(PauseMode.KEEP),
+                worker.front.sleep(1),
+                worker.front.update_weights(WeightUpdate(1, "/weights"), None),
+                worker.front.submit("r", (make_group(),)),
+                worker.front.status(),
+                worker.replicas.deregister("a"),
+            ):
+                with pytest.raises(Forbidden):
+                    await refused
+            assert not (await site.coordinator.status()).is_paused
+        finally:
+            await worker.close()
+        assert SessionKeys("secret").session_of(SessionKeys(worker_key("secret")).key_of("s")) is None

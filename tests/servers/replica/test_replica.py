@@ -29,6 +29,7 @@ from agentloop.errors import (
     EngineLost,
     EnginePaused,
     EngineUnreachable,
+    Forbidden,
     InvalidRequest,
     ServiceUnavailable,
 )
@@ -47,7 +48,7 @@ from agentloop.types import (
     WeightVersionSpan,
 )
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
-from agentloop_servers.private_http.server import SECRET_HEADER
+from agentloop_servers.private_http.server import SECRET_HEADER, worker_key
 from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import PauseOrder
@@ -103,6 +104,29 @@ async def test_a_stream_adds_up():
     assert isinstance(last, Generation)
     assert all(isinstance(piece, Delta) for piece in deltas)
     assert tuple(token for piece in deltas for token in piece.token_ids) == last.token_ids
+
+
+async def test_a_workers_key_generates_and_commands_nothing(tmp_path):
+    workers = EngineClients(worker_key("secret"))
+    async with Plane(SPEC) as plane:
+        remote = workers.connect(plane.server.url)
+        try:
+            assert (await remote.generate(request())).token_ids
+            assert isinstance([piece async for piece in remote.stream(request("s"))][-1], Generation)
+            await remote.abort("s")
+            for refused in (
+                remote.pause(PauseMode.KEEP),
+                remote.resume(),
+                remote.commit(1),
+                remote.sleep(1),
+                remote.stage(WeightUpdate(1, str(tmp_path))),
+                remote.offer(),
+            ):
+                with pytest.raises(Forbidden):
+                    await refused
+            assert not plane.engine.is_paused
+        finally:
+            await workers.close()
 
 
 class StubbornEngine(SimulatedEngine):
