@@ -8,7 +8,9 @@ import contextlib
 import contextvars
 import functools
 import gc
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
@@ -271,6 +273,53 @@ def settle(outcome: asyncio.Future[Any], value: object, error: Exception | None)
         outcome.set_result(value)
     else:
         outcome.set_exception(error)
+
+
+BLOCKED_S = 1.0
+
+
+class LoopWatch:
+    """A watch over an event loop: one that stands still is measured, and what blocks it is named in the log.
+
+    A thread looks whether the loop still turns; the loop cannot say it itself. Start it on the loop.
+    """
+
+    def __init__(self, blocked_s: float = BLOCKED_S) -> None:
+        self.longest_s = 0.0  # that the loop has stood still
+        self._blocked_s = blocked_s
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._turned_at = time.monotonic()
+        self._is_closed = threading.Event()
+        self._turn()
+        threading.Thread(target=self._look, name="loop-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._is_closed.set()
+
+    def _turn(self) -> None:
+        self._turned_at = time.monotonic()
+        if not self._is_closed.is_set():
+            self._loop.call_later(self._blocked_s / 4, self._turn)
+
+    def _look(self) -> None:
+        told_at = 0.0
+        while not self._is_closed.wait(self._blocked_s / 4):
+            turned_at = self._turned_at
+            still_s = time.monotonic() - turned_at
+            self.longest_s = max(self.longest_s, still_s)
+            if still_s >= self._blocked_s and told_at != turned_at:
+                told_at = turned_at
+                _log.warning("event_loop_blocked", still_s=round(still_s, 1), by=self._culprit(), at=self._place())
+
+    def _culprit(self) -> str:
+        task = asyncio.current_task(self._loop)
+        return "no task" if task is None else task.get_name()
+
+    def _place(self) -> str:
+        frame = sys._current_frames().get(self._thread_id)
+        return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def freeze_gc() -> None:

@@ -16,7 +16,7 @@ from functools import reduce
 from typing import Generic, TypeVar
 
 from agentloop.aio import OwnedTasks, in_daemon_thread
-from agentloop.errors import AgentLoopError, InvalidRequest, error_line
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, error_line
 
 T = TypeVar("T")
 
@@ -53,6 +53,29 @@ def resolve(path: str, *, param: str) -> object:
         raise InvalidRequest(f"module {module_name!r} has no attribute {attribute!r}", param=param) from error
     except _FAILURES as error:  # a module's __getattr__ is its own code too
         raise InvalidRequest(f"cannot import {path!r}: {error_line(error)}", param=param) from error
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedImports:
+    """The import paths that a task may name: those of modules that are, or lie in, one of `modules`.
+
+    None allows any. With a list a path ends with one name: dots would reach through a module into those that it
+    imports. A module's own names are allowed all, those that it imported too.
+    """
+
+    modules: tuple[str, ...] | None = None
+
+    def check(self, name: str, *, param: str) -> None:
+        """Raises Forbidden for an import path that is not allowed. A name without a colon is no import path."""
+        if self.modules is None or ":" not in name:
+            return
+        module, _, attribute = name.partition(":")
+        is_listed = any(module == one or module.startswith(f"{one}.") for one in self.modules)
+        if not is_listed or "." in attribute:
+            allowed = ", ".join(f"{one}:NAME" for one in self.modules) or "none"
+            raise Forbidden(
+                f"{name!r} may not be imported here. Allowed by workers.allowed_imports: {allowed}", param=param
+            )
 
 
 def made(maker: Callable[[], T], refusal: str, *, param: str) -> T:

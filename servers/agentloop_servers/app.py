@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentloop.aio import freeze_gc
+from agentloop.aio import LoopWatch, freeze_gc
 from agentloop.api import FrontPort
 from agentloop.checks import is_loopback
 from agentloop.clock import RealClock
@@ -31,7 +31,7 @@ from agentloop.errors import EngineLost, InvalidRequest, ServiceUnavailable
 from agentloop.generation import ImagePlacer, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.plugins import resolve
+from agentloop.plugins import AllowedImports, resolve
 from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions import SessionParts
@@ -183,6 +183,7 @@ class AgentLoopWorkerDeployment:
             vocab_size=facts.vocab_size,
             takes_images=takes_images(config),
         )
+        self._closing.callback(LoopWatch().close)
         self._running = asyncio.create_task(worker.run(), name="worker")
         self._closing.push_async_callback(asyncio.wait, [self._running])
         self._closing.callback(worker.close)
@@ -302,12 +303,14 @@ class IngressProcess:
 
 def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint) -> FastAPI:
     """The HTTP app of one ingress process."""
+    keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
     return create_app(
         coordinator,
         clients.connect,
-        keys=Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env),
+        keys=keys,
         weight_roots=config.allowed_weight_roots(),
         tool_names=frozenset(tool_names(config)),
+        allowed_imports=allowed_imports(config, keys),
         rules=mode_rules(config),
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
@@ -446,6 +449,14 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
         allows_adapters=config.allows_adapters,
         can_sleep=config.can_sleep,
     )
+
+
+def allowed_imports(config: ServiceConfig, keys: Keys) -> AllowedImports:
+    """Return what tasks may import: what the operator lists, else nothing where users have keys."""
+    listed = config.workers.allowed_imports
+    if listed is None:
+        return AllowedImports(() if keys.users else None)
+    return AllowedImports(tuple(listed))
 
 
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:

@@ -114,6 +114,9 @@ class ChatSettings(_Strict):
     )
 
 
+ModuleName = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
+
+
 class WorkerSettings(_Strict):
     """The agent-loop workers."""
 
@@ -121,6 +124,7 @@ class WorkerSettings(_Strict):
     capacity: Annotated[int, Field(ge=1)] = 256
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     tools: dict[str, str] = {}  # name: import path, beside the shipped ones
+    allowed_imports: list[ModuleName] | None = None  # that tasks may name; None: none with user keys, else any
     silent_after_s: Annotated[float, Field(ge=5)] = 15.0  # a worker that vanished is lost after this silence
     cut_after_s: Annotated[float, Field(ge=2)] = 3.0  # and one whose connection broke after this time
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+from structlog.testing import capture_logs
 
-from agentloop.aio import MAX_ABANDONED_THREADS, num_abandoned_threads
+from agentloop.aio import MAX_ABANDONED_THREADS, LoopWatch, num_abandoned_threads
 from agentloop.codec import decode, encode
 from agentloop.rollout.tool import ToolSpec, tool
 from agentloop.rollout.toolbox import Toolbox, capped
@@ -291,6 +292,24 @@ async def test_threads_that_hang_are_counted_and_bounded():
             await asyncio.sleep(0.01)
         assert (await scope.run(calls[:1], 1000))[0].content == "done"
     await toolbox.close()
+
+
+class Blocks:
+    """Holds the event loop up."""
+
+    async def run(self, rollout_task, ctx):
+        time.sleep(0.5)  # noqa: ASYNC251 - this is what it tests
+
+
+async def test_what_blocks_the_event_loop_is_named():
+    with capture_logs() as logs:
+        watch = LoopWatch(blocked_s=0.2)
+        await beside_good_ones(task("bad", loop=f"{HERE}:Blocks"))
+        watch.close()
+    told = [line for line in logs if line["event"] == "event_loop_blocked" and "Blocks" in line["by"]]
+    assert [line["by"] for line in told] == [f"loop {HERE}:Blocks of bad/0"]
+    assert told[0]["at"].endswith(" in run")
+    assert watch.longest_s >= 0.2
 
 
 # --- tools ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from agentloop.api import FrontPort
 from agentloop.engine import Engine
 from agentloop.generation import LeaseConfig, SessionLeases
+from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import Endpoint, NotOwner, routes_dialects, routes_openai, routes_sessions
 from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_docs_page, add_error_handlers, describe
 from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
@@ -31,6 +32,7 @@ def create_app(
     *,
     weight_roots: Iterable[Path] = (),
     tool_names: frozenset[str] | None = None,
+    allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
     rules: ModeRules = ModeRules(),  # noqa: B008 - frozen
     endpoint: Endpoint | None = None,
     image_roots: Iterable[Path] = (),
@@ -38,13 +40,14 @@ def create_app(
     """Make the service's HTTP API over a coordinator; `connect` gives the engine behind a replica's private URL.
 
     Weight directories must lie under one of `weight_roots`; `rules` say what the service's mode allows. Tasks that
-    name unknown loops or rewards are refused at once, and with `tool_names` also those that name other tools; the
-    worker ends what remains as invalid. Their images may be files within `image_roots`. With an `endpoint`, agents
-    are served and recorded too; starting and closing its sessions is the caller's.
+    name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
+    `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
+    files within `image_roots`. With an `endpoint`, agents are served and recorded too; starting and closing its
+    sessions is the caller's.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     leases = SessionLeases(coordinator, connect, config=config)
-    rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint, tuple(image_roots))
+    rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint, tuple(image_roots), allowed_imports)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -33,8 +33,9 @@ from agentloop.api import (
     generation_answer,
     rollout_status,
 )
-from agentloop.errors import InvalidRequest, Overloaded, UnsupportedParameter
+from agentloop.errors import Forbidden, InvalidRequest, Overloaded, UnsupportedParameter
 from agentloop.generation import SessionLeases
+from agentloop.plugins import AllowedImports
 from agentloop.rollout import load_loop, load_reward
 from agentloop.types import GenerateRequest, Generation, RolloutGroup, RolloutTask
 from agentloop_servers.endpoint import Endpoint, routes_sessions
@@ -85,7 +86,9 @@ class RolloutRoutes:
         tool_names: frozenset[str] | None,
         endpoint: Endpoint | None = None,
         image_roots: Sequence[Path] = (),
+        allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
     ) -> None:
+        self._allowed_imports = allowed_imports
         self._image_roots = image_roots
         self._endpoint = endpoint
         self._sessions = None if endpoint is None else routes_sessions.SessionRoutes(endpoint)
@@ -204,12 +207,14 @@ class RolloutRoutes:
         """Refuse what no worker could run. Import paths are not resolved: a task's own code runs in workers."""
         for index, task in enumerate(body.tasks):
             try:
+                self._allowed_imports.check(task.loop, param="loop")
+                self._allowed_imports.check(task.reward or "", param="reward")
                 if ":" not in task.loop:
                     load_loop(task.loop)
                 if task.reward is not None and ":" not in task.reward:
                     load_reward(task.reward)
-            except InvalidRequest as error:
-                raise InvalidRequest(error.message, param=f"tasks.{index}.{error.param}") from error
+            except (InvalidRequest, Forbidden) as error:
+                raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
             unknown = [name for name in task.tools if self._tool_names is not None and name not in self._tool_names]
             if unknown:
                 known = ", ".join(sorted(self._tool_names or ()))

@@ -25,7 +25,10 @@ from agentloop.errors import (
     NoHealthyReplica,
     WeightUpdateFailed,
 )
+from agentloop.plugins import AllowedImports
 from agentloop.types import KVPolicy, PauseMode
+from agentloop_servers.app import allowed_imports
+from agentloop_servers.config import ServiceConfig
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import ModeRules
@@ -81,7 +84,14 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door
 class opened:
     """A served app with the keys given; its weight root is `tmp_path/weights`."""
 
-    def __init__(self, tmp_path: Path, keys: Keys, rules: ModeRules = RULES) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        keys: Keys,
+        rules: ModeRules = RULES,
+        allowed_imports: AllowedImports = AllowedImports(),  # noqa: B008 - frozen
+    ) -> None:
+        self._allowed_imports = allowed_imports
         self._root = tmp_path / "weights"
         self._root.mkdir(exist_ok=True)
         self._keys = keys
@@ -97,6 +107,7 @@ class opened:
             weight_roots=[self._root],
             tool_names=frozenset({"calculator"}),
             rules=self._rules,
+            allowed_imports=self._allowed_imports,
         )
         self._serving = serving(app)
         url = await self._serving.__aenter__()
@@ -671,3 +682,37 @@ async def test_a_link_that_stays_under_the_root_is_followed(door: Door) -> None:
     body = {"version": 1, "directory": str(door.root / "latest")}
     assert (await door.call("POST", "/admin/weights", json=body))[0] == 200
     assert door.coordinator.updates[0][0].directory == str((door.root / "v1").resolve())
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "status"),
+    [
+        ("loop", "tool_loop", 200),
+        ("loop", "my_loops:Loop", 200),
+        ("reward", "my_loops.rewards:near", 200),
+        ("loop", "my_loops_too:Loop", 403),
+        ("loop", "subprocess:Popen", 403),
+        ("reward", "os:system", 403),
+        ("reward", "my_loops:os.system", 403),
+    ],
+)
+async def test_a_task_names_the_modules_that_the_operator_lists(tmp_path: Path, field: str, name: str, status: int):
+    async with opened(tmp_path, Keys(), allowed_imports=AllowedImports(("my_loops",))) as door:
+        got, body, _ = await door.call("POST", "/rollouts", json={"tasks": [TASK, {**TASK, field: name}]})
+        assert got == status
+        if status == 403:
+            assert body["error"]["param"] == f"tasks.1.{field}"
+            assert "workers.allowed_imports" in body["error"]["message"]
+            assert door.coordinator.submitted == []
+
+
+def test_user_keys_close_imports_unless_the_operator_lists_some():
+    open_to_all = ServiceConfig.model_validate({"model": "m"})
+    listing = ServiceConfig.model_validate({"model": "m", "workers": {"allowed_imports": ["my_loops"]}})
+    assert allowed_imports(open_to_all, Keys()) == AllowedImports(None)
+    assert allowed_imports(open_to_all, Keys.of(["user-key"])) == AllowedImports(())
+    assert (
+        allowed_imports(listing, Keys())
+        == allowed_imports(listing, Keys.of(["k"]))
+        == AllowedImports(("my_loops",))
+    )
