@@ -254,19 +254,29 @@ class WorkerPort(Protocol):
 class RolloutPort(Protocol):
     """The rollouts of clients, and the records of sessions."""
 
-    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+    async def submit(
+        self,
+        rollout_id: str,
+        groups: tuple[RolloutGroup, ...],
+        terms: RolloutTerms = RolloutTerms(),
+    ) -> RolloutStatus:
         """Accept work, durably. Raises Overloaded if the queue has no room for all of it."""
 
-    async def record(self, trajectory: Trajectory) -> None:
+    async def record(self, trajectory: Trajectory, owner: str = "") -> None:
         """Store a finished session under its `rollout_id`. Returns once it is durable; a repeat changes nothing.
 
-        Raises Conflict if its place has another record, or its rollout was submitted.
+        Raises Conflict if its place has another record, or its rollout was submitted or belongs to another owner.
         """
 
-    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> EncodedPage:
-        """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
+    async def read(
+        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: str | None = None
+    ) -> EncodedPage:
+        """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound.
 
-    async def cancel(self, rollout_id: str) -> RolloutStatus:
+        `reaches` is the owner whose rollouts the caller may see; None: all.
+        """
+
+    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
         """End what is queued or running; each gets a CANCELLED record. Raises NotFound."""
 
 

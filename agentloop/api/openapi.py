@@ -17,12 +17,15 @@ from agentloop.types import Generation
 
 SCHEMA_PREFIX = "#/components/schemas/"
 
+_OWNER_LABEL_CHARS = 12
+
 _ANSWERS = (Generation, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
 
 
 def rollout_status(status: RolloutStatus) -> dict[str, Any]:
-    """Return a rollout's status as plain JSON."""
-    return {**codec.to_builtins(status), "is_done": status.is_done}
+    """Return a rollout's status as plain JSON. Of its owner's digest the first digits are told, as a label."""
+    label = status.owner[:_OWNER_LABEL_CHARS]
+    return {**codec.to_builtins(status), "owner": label, "is_done": status.is_done}
 
 
 def generation_answer(generation: Generation) -> dict[str, Any]:

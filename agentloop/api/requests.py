@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from agentloop import codec
+from agentloop.api.coordinator import RolloutTerms
 from agentloop.checks import (
     MAX_BIAS,
     MAX_CONSTRAINT_CHARS,
@@ -73,6 +74,8 @@ MAX_REFERENCE_DEPTH = 32
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WAIT_S = 60.0
 MAX_PAGE = 256  # trajectories of one read
+MAX_PRIORITY = 1000
+MAX_SHARE = 1000.0
 MAX_CURSOR = 1 << 53
 MAX_ADDRESSES = 4096
 MAX_TENSORS = 100_000
@@ -397,7 +400,8 @@ class SubmitBody(Body):
     """The body of `POST /rollouts`: tasks, each sampled `num_samples` times.
 
     With a `rollout_id` of the caller's own, a submit whose answer was lost can be sent again: it counts once.
-    `max_staleness` is in weight versions; without it, the fields of `StalenessLimit` after it mean nothing.
+    `max_staleness` is in weight versions; without it, `on_stale` means nothing. `priority`, `share`, `max_running`
+    and `run_id` are those of `RolloutTerms`.
     """
 
     tasks: Annotated[list[TaskBody], FailFast()] = Field(min_length=1, max_length=MAX_TASKS)
@@ -407,12 +411,19 @@ class SubmitBody(Body):
     on_stale: Literal["drop", "mask", "finish"] = OnStale.FINISH.value
     trajectories_per_version: int | None = Field(default=None, ge=1, le=_INT32_MAX)
     run_id: Id | None = None
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    share: float = Field(default=1.0, ge=1 / MAX_SHARE, le=MAX_SHARE)
+    max_running: int | None = Field(default=None, ge=1, le=_INT32_MAX)
 
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
         if self.max_staleness is None and self.trajectories_per_version is not None:
             raise ValueError("trajectories_per_version needs max_staleness")
         return self
+
+    def terms(self, owner: str) -> RolloutTerms:
+        """The terms of the rollout as the service holds them."""
+        return RolloutTerms(owner, self.priority, self.share, self.max_running, self.run_id or "")
 
     @property
     def staleness(self) -> StalenessLimit | None:

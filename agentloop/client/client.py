@@ -146,6 +146,9 @@ class RolloutClient:
         on_stale: OnStale = OnStale.FINISH,
         trajectories_per_version: int | None = None,
         run_id: str | None = None,
+        priority: int = 0,
+        share: float = 1.0,
+        max_running: int | None = None,
         timeout_s: float = 3600.0,
     ) -> Rollout:
         """Hand in tasks, each sampled `num_samples` times; returns once the service holds all of them durably.
@@ -156,14 +159,22 @@ class RolloutClient:
         What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
         before you train.
 
+        Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
+        have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
+        Without these, and without a name, what one key submits goes out in the order it came.
+
         Where the service's queue is full this waits, in ever smaller pieces, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
         """
         bodies = [_with_lists(task_fields(task)) for task in tasks]
-        options: dict[str, Any] = {"num_samples": num_samples}
-        if max_staleness is not None or trajectories_per_version is not None:
+        has_limit = max_staleness is not None or trajectories_per_version is not None
+        if has_limit or max_running is not None or share != 1.0:
+            run_id = run_id or _new_id()  # its pieces count together
+        options: dict[str, Any] = {"num_samples": num_samples, "run_id": run_id, "priority": priority}
+        options |= {"share": float(share), "max_running": max_running}
+        if has_limit:
             options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}
-            options |= {"trajectories_per_version": trajectories_per_version, "run_id": run_id or _new_id()}
+            options |= {"trajectories_per_version": trajectories_per_version}
         rollout = Rollout(self)
         try:
             async with asyncio.timeout(timeout_s):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentloop import codec
+from agentloop.api import RolloutTerms
 from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import Conflict, NotFound, ServiceUnavailable
 from agentloop.images import IMAGES_FOLDER, ImageFiles
@@ -38,6 +39,8 @@ _SCHEMA = Schema(
     version=1,
     tables="""
 CREATE TABLE IF NOT EXISTS rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rollout_terms (
+    rollout_id TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
     seq INTEGER PRIMARY KEY, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL, num_samples INTEGER NOT NULL,
     value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (rollout_id, group_id));
@@ -63,6 +66,7 @@ _KNOWN_ROLLOUT = "SELECT 1 FROM rollouts WHERE rollout_id = ?"
 _COUNT_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_id = ?"
 _COUNT_RECORDS = "SELECT COUNT(*) FROM trajectories WHERE rollout_id = ?"
 _ADD_ROLLOUT = "INSERT OR IGNORE INTO rollouts VALUES (?)"
+_ADD_TERMS = "INSERT OR IGNORE INTO rollout_terms VALUES (?, ?, ?)"
 _ADD_GROUP = "INSERT OR IGNORE INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
 _SAVE_STATE = "INSERT OR REPLACE INTO service_state VALUES (?, ?, ?)"
 _EPOCH = "epoch"  # the number of coordinators that this store has had
@@ -129,7 +133,12 @@ class TrajectoryStore:
         """Distinct rows met so far whose checksum or content was wrong."""
         return self._rows.num_corrupt_rows
 
-    async def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
+    async def accept(
+        self,
+        rollout_id: str,
+        groups: Sequence[RolloutGroup],
+        terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+    ) -> None:
         """Record work as accepted, and keep its images beside the store. Groups already accepted stay as they are,
         so a repeat is harmless.
 
@@ -141,6 +150,7 @@ class TrajectoryStore:
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
             owned = [dataclasses.replace(group, rollout_id=rollout_id) for group in groups]
             db.execute(_ADD_ROLLOUT, (rollout_id,))
+            db.execute(_ADD_TERMS, (rollout_id, *packed(terms)))
             db.executemany(
                 _ADD_GROUP, [(rollout_id, group.group_id, group.num_samples, *packed(group)) for group in owned]
             )
@@ -156,16 +166,20 @@ class TrajectoryStore:
 
         return await self._writer.run(work)
 
-    async def record(self, trajectory: Trajectory) -> bool:
+    async def record(self, trajectory: Trajectory, owner: str = "") -> bool:
         """Store a finished session, which nobody submitted; returns whether it is new. A repeat changes nothing.
 
-        Raises Conflict if its place (rollout, group, sample) has another record, or its rollout accepted groups.
+        Raises Conflict if its place (rollout, group, sample) has another record, its rollout accepted groups, or
+        belongs to another owner: that of its first session.
         """
         rollout_id = trajectory.rollout_id
 
         def work(db: sqlite3.Connection) -> bool:
             if db.execute("SELECT 1 FROM groups WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None:
                 raise Conflict(f"rollout {rollout_id} was submitted: sessions need another", param="rollout_id")
+            first = self._terms(db, rollout_id).owner
+            if owner != first and db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is not None:
+                raise Conflict(f"rollout {rollout_id} belongs to another key", param="rollout_id")
             place = (rollout_id, trajectory.group_id, trajectory.sample_index)
             stored = db.execute(
                 "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
@@ -174,6 +188,7 @@ class TrajectoryStore:
             ).fetchone()
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
+                db.execute(_ADD_TERMS, (rollout_id, *packed(RolloutTerms(owner))))
                 db.execute(_ADD_RECORD, _row(trajectory))
                 return True
             known = self._rows.value("trajectories", Trajectory, *stored)
@@ -183,6 +198,10 @@ class TrajectoryStore:
             return False
 
         return await self._writer.run(work)
+
+    async def terms(self, rollout_id: str) -> RolloutTerms:
+        """Return the terms that a rollout was accepted on; the default ones for an unknown rollout."""
+        return await self._writer.run(lambda db: self._terms(db, rollout_id))
 
     async def holds_sessions(self, rollout_id: str) -> bool:
         """Return whether a rollout consists of recorded sessions."""
@@ -273,6 +292,12 @@ class TrajectoryStore:
     async def close(self) -> None:
         """Finish what waits, then let go of the file. Idempotent."""
         await self._writer.close()
+
+    def _terms(self, db: sqlite3.Connection, rollout_id: str) -> RolloutTerms:
+        statement = "SELECT CAST(value AS BLOB), crc FROM rollout_terms WHERE rollout_id = ?"
+        row = db.execute(statement, (rollout_id,)).fetchone()
+        terms = None if row is None else self._rows.value("rollout_terms", RolloutTerms, rollout_id, *row)
+        return RolloutTerms() if terms is None else terms
 
     def _state(self, db: sqlite3.Connection, name: str, kind: type[T]) -> T | None:
         row = db.execute("SELECT CAST(value AS BLOB), crc FROM service_state WHERE name = ?", (name,)).fetchone()

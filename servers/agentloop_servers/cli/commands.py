@@ -313,10 +313,10 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         if replica.error is not None:
             line = f"{replica.replica_id}: {replica.error}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-    rollouts = Table("rollout", "accepted", "finished", "running", "queued", "", box=None)
+    rollouts = Table("rollout", "owner", "priority", "accepted", "finished", "running", "queued", "", box=None)
     for one in service.rollouts:
         numbers4 = (one.num_accepted, one.num_finished, one.num_running, one.num_queued)
         held = f"{one.num_held} of them held for the next version" if one.num_held > 0 else ""
-        rollouts.add_row(one.rollout_id, *map(str, numbers4), held)
+        rollouts.add_row(one.rollout_id, one.owner or "-", str(one.priority), *map(str, numbers4), held)
     if service.rollouts:
         console.print(rollouts)

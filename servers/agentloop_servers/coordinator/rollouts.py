@@ -16,7 +16,7 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop import codec
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, to_its_end
-from agentloop.api import EncodedPage, Orders, RolloutStatus, WorkerReport
+from agentloop.api import SESSIONS_ROLLOUT_ID, EncodedPage, Orders, RolloutStatus, RolloutTerms, WorkerReport
 from agentloop.clock import Clock
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.scheduling import COORDINATOR, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
@@ -86,7 +86,8 @@ class Rollouts:
             limit = work[0][0].staleness
             is_counted = limit is not None and limit.trajectories_per_version is not None
             trained = await self._trained(rollout_id) if is_counted else (0, None)
-            self.queue.restore(rollout_id, work, now, num_finished, *trained)
+            terms = await self._store.terms(rollout_id)
+            self.queue.restore(rollout_id, work, now, num_finished, *trained, terms=terms)
         if by_rollout:
             self._grace_until = now + self._config.restart_grace_s
             self._log.info("work_restored", num_rollouts=len(by_rollout), num_queued=self.queue.num_queued)
@@ -185,21 +186,31 @@ class Rollouts:
     # --- clients ---
 
     @to_its_end
-    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+    async def submit(
+        self,
+        rollout_id: str,
+        groups: tuple[RolloutGroup, ...],
+        terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+    ) -> RolloutStatus:
         num_new = sum(group.num_samples for group in groups)
         try:
             known = await self._status(rollout_id)
         except NotFound:
-            self.queue.reserve(rollout_id, groups)
+            self.queue.reserve(rollout_id, groups, terms)
         else:
             is_live = self.queue.status(rollout_id) is not None
             if not is_live and await self._store.holds_sessions(rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
-            if known.num_accepted == num_new and (not is_live or self.queue.is_repeat(rollout_id, groups)):
+            is_own = known.owner == terms.owner
+            if (
+                is_own
+                and known.num_accepted == num_new
+                and (not is_live or self.queue.is_repeat(rollout_id, groups))
+            ):
                 return known  # the same submission again: its answer was lost
             raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
         try:
-            await self._store.accept(rollout_id, groups)
+            await self._store.accept(rollout_id, groups, terms)
             self.queue.add(rollout_id, self._clock.now())
         finally:
             self.queue.unreserve(rollout_id)
@@ -208,13 +219,15 @@ class Rollouts:
         return await self._status(rollout_id)
 
     @to_its_end
-    async def record(self, trajectory: Trajectory) -> None:
+    async def record(self, trajectory: Trajectory, owner: str = "") -> None:
         """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
-        if await self._store.record(self._aged(trajectory)):
+        if await self._store.record(self._aged(trajectory), owner):
             name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
             self._log.info("session_recorded", assignment=name, is_complete=trajectory.is_complete)
 
-    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> EncodedPage:
+    async def read(
+        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: str | None = None
+    ) -> EncodedPage:
         if after < 0:
             raise InvalidRequest("a cursor is not negative", param="after")
         if limit < 1:
@@ -226,15 +239,15 @@ class Rollouts:
             # that is committed from here on sets the event.
             is_live = self.queue.status(rollout_id) is not None
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
-            status = await self._status(rollout_id)
+            status = await self._status(rollout_id, reaches)
             rows = await self._store.read(rollout_id, after, limit)
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
                 return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
 
     @to_its_end
-    async def cancel(self, rollout_id: str) -> RolloutStatus:
-        await self._status(rollout_id)  # raises NotFound
+    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
+        await self._status(rollout_id, reaches)  # raises NotFound
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
         await self.write_owed()
@@ -340,13 +353,19 @@ class Rollouts:
         if names:
             self._changed.notify()
 
-    async def _status(self, rollout_id: str) -> RolloutStatus:
+    async def _status(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
+        """Raises NotFound for a rollout that is unknown, or beyond what the caller reaches."""
         self.queue.set_versions(self._replicas.versions)
-        live = self.queue.status(rollout_id)
-        if live is not None:
-            return live
-        num_accepted, num_finished = await self._store.counts(rollout_id)
-        return RolloutStatus(rollout_id, num_accepted, num_finished, 0, 0)
+        status = self.queue.status(rollout_id)
+        if status is None:
+            num_accepted, num_finished = await self._store.counts(rollout_id)
+            terms = await self._store.terms(rollout_id)
+            status = RolloutStatus(
+                rollout_id, num_accepted, num_finished, 0, 0, owner=terms.owner, priority=terms.priority
+            )
+        if reaches not in (None, status.owner) and rollout_id != SESSIONS_ROLLOUT_ID:
+            raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
+        return status
 
 
 def session_holder(session_id: str) -> str:

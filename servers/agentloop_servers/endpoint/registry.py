@@ -312,7 +312,7 @@ class Sessions:
         trajectory = await session.finish(end)
         self._leases.end(session_id)
         async with self._locks.of(session_id):
-            await self._record(session_id, trajectory)
+            await self._record(session, trajectory)
         return trajectory
 
     async def delete(self, session_id: str, owner: str | None) -> None:
@@ -426,13 +426,15 @@ class Sessions:
         for session_id in self._cache.evict():
             self._leases.release(session_id)
 
-    async def _record(self, session_id: str, trajectory: Trajectory) -> None:
+    async def _record(self, session: Session, trajectory: Trajectory) -> None:
         """Give a finished session's trajectory to the run's store, unless it has it."""
+        session_id, is_shared = session.session_id, trajectory.rollout_id == SESSIONS_ROLLOUT_ID
+        owner = "" if is_shared else session.record.owner
         if await self._store.is_recorded(session_id):
             return
         try:
             async with asyncio.timeout(self._limits.record_timeout_s):
-                await self._coordinator.record(trajectory)
+                await self._coordinator.record(trajectory, owner)
         except TimeoutError as error:
             raise ServiceUnavailable("the coordinator did not take the record in time") from error
         except sqlite3.Error as error:  # of a coordinator in this process
@@ -487,7 +489,7 @@ class Sessions:
             # Nobody was to finish a one-off session: its time is its natural end.
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
-            await self._record_or_settle(session_id, await session.finish(SessionEnd(reason, error)))
+            await self._record_or_settle(session, await session.finish(SessionEnd(reason, error)))
         await self._delete(session, None if is_one_off else SessionState.GONE, _gone(session_id))
         self._num_expired += 1
         _log.info("session_expired", session=session_id, was_open=is_open)
@@ -503,17 +505,17 @@ class Sessions:
                         session = await self._found(session_id, None)
                     except (SessionNotFound, Gone):
                         continue
-                    await self._record_or_settle(session_id, await session.finish())
+                    await self._record_or_settle(session, await session.finish())
 
-    async def _record_or_settle(self, session_id: str, trajectory: Trajectory) -> None:
+    async def _record_or_settle(self, session: Session, trajectory: Trajectory) -> None:
         """Record, or know that it will never be possible. Raises what may pass."""
         try:
-            await self._record(session_id, trajectory)
+            await self._record(session, trajectory)
         except AgentLoopError as error:
             if error.retryable:
                 raise
-            _log.error("session_not_recorded", session=session_id, code=error.code, error=str(error))
-            await self._store.mark_recorded(session_id)
+            _log.error("session_not_recorded", session=session.session_id, code=error.code, error=str(error))
+            await self._store.mark_recorded(session.session_id)
 
 
 def _owned(session: Session, owner: str | None) -> Session:

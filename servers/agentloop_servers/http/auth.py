@@ -83,6 +83,13 @@ class Keys:
         self._role(request)
         return _digest(credential_of(request) or "").hex()
 
+    def reach_of(self, request: Request) -> str | None:
+        """Return the owner whose rollouts the caller may see; None, for the admin and without user keys: all.
+
+        Raises Unauthorized.
+        """
+        return None if not self.users or self._role(request) else self.owner_of(request)
+
     def _role(self, request: Request) -> bool:
         """Tell whether the caller is the admin. Compares with every key, so that time tells nothing."""
         credential = credential_of(request)

@@ -90,6 +90,7 @@ class RolloutRoutes:
     ) -> None:
         self._allowed_imports = allowed_imports
         self._image_roots = image_roots
+        self._keys = Keys()
         self._endpoint = endpoint
         self._sessions = None if endpoint is None else routes_sessions.SessionRoutes(endpoint)
         self._coordinator = coordinator
@@ -114,7 +115,8 @@ class RolloutRoutes:
         return router
 
     def user_routes(self, keys: Keys) -> APIRouter:
-        """Return the routes of rollouts."""
+        """Return the routes of rollouts. A user key reaches what was submitted with it, the admin's everything."""
+        self._keys = keys
         router = APIRouter(dependencies=[Depends(keys.require_user)], responses=errors(), tags=["rollouts"])
         rollout = "/rollouts/{rollout_id}"
         _add(router, "POST", "/rollouts", self.submit, RolloutStatus, takes(SubmitBody))
@@ -130,12 +132,11 @@ class RolloutRoutes:
         headers = {} if status.is_ready else {"retry-after": str(self._limits.retry_after_s)}
         return json_response(Health(status.is_ready), 200 if status.is_ready else 503, headers)
 
-    async def status(self) -> Response:
-        """Replicas, rollouts and weight updates at this moment."""
-        status = await self._ask(self._coordinator.status())
-        return json_response(
-            {**codec.to_builtins(status), "rollouts": [rollout_status(r) for r in status.rollouts]}
-        )
+    async def status(self, request: Request) -> Response:
+        """Replicas, the caller's rollouts and weight updates at this moment."""
+        status, reaches = await self._ask(self._coordinator.status()), self._keys.reach_of(request)
+        rollouts = [rollout_status(one) for one in status.rollouts if reaches in (None, one.owner)]
+        return json_response({**codec.to_builtins(status), "rollouts": rollouts})
 
     async def generate(self, request: Request, body: Generate) -> Response:
         """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session."""
@@ -153,7 +154,7 @@ class RolloutRoutes:
             return unread_response()
         return json_response(generation_answer(generation))
 
-    async def submit(self, body: Submit) -> Response:
+    async def submit(self, request: Request, body: Submit) -> Response:
         """Accept tasks, durably; repeating a named submit changes nothing."""
         self._check_names(body)
         if body.rollout_id == SESSIONS_ROLLOUT_ID:
@@ -165,11 +166,13 @@ class RolloutRoutes:
             RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, body.staleness)
             for index, task in enumerate(tasks)
         )
-        return json_response(rollout_status(await self._ask(self._coordinator.submit(rollout_id, groups))))
+        terms = body.terms(self._keys.owner_of(request))
+        return json_response(rollout_status(await self._ask(self._coordinator.submit(rollout_id, groups, terms))))
 
-    async def rollout(self, rollout_id: RolloutId) -> Response:
+    async def rollout(self, request: Request, rollout_id: RolloutId) -> Response:
         """One rollout's counts."""
-        page = await self._ask(self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0))
+        reaches = self._keys.reach_of(request)
+        page = await self._ask(self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0, reaches))
         return json_response(rollout_status(page.status))
 
     async def trajectories(
@@ -179,15 +182,16 @@ class RolloutRoutes:
 
         JSON, or with `Accept: application/msgpack` the binary form that the Python client reads.
         """
-        reading = self._coordinator.read(rollout_id, after, limit, wait_s)
+        reading = self._coordinator.read(rollout_id, after, limit, wait_s, self._keys.reach_of(request))
         page = await unless_client_leaves(request, self._ask(reading, extra_s=wait_s))
         if page is None:
             return unread_response()
         return await long_response(request, lambda: codec.encode(page), lambda: _page_json(page.decoded()))
 
-    async def cancel(self, rollout_id: RolloutId) -> Response:
+    async def cancel(self, request: Request, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""
-        return json_response(rollout_status(await self._ask(self._coordinator.cancel(rollout_id))))
+        reaches = self._keys.reach_of(request)
+        return json_response(rollout_status(await self._ask(self._coordinator.cancel(rollout_id, reaches))))
 
     def _tasks(self, body: SubmitBody) -> list[RolloutTask]:
         """Return the tasks with their images, which are decoded or read here."""

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agentloop.api.coordinator import ReplicaUpdate, RolloutStatus, UpdateReport
+from agentloop.api.coordinator import ReplicaUpdate, RolloutStatus, RolloutTerms, UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import InvalidRequest, WeightUpdateFailed
@@ -159,7 +159,7 @@ def test_status_says_what_a_staleness_limit_holds_back(service: tuple[str, FakeC
     assert "held" not in runner.invoke(app, arguments, env=wide).output
     coordinator.num_held = 2
     [line] = [line for line in runner.invoke(app, arguments, env=wide).output.splitlines() if rollout_id in line]
-    assert " ".join(line.split()[1:]) == "3 0 0 3 2 of them held for the next version"
+    assert " ".join(line.split()[1:]) == "- 0 3 0 0 3 2 of them held for the next version"
 
 
 def test_weights_push_needs_the_admin_key(service: tuple[str, FakeCoordinator], tmp_path: Path) -> None:
@@ -302,19 +302,24 @@ async def test_a_run_submits_under_its_limit(tmp_path: Path, limit: StalenessLim
 class HoldingCoordinator(FakeCoordinator):
     """Finishes the first half; what it holds back ends by a cancellation only."""
 
-    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+    async def submit(
+        self,
+        rollout_id: str,
+        groups: tuple[RolloutGroup, ...],
+        terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+    ) -> RolloutStatus:
         self.is_holding = True
-        await super().submit(rollout_id, groups)
+        await super().submit(rollout_id, groups, terms)
         for group in groups[: len(groups) // 2]:
             self.finished[rollout_id] += self._records(group)
         return self._status(rollout_id)
 
-    async def cancel(self, rollout_id: str) -> RolloutStatus:
+    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
         for group in list(self.groups[rollout_id].values())[len(self.groups[rollout_id]) // 2 :]:
             ended = [replace(one, stop_reason=StopReason.CANCELLED) for one in self._records(group)]
             self.finished[rollout_id] += ended
         self._wake()
-        return await super().cancel(rollout_id)
+        return await super().cancel(rollout_id, reaches)
 
 
 async def test_a_failed_push_ends_what_waits_for_its_version(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from agentloop.api import RolloutTerms
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import CheckpointUnreadable, Conflict, DeadlineExceeded, InvalidRequest, NotFound, Overloaded
@@ -519,3 +520,38 @@ async def test_a_session_moves_from_a_failed_replica_and_learns_that_its_lease_e
     await coordinator.rollouts.release(moved)
     with pytest.raises(NotFound):
         await coordinator.rollouts.move("s", moved, True)
+
+
+@service("a")
+async def test_terms_and_owners_outlive_a_restart(site, coordinator):
+    await coordinator.rollouts.submit("done", (make_group("g", 1),), RolloutTerms(owner="alice"))
+    (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
+    await coordinator.rollouts.finish("w", record(assignment))
+    await coordinator.rollouts.submit("train", (make_group("g", 4),), RolloutTerms(owner="alice"))
+    await coordinator.rollouts.submit("eval", (make_group("g", 4),), RolloutTerms("bob", priority=1, max_running=2))
+    await site.stop()
+    coordinator = await site.start()
+    await site.clock.sleep(5.0)
+    orders = await coordinator.rollouts.take(report("w", 4), 1.0)
+    assert assignment_ids(orders.start) == ["eval/g/0", "eval/g/1", "train/g/0", "train/g/1"]
+    owners = {one.rollout_id: one.owner for one in (await coordinator.status()).rollouts}
+    assert owners == {"train": "alice", "eval": "bob"}
+    for rollout_id, owner in {**owners, "done": "alice"}.items():
+        other = {"alice": "bob", "bob": "alice"}[owner]
+        assert (await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, owner)).status.owner == owner
+        with pytest.raises(NotFound):
+            await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, other)
+        with pytest.raises(NotFound):
+            await coordinator.rollouts.cancel(rollout_id, other)
+        with pytest.raises(Conflict):
+            await coordinator.rollouts.submit(rollout_id, (make_group("g", 1),), RolloutTerms(other))
+
+
+@service("a")
+async def test_sessions_records_belong_to_the_owner_of_the_first(site, coordinator):
+    await coordinator.rollouts.record(make_trajectory("g", 0, rollout_id="run"), "alice")
+    with pytest.raises(Conflict):
+        await coordinator.rollouts.record(make_trajectory("g", 1, rollout_id="run"), "bob")
+    with pytest.raises(NotFound):
+        await coordinator.rollouts.read("run", 0, 1, 0.0, "bob")
+    assert (await read_page(coordinator, "run", 0, 9, 0.0)).status.num_finished == 1

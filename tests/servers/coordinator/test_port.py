@@ -45,10 +45,10 @@ class Store(TrajectoryStore):
         self.commits, self.may_commit = asyncio.Event(), asyncio.Event()
         self.may_commit.set()
 
-    async def accept(self, rollout_id, groups):
+    async def accept(self, rollout_id, groups, *terms):
         if self.has_bug:
             raise ZeroDivisionError
-        await super().accept(rollout_id, groups)
+        await super().accept(rollout_id, groups, *terms)
 
     async def commit(self, trajectories):
         self.commits.set()

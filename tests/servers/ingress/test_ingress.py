@@ -716,3 +716,40 @@ def test_user_keys_close_imports_unless_the_operator_lists_some():
         == allowed_imports(listing, Keys.of(["k"]))
         == AllowedImports(("my_loops",))
     )
+
+
+# --- owners -----------------------------------------------------------------------------------------------
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_a_key_reaches_its_own_rollouts_and_the_admin_all(tmp_path: Path) -> None:
+    async with opened(tmp_path, Keys.of(["alice", "bob"], "root")) as door:
+        for key, name in (("alice", "a"), ("bob", "b")):
+            body = {"tasks": [TASK], "rollout_id": name, "priority": 3, "max_running": 7, "share": 2.0}
+            status, made, _ = await door.call("POST", "/rollouts", json=body, headers=bearer(key))
+            assert (status, made["priority"], len(made["owner"])) == (200, 3, 12)
+        terms = door.coordinator.terms
+        assert terms["a"].owner != terms["b"].owner
+        assert (terms["a"].share, terms["a"].max_running) == (2.0, 7)
+        for path, method in (("", "GET"), ("/trajectories", "GET"), ("/cancel", "POST")):
+            answers = [
+                (await door.call(method, f"/rollouts/a{path}", headers=bearer(key)))[0]
+                for key in ("alice", "bob", "root")
+            ]
+            assert answers == [200, 404, 200]
+
+
+async def test_without_keys_everybody_reaches_everything(door: Door) -> None:
+    await door.call("POST", "/rollouts", json={"tasks": [TASK], "rollout_id": "r"})
+    assert (await door.call("GET", "/rollouts/r"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "fields", [{"priority": 1001}, {"share": 0}, {"share": 1e9}, {"max_running": 0}, {"priority": 0.5}]
+)
+async def test_terms_are_bounded(shared: Door, fields: dict[str, object]) -> None:
+    status, body, _ = await shared.call("POST", "/rollouts", json={"tasks": [TASK], **fields})
+    assert (status, body["error"]["param"]) == (400, next(iter(fields)))

@@ -14,6 +14,7 @@ from agentloop.api.coordinator import (
     ReplicaStatus,
     ReplicaUpdate,
     RolloutStatus,
+    RolloutTerms,
     ServiceStatus,
     UpdateReport,
     WorkerReport,
@@ -52,6 +53,7 @@ class FakeCoordinator:
     ) -> None:
         self.groups: dict[str, dict[str, RolloutGroup]] = {}
         self.finished: dict[str, list[Trajectory]] = {}
+        self.terms: dict[str, RolloutTerms] = {}
         self.leases: dict[str, Lease] = {}
         self.held: dict[str, Lease] = {}  # session or call -> the last lease it got
         self.num_leased = 0
@@ -92,8 +94,14 @@ class FakeCoordinator:
         )
         self._num_expected = len(self._waiting)
 
-    async def submit(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> RolloutStatus:
+    async def submit(
+        self,
+        rollout_id: str,
+        groups: tuple[RolloutGroup, ...],
+        terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+    ) -> RolloutStatus:
         self._raise_next()
+        self.terms[rollout_id] = terms
         self.submitted.append((rollout_id, len(groups)))
         if len(groups) > self.num_queue_groups:
             raise Overloaded("the queue is full")
@@ -114,7 +122,7 @@ class FakeCoordinator:
             self.finished[rollout_id] += self._records(group)
         self._wake()
 
-    async def record(self, trajectory: Trajectory) -> None:
+    async def record(self, trajectory: Trajectory, owner: str = "") -> None:
         self._raise_next()
         rollout_id = trajectory.rollout_id
         place = (trajectory.group_id, trajectory.sample_index)
@@ -126,9 +134,11 @@ class FakeCoordinator:
             records.append(trajectory)
             self._wake()
 
-    async def read(self, rollout_id: str, after: int, limit: int, wait_s: float) -> EncodedPage:
+    async def read(
+        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: str | None = None
+    ) -> EncodedPage:
         self._raise_next()
-        status = self._status(rollout_id)
+        status = self._status(rollout_id, reaches)
         if after >= len(self.finished[rollout_id]) and not status.is_done and wait_s > 0:
             try:
                 async with asyncio.timeout(wait_s):
@@ -139,8 +149,8 @@ class FakeCoordinator:
         records = tuple(msgspec.Raw(encode(trajectory)) for trajectory in found)
         return EncodedPage(records, after + len(found), self._status(rollout_id))
 
-    async def cancel(self, rollout_id: str) -> RolloutStatus:
-        self._status(rollout_id)
+    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
+        self._status(rollout_id, reaches)
         self.is_cancelled = True
         return self._status(rollout_id)
 
@@ -250,12 +260,14 @@ class FakeCoordinator:
     def _records(self, group: RolloutGroup) -> list[Trajectory]:
         return [make_trajectory(group.group_id, i, rollout_id=group.rollout_id) for i in range(group.num_samples)]
 
-    def _status(self, rollout_id: str) -> RolloutStatus:
-        if rollout_id not in self.groups:
+    def _status(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
+        terms = self.terms.get(rollout_id, RolloutTerms())
+        if rollout_id not in self.groups or reaches not in (None, terms.owner):
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
         num_finished = len(self.finished[rollout_id])
         num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values()) or num_finished
-        return RolloutStatus(rollout_id, num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held)
+        counts = num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held
+        return RolloutStatus(rollout_id, *counts, owner=terms.owner, priority=terms.priority)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from agentloop import codec
+from agentloop.api import RolloutTerms
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, NotFound
 from agentloop.scheduling.rollout_queue import assignment_id
@@ -24,11 +25,22 @@ class MemoryStore:
         self.sessions: set[str] = set()
         self.weights: tuple[WeightUpdate, KVPolicy] | None = None
         self.state: dict[str, bytes] = {}
+        self.rollout_terms: dict[str, RolloutTerms] = {}
         self.is_broken = False
 
-    async def accept(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> None:
+    async def accept(
+        self,
+        rollout_id: str,
+        groups: Sequence[RolloutGroup],
+        terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+    ) -> None:
         await self._turn()
         self.groups[rollout_id] = list(groups)
+        self.rollout_terms[rollout_id] = terms
+
+    async def terms(self, rollout_id: str) -> RolloutTerms:
+        await self._turn()
+        return self.rollout_terms.get(rollout_id, RolloutTerms())
 
     async def commit(self, trajectories: Sequence[Trajectory]) -> int:
         await self._disk()
@@ -37,7 +49,7 @@ class MemoryStore:
             self.records.setdefault(assignment_id(one.rollout_id, one.group_id, one.sample_index), one)
         return len(self.records) - known
 
-    async def record(self, trajectory: Trajectory) -> bool:
+    async def record(self, trajectory: Trajectory, owner: str = "") -> bool:
         await self._turn()
         if trajectory.rollout_id in self.groups:
             raise Conflict(f"rollout {trajectory.rollout_id} was submitted")
