@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentloop.api.coordinator import (
+    Consistency,
     EncodedPage,
     FleetPort,
     FrontPort,
@@ -82,6 +83,7 @@ __all__ = [
     "SCHEMA_PREFIX",
     "SESSIONS_ROLLOUT_ID",
     "Body",
+    "Consistency",
     "DeletedAnswer",
     "EncodedPage",
     "FinishBody",

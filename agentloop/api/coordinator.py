@@ -6,6 +6,7 @@ Every call is idempotent or keyed, so a caller may repeat one whose answer was l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -114,9 +115,16 @@ class EncodedPage:
         return decode(encode(self), Page)
 
 
+class Consistency(StrEnum):
+    """The way in which replicas take new weights, at a weight update."""
+
+    REPLICA = "replica"  # each by itself: for a moment the fleet holds two versions
+    FLEET = "fleet"  # all together: nobody samples under the new weights while another does under the old ones
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaUpdate:
-    """The outcome of one update for one replica. `error` is set if it was quarantined."""
+    """The outcome of one update for one replica. `error` is set if it did not come through."""
 
     replica_id: str
     stage_ms: float
@@ -138,8 +146,9 @@ class UpdateReport:
     version: int
     previous_version: int | None
     kv_policy: KVPolicy
-    replicas: tuple[ReplicaUpdate, ...]
+    replicas: tuple[ReplicaUpdate, ...]  # none: it came to its end after the coordinator was started again
     total_ms: float
+    consistency: Consistency = Consistency.REPLICA  # as it was: in one phase always FLEET
 
     @property
     def stall_ms(self) -> float:
@@ -296,8 +305,14 @@ class LeasePort(Protocol):
 class FleetPort(Protocol):
     """The fleet as operators and trainers command it."""
 
-    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
-        """Bring every replica to a new version. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed."""
+    async def update_weights(
+        self, update: WeightUpdate, kv_policy: KVPolicy | None, consistency: Consistency | None, force: bool
+    ) -> UpdateReport:
+        """Bring every replica to a new version, or with `force` back to an older one.
+
+        A repeat (the same version from the same source) joins the update under way, or gets its report. Raises
+        Conflict, CheckpointUnreadable, WeightUpdateFailed.
+        """
 
     async def pause(self, mode: PauseMode, reason: str = "") -> None:
         """Pause generation on every replica until `resume`, over restarts too. Idempotent."""

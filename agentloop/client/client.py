@@ -28,6 +28,7 @@ from agentloop.api import (
     DEFAULT_TTL_S,
     MAX_TASKS,
     SESSIONS_ROLLOUT_ID,
+    Consistency,
     GenerateBody,
     NewSessionBody,
     OnMalformedCall,
@@ -246,17 +247,25 @@ class RolloutClient:
         dtype: str | None = None,
         timeout_s: float = 900.0,
         all_ranks: bool = True,
+        consistency: Consistency | None = None,
+        force: bool = False,
+        late_grace_s: float = 10.0,
     ) -> UpdateReport:
         """Bring every replica to new weights: named tensors, or a directory that the service sees at the same path.
 
         Tensors have the checkpoint's names, and must not change until this returns. They go over `transport` (auto,
         nccl, ipc, shm); floating-point ones as `dtype`, by default the one that the fleet computes in. Under
         torch.distributed every rank calls this alike, with its shards or copies, and gets the same report; with
-        `all_ranks` false this process alone calls, and has all tensors whole.
+        `all_ranks` false this process alone calls, and has all tensors whole. A receiver that is dead, hung or late
+        is left out `late_grace_s` after the others are there.
 
-        Needs the admin key where keys are set. Raises Conflict, CheckpointUnreadable, WeightUpdateFailed.
+        Replicas switch each by itself, or with `consistency` FLEET all together. With `force` the version need not
+        grow: a trainer goes on from an older checkpoint. Needs the admin key where keys are set. Raises Conflict,
+        CheckpointUnreadable, WeightUpdateFailed (the fleet then serves what it served).
         """
-        options = PushOptions(version, kv_policy, transport, dtype, timeout_s, all_ranks)
+        options = PushOptions(
+            version, kv_policy, transport, dtype, timeout_s, all_ranks, consistency, force, late_grace_s
+        )
         if not isinstance(weights, str | Path):
             if self._pusher is None:
                 self._pusher = open_pusher(self, self._listen_host)
@@ -266,10 +275,17 @@ class RolloutClient:
         return await self._update({"directory": _absolute(weights)}, options)
 
     async def update_adapter(
-        self, directory: str | Path, *, version: int, kv_policy: KVPolicy | None = None, timeout_s: float = 900.0
+        self,
+        directory: str | Path,
+        *,
+        version: int,
+        kv_policy: KVPolicy | None = None,
+        timeout_s: float = 900.0,
+        consistency: Consistency | None = None,
+        force: bool = False,
     ) -> UpdateReport:
         """Bring every replica to a LoRA adapter (PEFT format) over the base weights; else as `update_weights`."""
-        options = PushOptions(version, kv_policy, timeout_s=timeout_s)
+        options = PushOptions(version, kv_policy, timeout_s=timeout_s, consistency=consistency, force=force)
         return await self._update({"adapter": _absolute(directory)}, options)
 
     async def announce(self, source: PushSource, options: PushOptions) -> UpdateReport:
@@ -324,8 +340,9 @@ class RolloutClient:
                 num_sent, size = num_sent + len(piece), min(2 * size, MAX_TASKS)
 
     async def _update(self, source: dict[str, Any], options: PushOptions) -> UpdateReport:
-        policy = options.kv_policy.value if options.kv_policy is not None else None
-        body = check_body({**source, "version": options.version, "kv_policy": policy}, WeightsBody)
+        named = {"kv_policy": options.kv_policy, "consistency": options.consistency}
+        chosen = {name: value.value for name, value in named.items() if value is not None}
+        body = check_body({**source, **chosen, "version": options.version, "force": options.force}, WeightsBody)
         return await self._post("/admin/weights", body, UpdateReport, is_admin=True, extra_s=options.timeout_s)
 
     async def _forget(self, rollout: Rollout) -> None:

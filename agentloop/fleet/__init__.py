@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop.fleet.desired_state import StandingOrders
+from agentloop.fleet.desired_state import FleetWeights, StandingOrders
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, FleetConfig, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import Connect, ReplicaSync
@@ -13,6 +13,7 @@ __all__ = [
     "Connect",
     "Fleet",
     "FleetConfig",
+    "FleetWeights",
     "LateReplicas",
     "ReplicaRecord",
     "ReplicaState",

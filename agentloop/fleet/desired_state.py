@@ -1,14 +1,16 @@
 """The desired state of the fleet: its weights, and the orders that hold until they are taken back.
 
-Ownership: `ReplicaSync` alone replaces these values. The orders outlive a coordinator: they are stored beside the
-weights before a replica hears of them.
+Ownership: `ReplicaSync` alone replaces these values. Both outlive a coordinator: orders are stored before a replica
+hears of them, and of weights the intent before a replica is touched, the outcome once the first one holds them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
-from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
+from agentloop.api import UpdateReport
+from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, WeightUpdate
 from agentloop.types import KVPolicy, PauseMode
 
 WEIGHTS = frozenset({MemoryTag.WEIGHTS})
@@ -65,10 +67,67 @@ class StandingOrders:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateSource:
+    """An update, and the KV policy under which it is committed. `digest` names its source, a secret's too."""
+
+    update: WeightUpdate
+    kv_policy: KVPolicy
+    digest: str = ""
+
+    @property
+    def version(self) -> int:
+        return self.update.version
+
+    @classmethod
+    def of(cls, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateSource:
+        """Return the source with its digest: equal for a repeat of the same update."""
+        token = "" if update.push is None else update.push.token
+        names = (str(update.version), update.directory or "", update.adapter or "", token)
+        return cls(update, kv_policy, hashlib.sha256("\0".join(names).encode()).hexdigest())
+
+    def without_secret(self) -> UpdateSource:
+        """Return what may be stored: of a push only that it was one, because its process is gone by then."""
+        if self.update.push is None:
+            return self
+        return replace(self, update=replace(self.update, push=PushSource((), "", ())))
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWeights:
+    """The weights of the fleet, as they outlive a coordinator.
+
+    `served` is the outcome of the last update that succeeded, `pending` the intent of the one under way: a failed
+    one is taken back, and what a coordinator's death cut short is settled by what replicas hold. `report` is the
+    answer to the update that made `served`.
+    """
+
+    served: UpdateSource | None = None
+    pending: UpdateSource | None = None
+    report: UpdateReport | None = None
+
+    def now_serving(self, source: UpdateSource) -> FleetWeights:
+        """End the intent by this outcome; its report is still to come."""
+        return FleetWeights(served=source)
+
+    def rolled_back(self) -> FleetWeights:
+        """Take the intent back: nothing has come of it."""
+        return replace(self, pending=None)
+
+    def without_secrets(self) -> FleetWeights:
+        """Return what may be stored."""
+        served, pending = self.served, self.pending
+        return replace(
+            self,
+            served=None if served is None else served.without_secret(),
+            pending=None if pending is None else pending.without_secret(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DesiredState:
     """The state that every replica is brought to. The version is the registry's: `Fleet.weight_version`."""
 
-    source: tuple[WeightUpdate, KVPolicy] | None = None  # the update that made the fleet's version, if there is one
+    weights: FleetWeights = FleetWeights()
     orders: StandingOrders = StandingOrders()
 
     @property

@@ -1,8 +1,8 @@
 """Late replicas: each one that is behind is brought to the fleet's weights and into traffic, in the background.
 
-Its weights come from where the fleet's came from, or, if that was a push that is over, from another replica that
-holds them. In a sleeping fleet it is put to sleep as it is, and brought up when the fleet has woken: until then its
-memory is used by others.
+Its weights come from where the fleet's came from, or, if that is gone (a push that is over, a directory that was
+deleted), from another replica that holds them. In a sleeping fleet it is put to sleep as it is, and brought up when
+the fleet has woken: until then its memory is used by others.
 
 Ownership: one object beside the `ReplicaSync`, with one task for each replica that is behind; that replica is
 claimed from the stage to the end. Invariant: a quarantined replica comes back through a commit of the fleet's
@@ -21,12 +21,12 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from agentloop.clock import Clock
 from agentloop.engine import WeightUpdate
-from agentloop.errors import AgentLoopError, Conflict, InvariantBroken
-from agentloop.fleet.desired_state import WEIGHTS
+from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, InvariantBroken
+from agentloop.fleet.desired_state import WEIGHTS, UpdateSource
 from agentloop.fleet.parallel_step import within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
-from agentloop.types import KVPolicy, PauseMode
+from agentloop.types import PauseMode
 
 
 class LateReplicas:
@@ -101,6 +101,7 @@ class LateReplicas:
             raise  # stays in the table, for `check_health`
         except Exception as error:  # tried often enough: a round later, again
             self._log.warning("catch_up_failed", replica=replica_id, error=repr(error))
+            self._say_why(replica_id, error)
             is_ready = False
         del self._tasks[replica_id]
         replica = self._fleet.get(replica_id)
@@ -111,6 +112,11 @@ class LateReplicas:
         else:
             self._not_before[replica_id] = (self._tried(replica), self._clock.now() + self._config.catch_up_pause_s)
         self._on_change()
+
+    def _say_why(self, replica_id: str, error: Exception) -> None:
+        replica = self._fleet.get(replica_id)
+        if replica is not None and replica.error is None:
+            self._fleet.note(replica, f"not brought up: {error or type(error).__name__}")
 
     def _tried(self, replica: ReplicaRecord) -> object:
         """Return what an attempt to bring it up depends on: if that changes, it is worth trying at once."""
@@ -143,14 +149,13 @@ class LateReplicas:
             return None
         source = None
         if not is_asleep and (is_quarantined or not self._fleet.is_current(replica)):
-            source = await self._available_source(replica)
+            source = await self._staged(replica)
             if source is None:
                 return None
-            await self._stage(replica, source[0])
         if self._fleet.begin_update(replica) is None:
             return False
         if source is not None:
-            await self._commit(replica, *source)
+            await self._commit(replica, source)
         return await self._sync.apply(replica)
 
     async def _stage(self, replica: ReplicaRecord, update: WeightUpdate) -> None:
@@ -159,31 +164,47 @@ class LateReplicas:
             await within(self._config.wake_timeout_s, engine.wake(WEIGHTS))
         await within(self._config.stage_timeout_s, engine.stage(update))
 
-    async def _commit(self, replica: ReplicaRecord, update: WeightUpdate, kv_policy: KVPolicy) -> None:
+    async def _commit(self, replica: ReplicaRecord, source: UpdateSource) -> None:
         engine = self._sync.connect(replica.url)
-        await within(self._config.pause_timeout_s, engine.pause(PauseMode.KEEP, kv_policy))
+        await within(self._config.pause_timeout_s, engine.pause(PauseMode.KEEP, source.kv_policy))
         self._fleet.forget_version(replica)
-        await within(self._config.commit_timeout_s, engine.commit(update.version))
-        self._fleet.committed(replica, update.version)
+        await within(self._config.commit_timeout_s, engine.commit(source.version))
+        self._fleet.committed(replica, source.version)
 
     # --- where its weights come from ---
 
-    async def _available_source(self, replica: ReplicaRecord) -> tuple[WeightUpdate, KVPolicy] | None:
-        """Return the fleet's weights from a source that is there; None if there is none now."""
+    async def _staged(self, replica: ReplicaRecord) -> UpdateSource | None:
+        """Have it stage the fleet's weights from a source that is there; None if there is none now.
+
+        Their directory may be gone by now, or the trainer that pushed them: another replica then gives what it
+        holds. The record's `error` says what was tried. Raises what the last stage raised.
+        """
         served = self._sync.served()
-        if served is None or served[0].is_repeatable:
-            return served
-        update, kv_policy = served
-        refusals = []
+        if served is None:
+            return None
+        refusals, failure = [], None
+        if served.update.is_repeatable:
+            try:
+                await self._stage(replica, served.update)
+                return served
+            except CheckpointUnreadable as error:
+                failure = error
+                refusals.append(error.message)
         for peer in self._peers(replica):
             try:
-                return await self._relayed(update.version, peer, replica), kv_policy
+                relayed = await self._relayed(served.version, peer, replica)
             except (AgentLoopError, TimeoutError, OSError) as error:
                 refusals.append(f"{peer.replica_id}: {error or 'no answer'}")
+                continue
+            await self._stage(replica, relayed)
+            return replace(served, update=relayed)
         if self._sync.served() != served:
             raise Conflict("the fleet has moved on while its replicas were asked for their weights")
         tried = "; ".join(refusals) or "no peer"
-        self._fleet.note(replica, f"version {update.version} was pushed, and nobody can give it on ({tried})")
+        origin = "cannot be read" if served.update.is_repeatable else "was pushed"
+        self._fleet.note(replica, f"version {served.version} {origin}, and nobody can give it on ({tried})")
+        if failure is not None:
+            raise failure
         return None
 
     def _peers(self, replica: ReplicaRecord) -> list[ReplicaRecord]:

@@ -1,11 +1,14 @@
 """One step on many replicas at once, each with a deadline, each failure kept beside its replica.
 
+A step waits for its stragglers a grace of seconds only, once others are through: whoever is later has failed.
+
 Ownership: a `ReplicaProgress` belongs to the procedure that made it; the first failure ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,6 +26,7 @@ class ReplicaProgress:
     """One replica in a procedure. `error` is set once a step failed on it; `failure` says with what."""
 
     replica: ReplicaRecord
+    verb: str = ""  # the step under way
     stage_s: float = 0.0
     staged: StageReport | None = None
     committed: CommitReport | None = None
@@ -54,22 +58,67 @@ class ReplicaProgress:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The time for one step on one replica, and the time that the others leave it.
+
+    Once a `share` of the replicas is through, and one at least, a straggler has `grace_s` and `slowness` times what
+    the slowest of these took.
+    """
+
+    timeout_s: float
+    grace_s: float = math.inf
+    share: float = 0.0
+    slowness: float = 0.0
+
+
 async def on_all(
     progress: Sequence[ReplicaProgress],
     verb: str,
     step: Callable[[ReplicaProgress], Awaitable[None]],
-    timeout_s: float,
+    limits: StepLimits,
+    on_failed: Callable[[ReplicaProgress], None] = lambda one: None,
 ) -> None:
-    """Take one step on all replicas at once. Raises InvariantBroken only."""
+    """Take one step on all replicas at once; `on_failed` is called for each at its failure.
+
+    Raises InvariantBroken only.
+    """
+    loop = asyncio.get_running_loop()
+    started_at = loop.time()
+    waiting: dict[str, asyncio.Timeout] = {}
+    late: set[str] = set()
+    num_through = num_failed = 0
+
+    def hurry() -> None:
+        if num_through < max(1.0, limits.share * (len(progress) - num_failed)) or math.isinf(limits.grace_s):
+            return
+        now = loop.time()
+        give_up_at = now + limits.grace_s + limits.slowness * (now - started_at)
+        for replica_id, deadline in waiting.items():
+            if give_up_at < started_at + limits.timeout_s and not deadline.expired():
+                deadline.reschedule(give_up_at)
+                late.add(replica_id)
 
     async def on_one(one: ReplicaProgress) -> None:
+        nonlocal num_through, num_failed
+        one.verb, replica_id = verb, one.replica.replica_id
         try:
-            await within(timeout_s, step(one))
+            async with asyncio.timeout_at(started_at + limits.timeout_s) as deadline:
+                waiting[replica_id] = deadline
+                await step(one)
+            num_through += 1
+            del waiting[replica_id]
+            hurry()
         except InvariantBroken:
             raise
         except Exception as failure:  # whatever went wrong there, the others must get through
+            num_failed += 1
+            is_late = deadline.expired() and replica_id in late
+            patience = f"no answer {limits.grace_s:g} s after the others" if is_late else None
             one.failure = failure
-            one.error = f"{verb}: {_text(failure, timeout_s)}"
+            one.error = f"{one.verb}: {patience or _text(failure, limits.timeout_s)}"
+            waiting.pop(replica_id, None)
+            on_failed(one)
 
     async with asyncio.TaskGroup() as group:
         for one in progress:
@@ -77,9 +126,15 @@ async def on_all(
 
 
 async def within(timeout_s: float, call: Awaitable[T]) -> T:
-    """Await a call under a deadline. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        return await call
+    """Await a call under a deadline. Raises TimeoutError saying how long that was."""
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await call
+    except TimeoutError as error:
+        if deadline.expired():
+            raise TimeoutError(f"no answer within {timeout_s:g} s") from error
+        raise
 
 
 def unfailed(progress: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
@@ -94,5 +149,5 @@ def failures(progress: Sequence[ReplicaProgress]) -> str:
 
 def _text(failure: Exception, timeout_s: float) -> str:
     if isinstance(failure, TimeoutError):
-        return f"no answer within {timeout_s:g} s"
+        return str(failure) or f"no answer within {timeout_s:g} s"
     return failure.message if isinstance(failure, AgentLoopError) else f"{type(failure).__name__}: {failure}"

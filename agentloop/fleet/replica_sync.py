@@ -30,7 +30,8 @@ from dataclasses import replace
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from agentloop.api import UpdateReport
+from agentloop.aio import ChangeSignal, deadline_after
+from agentloop.api import Consistency, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import (
@@ -38,11 +39,13 @@ from agentloop.errors import (
     EngineLost,
     InvalidRequest,
     NoHealthyReplica,
+    ServiceUnavailable,
+    WeightUpdateFailed,
 )
-from agentloop.fleet.desired_state import DesiredState, StandingOrders
-from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed, within
+from agentloop.fleet.desired_state import DesiredState, FleetWeights, StandingOrders, UpdateSource
+from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.weight_update import FleetUpdate, UpdateState, WeightConfig
+from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, UpdateState, WeightConfig
 from agentloop.types import KVPolicy, PauseMode
 
 Connect = Callable[[str], EngineControl]
@@ -59,33 +62,36 @@ class ReplicaSync:
         config: WeightConfig | None = None,
         *,
         initial: tuple[WeightUpdate, KVPolicy] | None = None,
-        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
+        on_weights: Callable[[FleetWeights], Awaitable[None]] | None = None,
         on_orders: Callable[[StandingOrders], Awaitable[None]] | None = None,
         on_change: Callable[[], None] = lambda: None,
         log: FilteringBoundLogger | None = None,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """`initial` is what engines load at their start. `on_staged` is awaited once an update can only go forward:
-        from there a restarted coordinator goes on with it (`serve`). `on_orders` makes the standing orders durable;
-        what it raises is logged, and `save_owed` tries again. `on_change` is called after every order, also one
-        that failed. `wall_time` is what status shows the beginning of an order by."""
+        """`initial` is what engines load at their start. `on_weights` and `on_orders` make weights and standing
+        orders durable; what they raise is logged, and `save_owed` tries again, but an update whose intent cannot be
+        saved does not begin. `on_change` is called after every order, also one that failed. `wall_time` is what
+        status shows the beginning of an order by."""
         self._fleet = fleet
         self.connect = connect
         self.config = config or WeightConfig()
         self._clock = clock
-        self._on_staged = on_staged
+        self._on_weights = on_weights
         self._on_orders = on_orders
-        self._are_orders_saved = True
+        self._are_weights_saved = self._are_orders_saved = True
         self._on_change = on_change
         self._wall_time = wall_time
         self._log = structlog.get_logger("fleet") if log is None else log
-        self._desired = DesiredState(source=initial)
+        self._desired = DesiredState(FleetWeights(None if initial is None else UpdateSource.of(*initial)))
+        self._settles_at: float | None = None  # until then replicas say what an update that was cut short came to
         self._ongoing: str | None = None  # the fleet-wide procedure
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._gate = asyncio.Lock()
         self._claimed: set[str] = set()
+        self._released = ChangeSignal()  # when a procedure lets go of its replicas
         self._update: FleetUpdate | None = None  # the last one begun
+        self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None  # of the one under way, by its digest
         self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
 
     @property
@@ -101,22 +107,69 @@ class ReplicaSync:
         """The latest updates, oldest first."""
         return tuple(self._reports)
 
-    def serve(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
-        """Bring the fleet to an update that replicas hold, or that an earlier coordinator was bringing it to.
+    def restore(self, weights: FleetWeights | None, orders: StandingOrders | None) -> None:
+        """Take up what an earlier coordinator left, before replicas join.
 
-        Replicas without these weights catch up.
+        Where it died within an update, replicas say first what they hold: until `settle` nothing is decided.
         """
-        self._desired = replace(self._desired, source=(update, kv_policy))
-        self._fleet.set_weight_version(update.version)
+        if orders is not None:
+            self._desired = replace(self._desired, orders=orders)
+        if weights is None:
+            return
+        self._desired = replace(self._desired, weights=weights)
+        if weights.report is not None:
+            self._reports.append(weights.report)
+        if weights.pending is not None:
+            self._settles_at = self._clock.now() + self.config.settle_s
+            self._begin("finding out what replicas hold")
+        if weights.served is not None:
+            self._fleet.set_weight_version(weights.served.version)
 
-    def restore(self, orders: StandingOrders) -> None:
-        """Take up the orders of an earlier coordinator, before replicas join."""
-        self._desired = replace(self._desired, orders=orders)
+    async def settle(self) -> None:
+        """End an update that a coordinator's death cut short, once that can be told; call it now and then.
+
+        If one replica holds the new version, the fleet is brought to it. If none says so in time, nothing has come
+        of the update, and the fleet stays where it was.
+        """
+        weights = self._desired.weights
+        if self._settles_at is None or (pending := weights.pending) is None:
+            return
+        is_held = any(one.weight_version == pending.version for one in self._fleet.replicas)
+        if not is_held and self._clock.now() < self._settles_at:
+            return
+        self._settles_at = None
+        self._log.info("update_settled", version=pending.version, is_served=is_held)
+        if is_held:
+            previous = None if weights.served is None else weights.served.version
+            report = UpdateReport(pending.version, previous, pending.kv_policy, (), 0.0)
+            self._fleet.set_weight_version(pending.version)
+            await self._record(replace(weights.now_serving(pending), report=report))
+        else:
+            await self._record(weights.rolled_back())
+        self._end()
+        self._on_change()
 
     async def save_owed(self) -> None:
-        """Save orders that could not be saved when they were given. Raises what the store raises."""
+        """Save what could not be saved when it became so. Raises what the store raises."""
+        if not self._are_weights_saved:
+            await self._save_weights()
         if not self._are_orders_saved:
             await self._save_orders()
+
+    async def _record(self, weights: FleetWeights) -> None:
+        """Have these weights be the fleet's. A store that fails does not keep the fleet from serving them."""
+        self._desired = replace(self._desired, weights=weights)
+        self._are_weights_saved = False
+        try:
+            await within(self.config.save_timeout_s, self._save_weights())
+        except Exception as error:
+            self._log.error("weights_not_saved", error=repr(error))
+
+    async def _save_weights(self) -> None:
+        weights = self._desired.weights
+        if self._on_weights is not None:
+            await self._on_weights(weights.without_secrets())
+        self._are_weights_saved = weights == self._desired.weights
 
     # --- the operator's orders ---
 
@@ -176,9 +229,9 @@ class ReplicaSync:
                 if MemoryTag.WEIGHTS not in tags:
                     raise Conflict("the weights were discarded: wake them before the KV cache")
                 source = self.served()
-                if source is None or not source[0].is_repeatable:
+                if source is None or not source.update.is_repeatable:
                     raise Conflict("the weights were discarded: push new ones, which wakes the fleet")
-                await self._run_update(replicas, *source, tags)
+                await self._run_update(replicas, source, self.config.consistency, tags)
 
     async def _ordered(self, orders: StandingOrders) -> None:
         """Have these orders hold. A store that fails does not keep the fleet from obeying."""
@@ -204,7 +257,7 @@ class ReplicaSync:
         async def follow(one: ReplicaProgress) -> None:
             await ask(self.connect(one.replica.url))
 
-        await on_all(progress, verb, follow, timeout_s)
+        await on_all(progress, verb, follow, StepLimits(timeout_s))
         self._raise_failed(progress)
 
     async def _sleep_all(self) -> None:
@@ -219,7 +272,7 @@ class ReplicaSync:
             self._fleet.fall_asleep(one.replica)  # not those in quarantine
 
         with self.claim(replicas, "the sleep was cut short"):
-            await on_all(progress, "sleep", sleep, self.config.sleep_timeout_s)
+            await on_all(progress, "sleep", sleep, StepLimits(self.config.sleep_timeout_s))
             self._raise_failed(progress)
 
     async def _wake_all(self, tags: frozenset[MemoryTag]) -> None:
@@ -234,12 +287,12 @@ class ReplicaSync:
             await self._go_on(one.replica)
 
         with self.claim(replicas, "the wake was cut short"):
-            await on_all(progress, "wake", wake, self.config.wake_timeout_s)
+            await on_all(progress, "wake", wake, StepLimits(self.config.wake_timeout_s))
             if not self._desired.asleep:
                 woken = unfailed(progress)
                 for one in woken:
                     self._fleet.begin_update(one.replica)
-                await on_all(woken, "resume", go_on, self._go_on_timeout_s)
+                await on_all(woken, "resume", go_on, StepLimits(self._go_on_timeout_s))
             self._raise_failed(progress)
 
     def _raise_failed(self, progress: Sequence[ReplicaProgress]) -> None:
@@ -252,41 +305,91 @@ class ReplicaSync:
 
     # --- updates ---
 
-    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> UpdateReport:
-        """Bring all replicas to `update`, and wake them. Those that fail are quarantined and named in the report.
+    async def update_weights(
+        self,
+        update: WeightUpdate,
+        kv_policy: KVPolicy,
+        consistency: Consistency | None = None,
+        force: bool = False,
+    ) -> UpdateReport:
+        """Bring all replicas to `update`, and wake them. Those that fail are named in the report.
 
-        Raises InvalidRequest (a version that does not grow, a source that engines do not know), Conflict (another
-        update, a sleep or a wake is going on, or the version is served already), NoHealthyReplica,
+        The same update again (its version from the same source) joins the one under way, or gets its report. With
+        `force` the version need not grow: all KV is then computed anew. Raises InvalidRequest (a version that does
+        not grow, a source that engines do not know), Conflict (another update, a sleep or a wake is going on, or
+        the version is served already), NoHealthyReplica, ServiceUnavailable (it cannot be recorded),
         CheckpointUnreadable (no replica can read it; nothing has changed) or WeightUpdateFailed (no replica took
-        it).
+        it; the fleet serves what it served).
         """
-        with self._order():
-            self._log.info("update_begins", version=update.version, kv_policy=kv_policy)
-            started_at, previous_version = self._clock.now(), self._fleet.weight_version
-            with self._fleet_wide("a weight update"):
-                replicas = self._takers(update)
-                if update.push is not None:
-                    num_receivers = sum(replica.registration.info.num_workers for replica in replicas)
-                    update = replace(update, push=replace(update.push, num_receivers=num_receivers))
-                progress = await self._run_update(replicas, update, kv_policy, ALL_MEMORY, self._on_staged)
-            report = UpdateReport(
-                version=update.version,
-                previous_version=previous_version,
-                kv_policy=kv_policy,
-                replicas=tuple(one.report() for one in progress),
-                total_ms=(self._clock.now() - started_at) * 1000.0,
-            )
-            self._reports.append(report)
+        if self._settles_at is not None:
+            await self._until_settled()
+        digest = UpdateSource.of(update, kv_policy).digest
+        if self._answer is not None and self._answer[0] == digest:
+            return await asyncio.shield(self._answer[1])
+        if (report := self._report_of(digest)) is not None:
+            return report
+        with self._order(), self._fleet_wide("a weight update"):
+            outcome: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
+            self._answer = digest, outcome
+            try:
+                report = await self._update_to(update, kv_policy, consistency or self.config.consistency, force)
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    outcome.set_exception(error)
+                    outcome.exception()  # whoever joined hears it; nobody has to
+                raise
+            else:
+                outcome.set_result(report)
+                return report
+            finally:
+                outcome.cancel()
+                self._answer = None
+
+    def _report_of(self, digest: str) -> UpdateReport | None:
+        """Return the report of the update that made what is served, if it is that one and a replica holds it."""
+        weights = self._desired.weights
+        is_it = weights.served is not None and weights.served.digest == digest
+        return weights.report if is_it and self._is_held(self._fleet.weight_version) else None
+
+    def _is_held(self, version: int | None) -> bool:
+        return any(self._fleet.is_current(one) for one in self._fleet.replicas if one.weight_version == version)
+
+    async def _update_to(
+        self, update: WeightUpdate, kv_policy: KVPolicy, consistency: Consistency, force: bool
+    ) -> UpdateReport:
+        started_at, previous_version = self._clock.now(), self._fleet.weight_version
+        self._check_version(update.version, force)
+        if previous_version is not None and update.version <= previous_version:
+            kv_policy = KVPolicy.RECOMPUTE  # KV of an equal or a newer number is of other weights
+        self._log.info("update_begins", version=update.version, kv_policy=kv_policy, consistency=consistency)
+        source = UpdateSource.of(update, kv_policy)
+        run = await self._run_update(self._takers(), source, consistency, ALL_MEMORY)
+        report = UpdateReport(
+            version=update.version,
+            previous_version=previous_version,
+            kv_policy=kv_policy,
+            replicas=tuple(one.report() for one in run.progress),
+            total_ms=(self._clock.now() - started_at) * 1000.0,
+            consistency=Consistency.FLEET if run.is_one_phase else consistency,
+        )
+        self._reports.append(report)
+        await self._record(replace(self._desired.weights, report=report))
         self._log.info("update_done", version=report.version, stall_ms=round(report.stall_ms, 1))
         return report
 
-    def _takers(self, update: WeightUpdate) -> list[ReplicaRecord]:
+    def _check_version(self, version: int, force: bool) -> None:
         served = self._fleet.weight_version
-        is_held = any(self._fleet.is_current(replica) for replica in self._fleet.replicas)
-        if served == update.version and is_held:
+        if version < 0:
+            raise InvalidRequest(f"a version is not negative: {version}", param="version")
+        if served is None or force:
+            return
+        if version == served and self._is_held(served):
             raise Conflict(f"version {served} is what the fleet serves", param="version")
-        if update.version < 0 or (served is not None and update.version < served):
-            raise InvalidRequest(f"versions grow: {update.version} after {served}", param="version")
+        if version < served:
+            message = f"versions grow: {version} after {served}; with `force` the fleet goes back"
+            raise InvalidRequest(message, param="version")
+
+    def _takers(self) -> list[ReplicaRecord]:
         replicas = self._unclaimed(
             ReplicaState.READY, ReplicaState.JOINING, ReplicaState.QUARANTINED, ReplicaState.ASLEEP
         )
@@ -297,31 +400,49 @@ class ReplicaSync:
     async def _run_update(
         self,
         replicas: Sequence[ReplicaRecord],
-        update: WeightUpdate,
-        kv_policy: KVPolicy,
+        source: UpdateSource,
+        consistency: Consistency,
         tags: frozenset[MemoryTag],
-        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]] | None = None,
-    ) -> list[ReplicaProgress]:
+    ) -> FleetUpdate:
         """Take these replicas through all steps. Of the memory that is asleep, `tags` are woken."""
         run = self._update = FleetUpdate(self._fleet, self.connect, self._clock, self.config, replicas)
+
+        async def serve() -> None:
+            await self._record(self._desired.weights.now_serving(source))
+            self._fleet.set_weight_version(source.version)
+            if self._desired.asleep:
+                await self._ordered(self._desired.orders.woken(tags))
+
         with self.claim(replicas, "the update was cut short"):
             try:
                 await run.wake_weights(self._desired.asleep)
                 self._desired = replace(self._desired, orders=self._desired.orders.awake_to_stage())
-                await run.stage(update)
-                if on_staged is not None:
-                    await on_staged(update, kv_policy)
+                await run.stage(_addressed(source.update, replicas))
+                await self._intend(source)
                 async with self._gate:
-                    await run.pause(kv_policy)
-                    await run.commit(update.version)
-                    self.serve(update, kv_policy)
-                    asleep = self._desired.asleep
-                    await self._ordered(self._desired.orders.woken(tags))
-                    await run.wake_rest(asleep, tags)
-                    await run.resume(is_asleep=bool(self._desired.asleep), is_paused=self._desired.is_paused)
+                    orders = self._desired.orders
+                    order = SwitchOrder(
+                        *(source.version, source.kv_policy, consistency, orders.asleep, tags, orders.is_paused),
+                        serve,
+                    )
+                    await run.switch(order)
+            except WeightUpdateFailed:
+                await self._record(self._desired.weights.rolled_back())
+                raise
             finally:
                 run.end()
-        return run.progress
+        return run
+
+    async def _intend(self, source: UpdateSource) -> None:
+        """Record what an update is to bring. Raises ServiceUnavailable: no replica was touched then."""
+        weights = self._desired.weights
+        self._desired = replace(self._desired, weights=replace(weights, pending=source))
+        self._are_weights_saved = False
+        try:
+            await within(self.config.save_timeout_s, self._save_weights())
+        except Exception as error:
+            self._desired = replace(self._desired, weights=weights)
+            raise ServiceUnavailable(f"the update cannot be recorded: {error}") from error
 
     # --- one replica to the desired state ---
 
@@ -388,18 +509,31 @@ class ReplicaSync:
         """One at a time. Raises Conflict naming the one that is going on."""
         if self._ongoing is not None:
             raise Conflict(f"{self._ongoing} is going on")
-        self._ongoing = name
-        self._is_idle.clear()
+        self._begin(name)
         try:
             yield
         finally:
-            self._ongoing = None
-            self._is_idle.set()
+            self._end()
+
+    def _begin(self, name: str) -> None:
+        self._ongoing = name
+        self._is_idle.clear()
+
+    def _end(self) -> None:
+        self._ongoing = None
+        self._is_idle.set()
 
     async def until_idle(self) -> None:
         """Wait until nothing fleet-wide goes on; bounded, because all its steps have deadlines."""
         while self._ongoing is not None:
             await self._is_idle.wait()
+
+    async def _until_settled(self) -> None:
+        """Wait until a restarted coordinator knows what the fleet serves, and replicas had time to serve it."""
+        await self.until_idle()
+        give_up_at = deadline_after(self.config.straggler_grace_s, self.config.straggler_grace_s)
+        while self._claimed and await self._released.wait_until(give_up_at):
+            pass
 
     @contextmanager
     def claim(self, replicas: Sequence[ReplicaRecord], error: str) -> Iterator[None]:
@@ -414,6 +548,7 @@ class ReplicaSync:
             for replica in replicas:
                 self._settle(replica, error)
             self._claimed -= replica_ids
+            self._released.notify()
 
     def _settle(self, replica: ReplicaRecord, error: str) -> None:
         """End a procedure on `replica`: with weights as they were it gets its state back."""
@@ -431,7 +566,28 @@ class ReplicaSync:
     def _unclaimed(self, *states: ReplicaState) -> list[ReplicaRecord]:
         return [one for one in self._fleet.replicas if one.state in states and one.replica_id not in self._claimed]
 
-    def served(self) -> tuple[WeightUpdate, KVPolicy] | None:
+    def served(self) -> UpdateSource | None:
         """Return the update that made what the fleet serves, if we know it."""
-        source = self._desired.source
-        return source if source is not None and source[0].version == self._fleet.weight_version else None
+        source = self._desired.weights.served
+        return source if source is not None and source.version == self._fleet.weight_version else None
+
+
+def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
+    """Return what each replica is told of an update.
+
+    The sender of a push waits for their workers; but not for those in quarantine, which may hang, unless there are
+    no others.
+    """
+    push = update.push
+    if push is None:
+        return {one.replica_id: update for one in replicas}
+    doubtful = {one.replica_id for one in replicas if one.state is ReplicaState.QUARANTINED}
+    if len(doubtful) == len(replicas):
+        doubtful = set()
+    sizes = {one.replica_id: one.registration.info.num_workers for one in replicas}
+    num_optional = sum(sizes[replica_id] for replica_id in doubtful)
+    counted = replace(push, num_receivers=sum(sizes.values()) - num_optional, num_optional=num_optional)
+    return {
+        replica_id: replace(update, push=replace(counted, is_optional=replica_id in doubtful))
+        for replica_id in sizes
+    }

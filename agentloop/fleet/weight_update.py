@@ -1,52 +1,76 @@
 """One weight update: new weights on a set of replicas, in one order, with no token of unknown weights.
 
-    IDLE ─► STAGING ─► PAUSING ─► COMMITTING ─► RESUMING ─► IDLE        every state ─► IDLE on failure
-            decoding   all        all           those that committed
-            goes on    frozen
+    the update     IDLE ─► STAGING ─► SWITCHING ─► IDLE       every state ─► IDLE on failure
 
-In two phases the bytes arrive while decoding goes on, and a commit only swaps; where memory does not allow that
-(HeldIn.NOWHERE) they arrive in the commit. A sleeping fleet is woken by an update: its weights' memory before the
-stage, the KV cache's after the commit.
+    each replica   stage ─► pause ─► commit ─► wake ─► resume
+                   decodes  frozen   │         in a sleeping fleet
+                                     └ the first one makes the version the fleet's
+    if it fails    quarantine joins  quarantine     joins anew, with the weights that it holds
+
+In two phases the bytes arrive while decoding goes on, and a commit only swaps: then each replica switches by
+itself, and one that hangs freezes nobody else (`Consistency.REPLICA`). Meanwhile a replica takes new traffic only
+once it holds the new version; one that has not switched yet ends what it has, under the version it holds. Where all
+switch together (`Consistency.FLEET`) each step waits for the others, its stragglers for seconds only. Where memory
+does not allow staging (HeldIn.NOWHERE) the bytes arrive in the commit, at all receivers at once: that is always
+together. A sleeping fleet is woken by an update: its weights' memory before the stage, the KV cache's after the
+commit.
 
 Ownership: a `FleetUpdate` belongs to the `ReplicaSync` that made it, which calls its steps and writes the desired
 state in between. The steps decide on the `Fleet` without awaits in between, and every call to an engine has a
-deadline. Invariant: a replica whose stage, pause, commit or resume failed is quarantined and never resumed on
-unknown weights.
+deadline, which counts for that replica only. Invariant: no replica is resumed on unknown weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from agentloop.api import Consistency
 from agentloop.clock import Clock
-from agentloop.engine import EngineControl, MemoryTag, WeightUpdate
-from agentloop.errors import CheckpointUnreadable, InvalidRequest, InvariantBroken, WeightUpdateFailed
+from agentloop.engine import EngineControl, HeldIn, MemoryTag, WeightUpdate
+from agentloop.errors import CheckpointUnreadable, EngineLost, InvalidRequest, InvariantBroken, WeightUpdateFailed
 from agentloop.fleet.desired_state import WEIGHTS
-from agentloop.fleet.parallel_step import ReplicaProgress, failures, on_all, unfailed
+from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.types import KVPolicy, PauseMode
+
+_READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
+_READ_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class WeightConfig:
     """Deadlines of each step on one replica, and how often a late one is tried."""
 
+    consistency: Consistency = Consistency.REPLICA  # of updates that do not say
     stage_timeout_s: float = 600.0
     pause_timeout_s: float = 60.0
     commit_timeout_s: float = 300.0  # in one phase the commit transfers
     resume_timeout_s: float = 60.0
+    straggler_grace_s: float = 10.0  # after the others are through with a step
     sleep_timeout_s: float = 120.0
     wake_timeout_s: float = 120.0
     offer_timeout_s: float = 30.0
     save_timeout_s: float = 5.0  # of an order, into the store; the fleet obeys also one that is not saved
     operator_pause_timeout_s: float = 600.0  # PauseMode.WAIT runs requests to their end
+    settle_s: float = 5.0  # after a restart within an update: the time for replicas to say what they hold
     max_catch_up_attempts: int = 5
     backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     catch_up_pause_s: float = 60.0  # between two rounds of such attempts
     num_reports: int = 16
+
+    @property
+    def switch_timeout_s(self) -> float:
+        """The longest that a replica can take from its pause to its resume."""
+        return self.pause_timeout_s + self.commit_timeout_s + self.wake_timeout_s + self.resume_timeout_s
+
+    @property
+    def update_timeout_s(self) -> float:
+        """The longest that an update can take: in a sleeping fleet, if every step takes its whole time."""
+        return self.wake_timeout_s + self.stage_timeout_s + self.switch_timeout_s + 2 * self.save_timeout_s
 
 
 class UpdateState(StrEnum):
@@ -54,25 +78,42 @@ class UpdateState(StrEnum):
 
     IDLE = "idle"
     STAGING = "staging"
-    PAUSING = "pausing"
-    COMMITTING = "committing"
-    RESUMING = "resuming"
+    SWITCHING = "switching"
 
 
 MOVES: Mapping[UpdateState, frozenset[UpdateState]] = {
     UpdateState.IDLE: frozenset({UpdateState.STAGING}),
-    UpdateState.STAGING: frozenset({UpdateState.PAUSING, UpdateState.IDLE}),
-    UpdateState.PAUSING: frozenset({UpdateState.COMMITTING, UpdateState.IDLE}),
-    UpdateState.COMMITTING: frozenset({UpdateState.RESUMING, UpdateState.IDLE}),
-    UpdateState.RESUMING: frozenset({UpdateState.IDLE}),
+    UpdateState.STAGING: frozenset({UpdateState.SWITCHING, UpdateState.IDLE}),
+    UpdateState.SWITCHING: frozenset({UpdateState.IDLE}),
 }
 
 
-class FleetUpdate:
-    """One update on its way. Call its steps in order, and `end` whatever happened.
+@dataclass(frozen=True, slots=True)
+class SwitchOrder:
+    """The switch to `version`, and the state in which replicas end.
 
-    A step raises if it leaves no replica to go on with: WeightUpdateFailed, from `stage` also CheckpointUnreadable
-    or InvalidRequest if that is what every replica says.
+    `asleep` is the memory that the fleet has given back before, `tags` what of it wakes. `serve` is awaited once,
+    as soon as the first replica holds the version; no replica takes traffic before that.
+    """
+
+    version: int
+    kv_policy: KVPolicy
+    consistency: Consistency
+    asleep: frozenset[MemoryTag]
+    tags: frozenset[MemoryTag]
+    is_paused: bool
+    serve: Callable[[], Awaitable[None]]
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self.asleep - self.tags)
+
+
+class FleetUpdate:
+    """One update on its way. Call `wake_weights`, `stage` and `switch` in order, and `end` whatever happened.
+
+    `stage` and `switch` raise if they leave no replica to go on with: WeightUpdateFailed, from `stage` also
+    CheckpointUnreadable or InvalidRequest if that is what every replica says.
     """
 
     def __init__(
@@ -94,6 +135,11 @@ class FleetUpdate:
     def state(self) -> UpdateState:
         return self._state
 
+    @property
+    def is_one_phase(self) -> bool:
+        """Tell if the commit transfers."""
+        return any(one.staged is not None and one.staged.held_in is HeldIn.NOWHERE for one in self.progress)
+
     async def wake_weights(self, asleep: frozenset[MemoryTag]) -> None:
         """Take back the memory to stage into, of a fleet that has given back `asleep`."""
         self._move(UpdateState.STAGING)
@@ -101,101 +147,160 @@ class FleetUpdate:
         async def wake(one: ReplicaProgress) -> None:
             await self._connect(one.replica.url).wake(WEIGHTS)
 
-        await on_all(_sleepers(self.progress, asleep), "wake", wake, self._config.wake_timeout_s)
+        limits = StepLimits(self._config.wake_timeout_s, self._config.straggler_grace_s)
+        await on_all(_sleepers(self.progress, asleep), "wake", wake, limits)
 
-    async def stage(self, update: WeightUpdate) -> None:
-        """Have the weights received and checked while decoding goes on. Nothing has changed if it raises."""
-        started_at = self._clock.now()
+    async def stage(self, updates: Mapping[str, WeightUpdate]) -> None:
+        """Have the weights received and checked while decoding goes on; `updates` is what each replica is told.
+
+        Whoever failed is quarantined. Nothing has changed if it raises; who alone was to blame is quarantined then
+        too, so that the next update does not wait for it.
+        """
+        started_at, config = self._clock.now(), self._config
 
         async def stage(one: ReplicaProgress) -> None:
-            one.staged = await self._connect(one.replica.url).stage(update)
+            one.staged = await self._connect(one.replica.url).stage(updates[one.replica.replica_id])
             one.stage_s = self._clock.now() - started_at
 
-        await on_all(unfailed(self.progress), "stage", stage, self._config.stage_timeout_s)
+        is_push = any(update.push is not None for update in updates.values())  # all receive it at once
+        share, slowness = (0.0, 0.0) if is_push else (_READ_SHARE, _READ_SLOWNESS)
+        limits = StepLimits(config.stage_timeout_s, config.straggler_grace_s, share, slowness)
+        await on_all(unfailed(self.progress), "stage", stage, limits)
         failed = [one for one in self.progress if one.error is not None]
-        if len(failed) == len(self.progress):
-            for kind in (CheckpointUnreadable, InvalidRequest):
-                if all(isinstance(one.failure, kind) for one in failed):
-                    raise kind(failures(failed), param="directory" if update.push is None else "push")
-            raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
-        for one in failed:
-            self._fleet.quarantine(one.replica, one.error or "")
+        if len(failed) < len(self.progress):
+            self._quarantine(failed)
+            return
+        self._quarantine(_culprits(failed))
+        for kind in (CheckpointUnreadable, InvalidRequest):
+            if all(isinstance(one.failure, kind) for one in failed):
+                raise kind(failures(failed), param="push" if is_push else "directory")
+        raise WeightUpdateFailed(f"nothing has changed: {failures(failed)}")
 
-    async def pause(self, kv_policy: KVPolicy) -> None:
-        """Take all replicas out of traffic and freeze them."""
-        self._move(UpdateState.PAUSING)
+    async def switch(self, order: SwitchOrder) -> None:
+        """Take all that have staged to the new version, each by itself or all together.
+
+        Raises WeightUpdateFailed if no commit has succeeded: whoever still holds its old weights then only has to
+        be resumed.
+        """
+        self._move(UpdateState.SWITCHING)
         for one in unfailed(self.progress):
             if self._fleet.begin_update(one.replica) is None:
                 one.error = "it left the fleet during the update"
+        async with asyncio.TaskGroup() as group:
+            serving: list[asyncio.Task[None]] = []
 
-        async def pause(one: ReplicaProgress) -> None:
-            one.paused_at = self._clock.now()
-            await self._connect(one.replica.url).pause(PauseMode.KEEP, kv_policy)
+            def served() -> asyncio.Task[None]:
+                if not serving:
+                    serving.append(group.create_task(_awaited(order.serve()), name="serve the new version"))
+                return serving[0]
 
-        await on_all(unfailed(self.progress), "pause", pause, self._config.pause_timeout_s)
-        self._drop_failed(self.progress)
-
-    async def commit(self, version: int) -> None:
-        """Swap on all replicas at once: in one phase they receive the weights together."""
-        self._move(UpdateState.COMMITTING)
-        for one in unfailed(self.progress):
-            self._fleet.forget_version(one.replica)
-
-        async def commit(one: ReplicaProgress) -> None:
-            one.committed = await self._connect(one.replica.url).commit(version)
-            self._fleet.committed(one.replica, version)
-
-        await on_all(unfailed(self.progress), "commit", commit, self._config.commit_timeout_s)
-        self._drop_failed(self.progress)
-
-    async def wake_rest(self, asleep: frozenset[MemoryTag], tags: frozenset[MemoryTag]) -> None:
-        """Take back the memory that `stage` and `commit` did not need: of a fleet that has given back `asleep`."""
-        self._move(UpdateState.RESUMING)
-
-        async def wake(one: ReplicaProgress) -> None:
-            await self._connect(one.replica.url).wake(tags)
-
-        sleepers = _sleepers(unfailed(self.progress), asleep)
-        await on_all(sleepers, "wake", wake, self._config.wake_timeout_s)
-        for one in sleepers:
-            if one.error is not None:  # its weights are right: it only has to be woken
-                one.end_stall(self._clock.now())
-                self._fleet.rejoin(one.replica, one.error)
-        if not unfailed(self.progress):
+            switch = _Switch(self._fleet, self._connect, self._clock, self._config, order, served)
+            is_together = order.consistency is Consistency.FLEET or self.is_one_phase
+            for steps in switch.steps_together() if is_together else switch.steps_alone():
+                await switch.take(unfailed(self.progress), steps)
+        if not serving:
             raise WeightUpdateFailed(failures(self.progress))
-
-    async def resume(self, *, is_asleep: bool, is_paused: bool) -> None:
-        """Have all replicas go on, or stay asleep or paused as the fleet is."""
-
-        async def resume(one: ReplicaProgress) -> None:
-            if is_asleep:
-                self._fleet.fall_asleep(one.replica)
-                return
-            if not is_paused:
-                await self._connect(one.replica.url).resume()
-            self._fleet.admit(one.replica)
-            one.end_stall(self._clock.now())
-
-        resuming = unfailed(self.progress)
-        await on_all(resuming, "resume", resume, self._config.resume_timeout_s)
-        self._drop_failed(resuming)
 
     def end(self) -> None:
         self._move(UpdateState.IDLE)
 
-    def _drop_failed(self, progress: Sequence[ReplicaProgress]) -> None:
-        """Quarantine those with an error. Raises WeightUpdateFailed if none is left."""
-        for one in progress:
-            if one.error is not None:
-                one.end_stall(self._clock.now())
-                self._fleet.quarantine(one.replica, one.error)
-        if not unfailed(progress):
-            raise WeightUpdateFailed(failures(progress))
+    def _quarantine(self, failed: Sequence[ReplicaProgress]) -> None:
+        for one in failed:
+            self._fleet.quarantine(one.replica, one.error or "")
 
     def _move(self, state: UpdateState) -> None:
         if state not in MOVES[self._state]:
             raise InvariantBroken(f"a weight update cannot go from {self._state} to {state}")
         self._state = state
+
+
+Step = Callable[[ReplicaProgress], Awaitable[None]]
+
+
+class _Switch:
+    """The steps of one switch, from the pause to the resume, on any of its replicas."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        connect: Callable[[str], EngineControl],
+        clock: Clock,
+        config: WeightConfig,
+        order: SwitchOrder,
+        served: Callable[[], asyncio.Task[None]],
+    ) -> None:
+        self._fleet = fleet
+        self._connect = connect
+        self._clock = clock
+        self._config = config
+        self._order = order
+        self._served = served
+
+    def steps_alone(self) -> tuple[tuple[Step, ...], ...]:
+        """Return the steps for replicas that wait for nobody."""
+        return ((self._pause, self._commit, self._wake, self._resume),)
+
+    def steps_together(self) -> tuple[tuple[Step, ...], ...]:
+        """Return the same steps, with a wait for the others after each that freezes, swaps or goes on."""
+        return ((self._pause,), (self._commit,), (self._wake, self._resume))
+
+    async def take(self, progress: Sequence[ReplicaProgress], steps: Sequence[Step]) -> None:
+        """Take these steps on all replicas at once, each as fast as it can."""
+
+        async def follow(one: ReplicaProgress) -> None:
+            for step in steps:
+                await step(one)
+
+        limits = StepLimits(self._config.switch_timeout_s, self._config.straggler_grace_s, slowness=_READ_SLOWNESS)
+        await on_all(progress, "switch", follow, limits, self._failed)
+
+    async def _pause(self, one: ReplicaProgress) -> None:
+        one.verb, one.paused_at = "pause", self._clock.now()
+        pausing = self._connect(one.replica.url).pause(PauseMode.KEEP, self._order.kv_policy)
+        await within(self._config.pause_timeout_s, pausing)
+
+    async def _commit(self, one: ReplicaProgress) -> None:
+        one.verb = "commit"
+        self._fleet.forget_version(one.replica)
+        version = self._order.version
+        one.committed = await within(self._config.commit_timeout_s, self._connect(one.replica.url).commit(version))
+        self._fleet.committed(one.replica, version)
+        self._served()
+
+    async def _wake(self, one: ReplicaProgress) -> None:
+        if _sleepers([one], self._order.asleep):
+            one.verb = "wake"
+            waking = self._connect(one.replica.url).wake(self._order.tags)
+            await within(self._config.wake_timeout_s, waking)
+
+    async def _resume(self, one: ReplicaProgress) -> None:
+        one.verb = "resume"
+        if not (self._order.is_asleep or self._order.is_paused):
+            await within(self._config.resume_timeout_s, self._connect(one.replica.url).resume())
+            one.end_stall(self._clock.now())
+        await asyncio.shield(self._served())
+        if self._order.is_asleep:
+            self._fleet.fall_asleep(one.replica)
+        else:
+            self._fleet.admit(one.replica)
+            one.end_stall(self._clock.now())
+
+    def _failed(self, one: ReplicaProgress) -> None:
+        one.end_stall(self._clock.now())
+        if one.verb == "commit":
+            self._fleet.quarantine(one.replica, one.error or "")
+        else:  # its weights are known: it only has to go on
+            self._fleet.rejoin(one.replica, one.error or "")
+
+
+def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:
+    """Return those that failed by themselves, where all have failed: lost, or silent while others said why not."""
+    lost = [one for one in failed if isinstance(one.failure, EngineLost | ConnectionError)]
+    silent = [one for one in failed if isinstance(one.failure, TimeoutError)]
+    for own in (lost, [*lost, *silent]):
+        if 0 < len(own) < len(failed):
+            return own
+    return []
 
 
 def _sleepers(progress: Sequence[ReplicaProgress], asleep: frozenset[MemoryTag]) -> list[ReplicaProgress]:
@@ -205,3 +310,7 @@ def _sleepers(progress: Sequence[ReplicaProgress], asleep: frozenset[MemoryTag])
         for one in progress
         if one.replica.registration.info.can_sleep and (asleep or one.replica.state is not ReplicaState.READY)
     ]
+
+
+async def _awaited(call: Awaitable[None]) -> None:
+    await call

@@ -20,11 +20,10 @@ from typing import TypeVar
 
 from agentloop import codec
 from agentloop.api import RolloutTerms
-from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import Conflict, NotFound, ServiceUnavailable
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
-from agentloop.types import KVPolicy, RolloutGroup, Trajectory
+from agentloop.types import RolloutGroup, Trajectory
 
 STORE_NAME = "trajectories.sqlite"
 """The store's file within a run directory."""
@@ -48,8 +47,6 @@ CREATE TABLE IF NOT EXISTS trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL, group_id TEXT NOT NULL,
     sample_index INTEGER NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL,
     UNIQUE (rollout_id, group_id, sample_index));
-CREATE TABLE IF NOT EXISTS weight_update (
-    id INTEGER PRIMARY KEY CHECK (id = 1), kv_policy TEXT NOT NULL, value BLOB NOT NULL, crc INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS service_state (
     name TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_rollout ON trajectories (rollout_id, seq);
@@ -243,28 +240,6 @@ class TrajectoryStore:
                 if group is not None:
                     owed.append((group, missing))
             return owed
-
-        return await self._writer.run(work)
-
-    async def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
-        """Remember the update that the fleet serves: a restarted coordinator brings late replicas to it.
-
-        Of a push only that it was one: its process and its secret are gone when the update is read.
-        """
-        if update.push is not None:
-            update = dataclasses.replace(update, push=PushSource((), "", ()))
-        row = (kv_policy.value, *packed(update))
-        await self._writer.run(
-            lambda db: db.execute("INSERT OR REPLACE INTO weight_update VALUES (1, ?, ?, ?)", row).rowcount
-        )
-
-    async def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
-        """Return the last update saved, or None."""
-
-        def work(db: sqlite3.Connection) -> tuple[WeightUpdate, KVPolicy] | None:
-            row = db.execute("SELECT kv_policy, CAST(value AS BLOB), crc FROM weight_update").fetchone()
-            update = None if row is None else self._rows.value("weight_update", WeightUpdate, 1, *row[1:])
-            return None if update is None else (update, KVPolicy(row[0]))
 
         return await self._writer.run(work)
 

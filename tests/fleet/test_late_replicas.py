@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from agentloop.engine import WeightUpdate
-from agentloop.errors import WeightUpdateFailed
+from agentloop.errors import CheckpointUnreadable, WeightUpdateFailed
+from agentloop.fleet.desired_state import FleetWeights, UpdateSource
 from agentloop.fleet.registry import ReplicaState
 from agentloop.types import KVPolicy, PauseMode
 from tests.support.engine.engines import SLEEPER, FakeEngine
@@ -259,7 +260,8 @@ async def test_an_offer_overtaken_by_an_update_is_not_taken(clock):
 @virtual
 async def test_after_a_restart_pushed_weights_come_from_those_who_hold_them(clock):
     site = FleetSite(clock)
-    site.sync.serve(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
+    pushed = UpdateSource.of(WeightUpdate(4, push=push_source("gone")), KVPolicy.KEEP)
+    site.sync.restore(FleetWeights(pushed), None)
     holder = site.register("holder", version=4)
     late = site.register("late", version=0)
     assert not await site.late.bring_up("late")
@@ -293,3 +295,30 @@ async def test_the_weights_at_the_start_count_for_their_own_version_only(clock):
     assert not await site.late.bring_up("dummy")
     await site.push(4)
     assert site.placeable() == ["a", "dummy"]
+
+
+# --- a served directory that was deleted ---
+
+
+@virtual
+async def test_a_directory_that_is_gone_is_replaced_by_another_replicas_weights(clock):
+    site = FleetSite(clock, "holder")
+    await site.update(1)
+    offering(site, "holder")
+    late = site.register("late", version=0)
+    late.unreadable = {"dir1"}
+    assert await site.late.bring_up("late")
+    assert [update.directory or update.push.token for update in late.updates] == ["dir1", "relay"]
+    assert (late.weight_version, site.placeable()) == (1, ["holder", "late"])
+
+
+@virtual
+async def test_where_nobody_can_give_them_on_the_record_says_what_was_tried(clock):
+    site = FleetSite(clock, "holder")
+    await site.update(1)
+    site.register("late", version=0).unreadable = {"dir1"}
+    with pytest.raises(CheckpointUnreadable):
+        await site.late.bring_up("late")
+    error = site.fleet.get("late").error
+    assert error.startswith("version 1 cannot be read, and nobody can give it on (")
+    assert "no such directory: dir1; holder: it cannot" in error

@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from agentloop import codec
 from agentloop.clock import VirtualClock
 from agentloop.engine import ALL_MEMORY
+from agentloop.fleet.desired_state import FleetWeights
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.weight_update import UpdateState
 from agentloop.types import KVPolicy
+from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.fleet.faulty_link import Fault
 from tests.support.fleet.schedule_worker import Sampled, ScheduleWorker, make_work
 from tests.support.fleet.schedules import MAX_HEALING_S, POLICY, World
@@ -138,8 +141,9 @@ def version_problems(world: World) -> list[str]:
         problems.append(f"the fleet serves {version}, but {reported} was reported")
     if history.served != sorted(history.served):
         problems.append(f"the fleet's version went back: {history.served}")
-    if version and (store.weights is None or store.weights[0].version < version):
-        problems.append(f"the fleet serves {version}, but a restart would go to {store.weights}")
+    saved = codec.decode(store.state.get(FLEET_WEIGHTS, codec.encode(FleetWeights())), FleetWeights)
+    if version and (saved.served is None or saved.served.version < version or saved.pending is not None):
+        problems.append(f"the fleet serves {version}, but a restart would go to {saved}")
     return problems
 
 

@@ -1,12 +1,20 @@
 """The order of an update, and what every way to fail leaves behind. Hangs and deadlines run in virtual time."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import Consistency, ReplicaRegistration
 from agentloop.engine import HeldIn, WeightUpdate
-from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed
+from agentloop.errors import (
+    CheckpointUnreadable,
+    Conflict,
+    EngineLost,
+    InvalidRequest,
+    NoHealthyReplica,
+    WeightUpdateFailed,
+)
 from agentloop.fleet.late_replicas import LateReplicas
 from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
@@ -18,41 +26,92 @@ from tests.support.engine.engines import INFO, SLEEPER
 from tests.support.fleet.pushes import Sender, Wire
 from tests.support.fleet.weights import CONFIG, KEEP, FleetSite, virtual
 
+SLOW = {"stage": 5.0, "pause": 2.0, "commit": 3.0, "resume": 1.0}
+
 
 @virtual
-async def test_stage_all_then_pause_all_then_commit_all_then_resume(clock):
+async def test_all_stage_then_each_switches_by_itself(clock):
     site = FleetSite(clock, "a", "b")
-    slow = site.engines["a"]
-    slow.seconds = {"stage": 5.0, "pause": 2.0, "commit": 3.0, "resume": 1.0}
+    site.engines["a"].seconds = SLOW
     report = await site.update(1, KVPolicy.RECOMPUTE)
     for engine in site.engines.values():
         assert engine.calls == ["stage", "pause:keep:recompute", "commit", "resume"]
         assert engine.weight_version == 1
         assert not engine.is_paused
-    at = dict(site.engines["b"].called_at)
-    assert at == {"stage": 0.0, "pause": 5.0, "commit": 7.0, "resume": 10.0}  # each step waited for the slow one
+    assert dict(site.engines["b"].called_at) == {"stage": 0.0, "pause": 5.0, "commit": 5.0, "resume": 5.0}
+    assert dict(site.engines["a"].called_at) == {"stage": 0.0, "pause": 5.0, "commit": 7.0, "resume": 10.0}
     stalls = {one.replica_id: one.stall_ms for one in report.replicas}
-    assert stalls == pytest.approx({"a": 6000.0, "b": 5000.0})
-    assert report.stall_ms == pytest.approx(6000.0)
+    assert stalls == pytest.approx({"a": 6000.0, "b": 0.0})
     assert report.total_ms == pytest.approx(11_000.0)
     assert [one.stage_ms for one in report.replicas] == pytest.approx([5000.0, 0.0])
     assert (report.version, report.previous_version, report.kv_policy) == (1, 0, KVPolicy.RECOMPUTE)
+    assert report.consistency is Consistency.REPLICA
     assert site.placeable() == ["a", "b"]
     assert site.fleet.weight_version == 1
 
 
 @virtual
-async def test_replicas_take_traffic_while_they_stage_and_none_while_they_commit(clock):
+async def test_where_asked_all_pause_then_all_commit_then_all_go_on(clock):
+    site = FleetSite(clock, "a", "b")
+    site.engines["a"].seconds = SLOW
+    report = await site.update(1, consistency=Consistency.FLEET)
+    at = dict(site.engines["b"].called_at)
+    assert at == {"stage": 0.0, "pause": 5.0, "commit": 7.0, "resume": 10.0}  # each step waited for the slow one
+    assert {one.replica_id: one.stall_ms for one in report.replicas} == pytest.approx({"a": 6000.0, "b": 5000.0})
+    assert report.consistency is Consistency.FLEET
+    assert site.placeable() == ["a", "b"]
+
+
+@virtual
+async def test_replicas_take_traffic_while_they_stage_and_none_while_they_switch(clock):
     site = FleetSite(clock, "a")
     site.engines["a"].seconds = {"stage": 5.0, "commit": 5.0}
     updating = asyncio.create_task(site.update(1))
     await clock.sleep(1.0)
     assert (site.sync.update_state, site.placeable()) == (UpdateState.STAGING, ["a"])
     await clock.sleep(6.0)
-    assert (site.sync.update_state, site.placeable()) == (UpdateState.COMMITTING, [])
+    assert (site.sync.update_state, site.placeable()) == (UpdateState.SWITCHING, [])
     assert site.fleet.may_recover_soon()
     await updating
     assert (site.sync.update_state, site.placeable()) == (UpdateState.IDLE, ["a"])
+
+
+@virtual
+async def test_while_replicas_switch_only_those_at_the_new_version_take_traffic(clock):
+    site = FleetSite(clock, "a", "b")
+    site.engines["b"].seconds = {"commit": 5.0}
+    updating = asyncio.create_task(site.update(1))
+    await clock.sleep(1.0)
+    assert (site.fleet.weight_version, site.placeable()) == (1, ["a"])
+    assert [one.weight_version for one in site.fleet.replicas] == [1, None]
+    await updating
+    assert site.placeable() == ["a", "b"]
+
+
+@pytest.mark.parametrize("verb", ["stage", "pause", "commit", "resume"])
+@pytest.mark.parametrize("consistency", Consistency)
+def test_one_that_hangs_costs_the_others_seconds_at_most(verb, consistency):
+    @virtual
+    async def test(clock):
+        names = [f"r{number}" for number in range(8)]
+        site = FleetSite(clock, *names)
+        for engine in site.engines.values():
+            engine.seconds = {"stage": 1.0, "commit": 0.1}
+        site.engines["r3"].hangs = {verb}
+        site.sync.config = replace(CONFIG, pause_timeout_s=60.0, commit_timeout_s=300.0, straggler_grace_s=4.0)
+        report = await site.update(1, consistency=consistency)
+        stalls = [one.stall_ms for one in report.replicas if one.replica_id != "r3"]
+        waits = consistency is Consistency.FLEET and verb in ("pause", "commit")
+        assert max(stalls) == pytest.approx(4300.0 if verb == "commit" and waits else 4100.0 if waits else 100.0)
+        assert report.total_ms < 8000.0
+        assert sorted(site.placeable()) == sorted(set(names) - {"r3"})
+        (hung,) = [one.error for one in report.replicas if one.replica_id == "r3"]
+        assert hung == f"{verb}: no answer 4 s after the others"
+        site.engines["r3"].hangs = set()
+        assert await site.late.bring_up("r3")
+        assert sorted(site.placeable()) == names
+
+    test()
 
 
 @virtual
@@ -117,13 +176,14 @@ async def test_stages_that_fail_for_other_reasons_change_nothing_either(clock):
     site.engines["b"].fail("stage")
     with pytest.raises(WeightUpdateFailed, match="no answer within 100 s"):
         await site.update(1)
-    assert site.placeable() == ["a", "b"]
+    assert site.state("a") is ReplicaState.QUARANTINED  # its silence kept the other waiting
+    assert site.placeable() == ["b"]
     assert clock.now() == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize("verb", ["stage", "pause", "commit", "resume"])
 @pytest.mark.parametrize("is_hung", [False, True])
-def test_one_replica_fails_and_is_quarantined(verb, is_hung):
+def test_one_replica_fails_and_the_others_go_on(verb, is_hung):
     @virtual
     async def test(clock):
         site = FleetSite(clock, "good", "bad")
@@ -137,23 +197,25 @@ def test_one_replica_fails_and_is_quarantined(verb, is_hung):
         assert errors["good"] is None
         assert errors["bad"].startswith(f"{verb}: ")
         assert ("no answer" in errors["bad"]) == is_hung
-        assert site.state("bad") is ReplicaState.QUARANTINED
+        # Of unknown weights is only one whose commit failed; the stage of another may have blocked the transfer.
+        is_quarantined = verb in ("stage", "commit")
+        assert site.state("bad") is (ReplicaState.QUARANTINED if is_quarantined else ReplicaState.JOINING)
         assert site.placeable() == ["good"]
         assert ("resume" in bad.calls) == (verb == "resume")
         versions = {"stage": 0, "pause": 0, "commit": None, "resume": 1}
         assert site.fleet.get("bad").weight_version == versions[verb]
         if verb in ("pause", "commit"):
             assert "resume" not in bad.calls  # never resumed on unknown weights
-        # It comes back through a commit of the fleet's version only.
+        # It comes back through a commit of the fleet's version, or with it.
         bad.failures, bad.hangs, bad.calls = {}, set(), []
         assert await site.late.bring_up("bad")
-        assert bad.calls == ["stage", "pause:keep:keep", "commit", "resume"]
+        assert bad.calls == [*([] if verb == "resume" else ["stage", "pause:keep:keep", "commit"]), "resume"]
         assert site.placeable() == ["good", "bad"]
 
     test()
 
 
-@pytest.mark.parametrize("verb", ["pause", "commit", "resume"])
+@pytest.mark.parametrize("verb", ["pause", "commit"])
 def test_all_replicas_fail(verb):
     @virtual
     async def test(clock):
@@ -164,11 +226,64 @@ def test_all_replicas_fail(verb):
             await site.update(1)
         assert site.placeable() == []
         assert site.sync.update_state is UpdateState.IDLE
-        assert site.fleet.weight_version == (1 if verb == "resume" else 0)
+        assert site.fleet.weight_version == 0
         for engine in site.engines.values():
             engine.failures.clear()
-        await site.update(2)  # quarantined replicas take part in the next update
+        await site.update(2)  # they take part in the next update
         assert site.placeable() == ["a", "b"]
+
+    test()
+
+
+@virtual
+async def test_the_first_commit_decides_even_if_nobody_goes_on_at_once(clock):
+    site = FleetSite(clock, "a", "b")
+    for engine in site.engines.values():
+        engine.fail("resume", times=1)
+    report = await site.update(1)
+    assert [one.error.startswith("resume: ") for one in report.replicas] == [True, True]
+    assert (site.fleet.weight_version, site.placeable()) == (1, [])
+    assert await site.late.bring_up("a")
+    assert await site.late.bring_up("b")
+    assert site.placeable() == ["a", "b"]
+
+
+@virtual
+async def test_who_failed_in_the_pause_of_a_failed_update_only_has_to_be_resumed(clock):
+    site = FleetSite(clock, "a", "b")
+    await site.push(1)  # nobody could bring these weights again
+    for engine in site.engines.values():
+        engine.hangs, engine.calls = {"pause"}, []
+    with pytest.raises(WeightUpdateFailed, match="a: pause: no answer within 10 s; b: pause: "):
+        await site.push(2, token="next")
+    assert site.fleet.weight_version == 1
+    for name, engine in site.engines.items():
+        assert await site.late.bring_up(name)
+        assert engine.calls == ["stage", "pause:keep:keep", "resume"]
+    assert site.placeable() == ["a", "b"]
+
+
+@pytest.mark.parametrize("culprit", ["lost", "silent"])
+def test_where_all_fail_for_the_sake_of_one_that_one_is_quarantined(culprit):
+    @virtual
+    async def test(clock):
+        site = FleetSite(clock, "a", "b", "c")
+        for name in "abc":
+            site.engines[name].fail("stage")
+        if culprit == "lost":
+            site.engines["c"].failures["stage"] = EngineLost("the process died")
+        else:
+            site.engines["c"].hangs = {"stage"}
+        with pytest.raises(WeightUpdateFailed, match="nothing has changed"):
+            await site.push(1)
+        assert site.placeable() == ["a", "b"]
+        assert site.state("c") is ReplicaState.QUARANTINED
+        for name in "ab":
+            site.engines[name].failures.clear()
+        await site.push(1, token="again")
+        told = [site.engines[name].updates[-1].push for name in "abc"]
+        assert {(push.num_receivers, push.num_optional) for push in told} == {(2, 1)}
+        assert [push.is_optional for push in told] == [False, False, True]  # nobody waits for it
 
     test()
 
@@ -264,11 +379,60 @@ async def test_a_version_that_nobody_holds_any_more_can_be_pushed_again(clock):
     site = FleetSite(clock, "a")
     await site.push(1)
     with pytest.raises(Conflict, match="version 1"):
-        await site.push(1)
+        await site.push(1, token="another")
     site.fleet.deregister("a")
     site.register("a", version=0)
-    await site.push(1)
+    await site.push(1, token="another")
     assert site.placeable() == ["a"]
+
+
+@virtual
+async def test_a_repeat_gets_the_report_and_another_source_of_the_version_a_conflict(clock):
+    site = FleetSite(clock, "a")
+    first = await site.push(1)
+    assert await site.push(1) is first
+    assert site.engines["a"].calls.count("stage") == 1
+    with pytest.raises(Conflict, match="version 1"):
+        await site.update(1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_repeat_joins_the_update_under_way(fails):
+    @virtual
+    async def test(clock):
+        site = FleetSite(clock, "a")
+        site.engines["a"].seconds = {"stage": 5.0}
+        if fails:
+            site.engines["a"].fail("stage")
+        first = asyncio.create_task(site.push(1))
+        await clock.sleep(1.0)
+        with pytest.raises(Conflict, match="is going on"):
+            await site.push(1, token="another")
+        second = await asyncio.gather(site.push(1), return_exceptions=True)
+        outcome = await asyncio.gather(first, return_exceptions=True)
+        assert outcome == second
+        assert isinstance(outcome[0], CheckpointUnreadable) == fails
+        assert site.engines["a"].calls.count("stage") == 1
+
+    test()
+
+
+@virtual
+async def test_forced_the_fleet_goes_back_and_no_kv_is_kept(clock):
+    site = FleetSite(clock, "a", "b", version=0)
+    await site.update(950)
+    for name in "ab":
+        site.calls(name)
+    with pytest.raises(InvalidRequest, match="with `force` the fleet goes back"):
+        await site.update(900)
+    report = await site.update(900, KVPolicy.KEEP, force=True)
+    assert (report.version, report.previous_version, report.kv_policy) == (900, 950, KVPolicy.RECOMPUTE)
+    assert site.calls("a") == ["stage", "pause:keep:recompute", "commit", "resume"]
+    assert (site.fleet.weight_version, site.placeable()) == (900, ["a", "b"])
+    late = site.register("late", version=950)  # it missed the way back
+    assert await site.late.bring_up("late")
+    assert late.calls == ["stage", "pause:keep:recompute", "commit", "resume"]
+    assert (await site.update(901)).kv_policy is KEEP
 
 
 @virtual

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from agentloop import codec
-from agentloop.engine import PushSource, WeightUpdate
 from agentloop.errors import Conflict, InvalidRequest, NotFound
 from agentloop.images import IMAGES_FOLDER
 from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
-from agentloop.types import KVPolicy, Trajectory
+from agentloop.types import Trajectory
 from tests.support.records.samples import make_group, make_trajectory
 from tests.support.records.vision_folder import picture
 
@@ -163,25 +162,6 @@ async def test_a_reader_in_another_connection_sees_commits_while_the_writer_is_o
         assert codec.to_builtins(known) == codec.to_builtins(make_trajectory())
     finally:
         reader.close()
-
-
-@pytest.mark.parametrize(
-    "update",
-    [
-        WeightUpdate(0, "/weights/0"),
-        WeightUpdate(7, push=PushSource((), "", ())),
-        WeightUpdate(8, adapter="/adapters/8"),
-    ],
-)
-async def test_the_last_update_is_remembered_whatever_its_source(path: Path, update: WeightUpdate) -> None:
-    store = TrajectoryStore(path)
-    assert await store.saved_weights() is None
-    await store.save_weights(WeightUpdate(0, "/weights/before"), KVPolicy.KEEP)
-    await store.save_weights(update, KVPolicy.FRESH)
-    await store.close()
-    again = TrajectoryStore(path)
-    assert await again.saved_weights() == (update, KVPolicy.FRESH)
-    await again.close()
 
 
 async def test_a_failed_transaction_stores_nothing_and_the_next_one_works(

@@ -176,14 +176,15 @@ def push_weights(
     url: Url = DEFAULT_URL,
     kv_policy: Annotated[KVPolicy | None, typer.Option(help="What happens to older KV.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="The folder holds a LoRA adapter (PEFT).")] = False,
+    force: Annotated[bool, typer.Option("--force", help="The version may be older than the served one.")] = False,
     admin_key: AdminKey = None,
 ) -> None:
     """Bring every replica to new weights."""
 
     async def send(client: RolloutClient) -> UpdateReport:
         if adapter:
-            return await client.update_adapter(directory, version=version, kv_policy=kv_policy)
-        return await client.update_weights(directory, version=version, kv_policy=kv_policy)
+            return await client.update_adapter(directory, version=version, kv_policy=kv_policy, force=force)
+        return await client.update_weights(directory, version=version, kv_policy=kv_policy, force=force)
 
     with _clear_errors():
         report = _run(_as_admin(url, admin_key, send))

@@ -20,13 +20,14 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api import ServiceStatus
 from agentloop.clock import Clock
-from agentloop.fleet import Connect, StandingOrders
+from agentloop.fleet import Connect, FleetWeights, StandingOrders
 from agentloop.storage import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
 
+FLEET_WEIGHTS = "fleet_weights"
 STANDING_ORDERS = "standing_orders"
-"""The name under which the store keeps the fleet's standing orders."""
+"""The names under which the store keeps the fleet's desired state."""
 
 
 class Coordinator:
@@ -50,21 +51,19 @@ class Coordinator:
         self._store = store
         self._tasks = OwnedTasks("coordinator")
         changed = ChangeSignal()
+        save_weights = partial(store.save_state, FLEET_WEIGHTS)
         save_orders = partial(store.save_state, STANDING_ORDERS)
-        self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, store.save_weights, save_orders)
+        self.replicas = Replicas(connect, config, clock, log, changed, self._tasks, save_weights, save_orders)
         self.rollouts = Rollouts(store, self.replicas, config, clock, log, changed, self._tasks)
         self._background: list[asyncio.Task[None]] = []
         self._endpoints: dict[int, str] = {}  # the private URLs of the endpoint's processes, by rank
         self._is_closed = False
 
     async def start(self) -> None:
-        """Take up the orders and the work that an earlier coordinator left, and begin to watch."""
-        saved = await self._store.saved_weights()
-        if saved is not None:
-            self.replicas.sync.serve(*saved)
+        """Take up the weights, the orders and the work that an earlier coordinator left, and begin to watch."""
+        weights = await self._store.saved_state(FLEET_WEIGHTS, FleetWeights)
         orders = await self._store.saved_state(STANDING_ORDERS, StandingOrders)
-        if orders is not None:
-            self.replicas.sync.restore(orders)
+        self.replicas.sync.restore(weights, orders)
         await self.rollouts.restore()
         self._background = [
             asyncio.create_task(self._watch(), name="coordinator-watch"),
@@ -134,6 +133,7 @@ class Coordinator:
                 continue  # by our own doing: handle the heartbeats that it held up before judging anyone
             self.replicas.look(now)
             self.rollouts.look(now)
+            await self.replicas.sync.settle()
             try:
                 await self.rollouts.write_owed()
                 await self.replicas.sync.save_owed()

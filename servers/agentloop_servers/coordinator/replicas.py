@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
-from agentloop.api import LostReplica, ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
+from agentloop.api import Consistency, LostReplica, ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken, NoHealthyReplica
@@ -24,6 +24,7 @@ from agentloop.fleet import (
     Connect,
     Fleet,
     FleetConfig,
+    FleetWeights,
     LateReplicas,
     ReplicaRecord,
     ReplicaState,
@@ -84,7 +85,7 @@ class Replicas:
         log: FilteringBoundLogger,
         changed: ChangeSignal,
         tasks: OwnedTasks,
-        on_staged: Callable[[WeightUpdate, KVPolicy], Awaitable[None]],
+        on_weights: Callable[[FleetWeights], Awaitable[None]],
         on_orders: Callable[[StandingOrders], Awaitable[None]],
     ) -> None:
         self.tasks = tasks
@@ -100,7 +101,7 @@ class Replicas:
             clock,
             config.weights,
             initial=None if config.initial_weights is None else (config.initial_weights, config.kv_policy),
-            on_staged=on_staged,
+            on_weights=on_weights,
             on_orders=on_orders,
             on_change=self._fleet_changed,
             log=log,
@@ -240,11 +241,17 @@ class Replicas:
     # --- weights ---
 
     @to_its_end
-    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
+    async def update_weights(
+        self,
+        update: WeightUpdate,
+        kv_policy: KVPolicy | None,
+        consistency: Consistency | None = None,
+        force: bool = False,
+    ) -> UpdateReport:
         policy = self._config.kv_policy if kv_policy is None else kv_policy
         with self._update_under_way(update.version):
             try:
-                return await self.sync.update_weights(update, policy)
+                return await self.sync.update_weights(update, policy, consistency, force)
             finally:
                 for replica in self.fleet.replicas:
                     if replica.state is ReplicaState.QUARANTINED:

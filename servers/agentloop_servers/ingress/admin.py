@@ -125,7 +125,8 @@ class AdminRoutes:
         update = body.to_update()
         self._rules.check_source(update)
         update = await asyncio.to_thread(self._located, update)
-        report = await self._ask(self._coordinator.update_weights(update, body.policy))
+        update_weights = self._coordinator.update_weights(update, body.policy, body.how_together, body.force)
+        report = await self._ask(update_weights)
         return json_response(codec.to_builtins(report))
 
     async def sleep(self, body: Sleep) -> Response:

@@ -7,8 +7,18 @@ import pytest
 
 from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
-from agentloop.errors import Conflict, EngineLost, InvalidRequest, NoHealthyReplica, NotFound, WeightUpdateFailed
+from agentloop.errors import (
+    Conflict,
+    EngineLost,
+    InvalidRequest,
+    NoHealthyReplica,
+    NotFound,
+    ServiceUnavailable,
+    WeightUpdateFailed,
+)
+from agentloop.fleet.desired_state import FleetWeights
 from agentloop.types import KVPolicy, PauseMode
+from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.engine.engines import INFO, SLEEPER, FakeEngine
 from tests.support.fleet.service import CONFIG, record, report, service
 from tests.support.fleet.weights import push_source
@@ -290,8 +300,8 @@ async def test_a_restart_goes_on_with_pushed_weights_and_their_secret_is_not_kep
         engine.offered = push_source("relay")
     await site.stop()
     coordinator = await site.start()
-    saved, _ = await site.store.saved_weights()
-    assert (saved.version, saved.push.token, saved.push.tensors) == (1, "", ())
+    saved = (await site.store.saved_state(FLEET_WEIGHTS, FleetWeights)).served
+    assert (saved.version, saved.update.push.token, saved.update.push.tensors) == (1, "", ())
     await site.clock.sleep(2.0)
     await site.join("late", version=0)
     await site.clock.sleep(2.0)
@@ -325,3 +335,86 @@ async def test_a_replica_that_missed_the_operators_resume_gets_it_later(site, co
     await site.clock.sleep(1.0)
     assert await site.states() == {"a": "ready", "b": "ready"}
     assert not site.engines["b"].is_paused
+
+
+# --- updates and the end of a coordinator ---
+
+
+@service("a", "b")
+async def test_a_failed_push_does_not_come_true_after_a_restart(site, coordinator):
+    await coordinator.replicas.update_weights(push(1), None)
+    for engine in site.engines.values():
+        engine.fail("commit", times=1)
+        engine.hangs = {"pause"}
+    with pytest.raises(WeightUpdateFailed):
+        await coordinator.replicas.update_weights(push(2), None)
+    for engine in site.engines.values():
+        engine.hangs = set()
+    await site.stop()
+    coordinator = await site.start()
+    await site.clock.sleep(CONFIG.weights.settle_s + 5.0)
+    assert await site.states() == {"a": "ready", "b": "ready"}
+    assert (coordinator.replicas.weight_version, [one.weight_version for one in site.engines.values()]) == (
+        1,
+        [1, 1],
+    )
+
+
+@service("a", "b")
+async def test_a_coordinator_that_dies_before_the_first_commit_leaves_the_fleet_where_it_was(site, coordinator):
+    await coordinator.replicas.update_weights(push(1), None)
+    for engine in site.engines.values():
+        engine.seconds = {"pause": 20.0}
+    updating = asyncio.create_task(coordinator.replicas.update_weights(push(2), None))
+    await site.clock.sleep(1.0)
+    await site.stop()
+    await asyncio.gather(updating, return_exceptions=True)
+    coordinator = await site.start()
+    for engine in site.engines.values():
+        engine.seconds = {}
+    await site.clock.sleep(1.5)
+    assert (await site.states(), coordinator.replicas.is_ready) == ({"a": "joining", "b": "joining"}, False)
+    again = asyncio.create_task(coordinator.replicas.update_weights(push(3), None))  # waits until that is settled
+    await site.clock.sleep(CONFIG.weights.settle_s + 1.0)
+    assert (await again).previous_version == 1
+    assert await site.states() == {"a": "ready", "b": "ready"}
+
+
+@service("a", "b", "c")
+async def test_a_coordinator_that_dies_after_the_first_commit_brings_the_others_after_it(site, coordinator):
+    await coordinator.replicas.update_weights(push(1), None)
+    for name in "bc":
+        site.engines[name].seconds = {"pause": 20.0}
+    # The outcome does not reach the disk: replicas say it.
+    site.engines["a"].on_commit = lambda: setattr(site.store, "is_broken", True)
+    updating = asyncio.create_task(coordinator.replicas.update_weights(push(2), None))
+    await site.clock.sleep(1.0)
+    await site.stop()
+    await asyncio.gather(updating, return_exceptions=True)
+    coordinator = await site.start()
+    for engine in site.engines.values():
+        engine.seconds, engine.offered = {}, push_source("relay")
+    await site.clock.sleep(CONFIG.weights.settle_s + 5.0)
+    assert coordinator.replicas.weight_version == 2
+    assert await site.states() == {"a": "ready", "b": "ready", "c": "ready"}
+    answer = await coordinator.replicas.update_weights(push(2), None)  # its answer was lost with the coordinator
+    assert (answer.version, answer.previous_version, answer.replicas) == (2, 1, ())
+
+
+@service("a", "b")
+async def test_a_repeat_gets_its_report_from_the_next_coordinator_too(site, coordinator):
+    first = await coordinator.replicas.update_weights(push(1), None)
+    await site.stop()
+    coordinator = await site.start()
+    await site.clock.sleep(2.0)
+    assert await coordinator.replicas.update_weights(push(1), None) == first
+    assert coordinator.replicas.sync.reports == (first,)
+
+
+@service("a", "b")
+async def test_an_update_that_cannot_be_recorded_does_not_begin(site, coordinator):
+    site.store.is_broken = True
+    with pytest.raises(ServiceUnavailable, match="cannot be recorded"):
+        await coordinator.replicas.update_weights(push(1), None)
+    assert await site.states() == {"a": "ready", "b": "ready"}
+    assert [engine.calls for engine in site.engines.values()] == [["resume", "stage"]] * 2

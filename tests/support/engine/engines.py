@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
 from agentloop.clock import Clock
@@ -47,6 +48,8 @@ class FakeEngine:
         self.asleep: frozenset[MemoryTag] = frozenset()
         self.held_in = HeldIn.DEVICE
         self.offered: PushSource | None = None
+        self.unreadable: set[str] = set()  # directories
+        self.on_commit: Callable[[], None] = lambda: None
         self.updates: list[WeightUpdate] = []
         self.is_paused = False
         self.is_usable = version is not None
@@ -77,6 +80,8 @@ class FakeEngine:
             raise Conflict("asleep")
         self.updates.append(update)
         await self._called("stage")
+        if update.directory in self.unreadable:
+            raise CheckpointUnreadable(f"no such directory: {update.directory}", param="directory")
         self.staged = update.version
         is_one_phase = self.held_in is HeldIn.NOWHERE
         return StageReport(self.held_in, "nccl", 1000, transfer_ms=0.0 if is_one_phase else 30.0)
@@ -91,6 +96,7 @@ class FakeEngine:
         self.is_usable, self.weight_version = False, None
         await self._called("commit")
         self.is_usable, self.weight_version, self.staged = True, version, None
+        self.on_commit()
         is_one_phase = self.held_in is HeldIn.NOWHERE
         return CommitReport(5.0, 2.0, num_verified=7, transfer_ms=40.0 if is_one_phase else 0.0)
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from agentloop.api.coordinator import (
+    Consistency,
     EncodedPage,
     Orders,
     ReplicaStatus,
@@ -203,7 +204,13 @@ class FakeCoordinator:
     async def release(self, lease: Lease) -> None:
         del self.leases[lease.lease_id]
 
-    async def update_weights(self, update: WeightUpdate, kv_policy: KVPolicy | None) -> UpdateReport:
+    async def update_weights(
+        self,
+        update: WeightUpdate,
+        kv_policy: KVPolicy | None,
+        consistency: Consistency | None = None,
+        force: bool = False,
+    ) -> UpdateReport:
         self._raise_next()
         if self.update_error is not None:
             raise self.update_error

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 from agentloop import codec
 from agentloop.api import RolloutTerms
-from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, NotFound
 from agentloop.scheduling.rollout_queue import assignment_id
-from agentloop.types import KVPolicy, RolloutGroup, Trajectory
+from agentloop.types import RolloutGroup, Trajectory
 
 T = TypeVar("T")
 
@@ -23,7 +22,6 @@ class MemoryStore:
         self.groups: dict[str, list[RolloutGroup]] = {}
         self.records: dict[str, Trajectory] = {}
         self.sessions: set[str] = set()
-        self.weights: tuple[WeightUpdate, KVPolicy] | None = None
         self.state: dict[str, bytes] = {}
         self.rollout_terms: dict[str, RolloutTerms] = {}
         self.is_broken = False
@@ -86,14 +84,6 @@ class MemoryStore:
                 if missing:
                     owed.append((group, missing))
         return owed
-
-    async def save_weights(self, update: WeightUpdate, kv_policy: KVPolicy) -> None:
-        await self._disk()
-        self.weights = (update, kv_policy)
-
-    async def saved_weights(self) -> tuple[WeightUpdate, KVPolicy] | None:
-        await self._turn()
-        return self.weights
 
     async def take_over(self, above: int = 0) -> int:
         await self._turn()

@@ -66,6 +66,8 @@ CONFIG = CoordinatorConfig(
         wake_timeout_s=0.5,
         offer_timeout_s=0.5,
         operator_pause_timeout_s=2.0,
+        straggler_grace_s=0.3,
+        settle_s=0.6,
         max_catch_up_attempts=3,
         backoff_s=0.1,
         max_backoff_s=0.5,
@@ -425,7 +427,7 @@ class World:
         served = sync.served()
         if served is None or sync.desired.asleep:
             return True
-        return not served[0].is_repeatable and not (self.wire.can_relay and self.placeable())
+        return not served.update.is_repeatable and not (self.wire.can_relay and self.placeable())
 
     async def push_until_done(self) -> None:
         """A trainer that insists."""

@@ -56,11 +56,12 @@ class FleetSite:
     def placeable(self):
         return [replica.replica_id for replica in self.fleet.placeable()]
 
-    async def update(self, version, kv_policy=KEEP):
-        return await self.sync.update_weights(WeightUpdate(version, f"dir{version}"), kv_policy)
+    async def update(self, version, kv_policy=KEEP, **options):
+        return await self.sync.update_weights(WeightUpdate(version, f"dir{version}"), kv_policy, **options)
 
-    async def push(self, version, kv_policy=KEEP):
-        return await self.sync.update_weights(WeightUpdate(version, push=push_source()), kv_policy)
+    async def push(self, version, kv_policy=KEEP, token="trainer", **options):
+        update = WeightUpdate(version, push=push_source(token))
+        return await self.sync.update_weights(update, kv_policy, **options)
 
     def calls(self, replica_id):
         """What the engine was asked since the last time."""
