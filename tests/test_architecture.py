@@ -124,8 +124,9 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.endpoint",
         "agentloop_servers.http",
     },
+    "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.app": {"*"},  # the wiring
-    "agentloop_servers.local": {"agentloop_servers.app", "agentloop_servers.config", "agentloop_servers.http"},
+    "agentloop_servers.local": {"agentloop_servers.app", "agentloop_servers.config", "agentloop_servers.tcp"},
     "agentloop_servers.cli": {
         "agentloop.agents",
         "agentloop.api",
@@ -268,6 +269,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.endpoint.direct_server",
         "agentloop_servers.engines.vllm.engine",
         "agentloop_servers.ingress.app",
+        "agentloop_servers.public_port",
         "agentloop_servers.replica.client",
         "agentloop_servers.replica.server",
         "agentloop_tools",

@@ -8,26 +8,25 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
 
 from agentloop.aio import LoopWatch, freeze_gc
 from agentloop.api import FrontPort
-from agentloop.checks import is_loopback
 from agentloop.clock import RealClock
 from agentloop.engine import Engine, WeightUpdate
-from agentloop.errors import EngineLost, InvalidRequest, ServiceUnavailable
+from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.generation import ImagePlacer, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
@@ -51,10 +50,12 @@ from agentloop_servers.endpoint import (
     take_shard_lock,
 )
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
-from agentloop_servers.http import Keys
+from agentloop_servers.http import Keys, error_response
 from agentloop_servers.ingress import ModeRules, create_app
 from agentloop_servers.private_http import worker_key
+from agentloop_servers.public_port import PublicPort, keeper_finder
 from agentloop_servers.replica import EngineClients, Replica, ReplicaConfig
+from agentloop_servers.tcp import url_of
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
@@ -91,7 +92,7 @@ class CoordinatorDeployment:
         )
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
-        self._server = CoordinatorServer(self._coordinator, secret, config.host)
+        self._server = CoordinatorServer(self._coordinator, secret, private_host(config))
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
         freeze_gc()
@@ -139,7 +140,7 @@ class EngineReplicaDeployment:
             build_engine(config),
             client.replicas,
             secret,
-            config.host,
+            private_host(config),
             slot=context.rank.rank,
             config=replica_config(config),
         )
@@ -197,25 +198,8 @@ class AgentLoopWorkerDeployment:
         await self._closing.aclose()
 
 
-class BehindServe:
-    """The app as Serve is given it. Serve's proxy gives every request an id, and stamps the answer with it: stamped
-    by the app too, clients would read `id, id`."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def unstamped(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                del MutableHeaders(scope=message)["x-request-id"]
-            await send(message)
-
-        await self._app(scope, receive, unstamped)
-
-
-@serve.ingress()
 class IngressDeployment:
-    """The HTTP edge: rollouts, admin, and the chat endpoint with its share of the sessions."""
+    """The HTTP edge on the service's port: rollouts, admin, the chat endpoint with its share of the sessions."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -229,16 +213,22 @@ class IngressDeployment:
         configure_logging(run_dir / LOG_NAME)
         client = coordinator_client(coordinator, secret)
         self._closing.push_async_callback(client.close)
+        self._url = url_of(config.host, config.port)
+        context = serve.get_replica_context()
+        self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
+        self._closing.push_async_callback(self._port.close)
         self._process = IngressProcess(config, run_dir, secret, client.front)
         self._closing.push_async_callback(self._process.close)
-        await self._process.start(serve.get_replica_context().rank.rank)
+        await self._process.start(context.rank.rank, await self._port.take())
         freeze_gc()
 
-    def __serve_build_asgi_app__(self) -> BehindServe:
-        return BehindServe(self._process.app)
+    async def __call__(self, request: Request) -> Response:
+        """Refuse what comes through a proxy of Serve's, which bounds nothing that strangers send."""
+        return error_response(NotFound(f"this port is Ray Serve's own; the service listens at {self._url}"))
 
     async def check_health(self) -> None:
         self._process.check_health()
+        self._port.check_health()
 
     async def __del__(self) -> None:
         await self._closing.aclose()
@@ -267,8 +257,11 @@ class IngressProcess:
         self._closing = AsyncExitStack()
         self._health_checks: list[Callable[[], None]] = []
 
-    async def start(self, first_shard: int = 0) -> None:
-        """Take a shard, open its sessions and the port, and tell the other processes."""
+    async def start(self, first_shard: int = 0, public: socket.socket | None = None) -> None:
+        """Take a shard, open its sessions and a port, and tell the other processes. `public` is served too.
+
+        Raises InvalidRequest if the service would be open to other machines without keys.
+        """
         config, closing = self._config, self._closing
         shard = await take_shard_lock(self._run_dir, config.ingress_replicas, first=first_shard)
         closing.callback(shard.release)
@@ -280,11 +273,11 @@ class IngressProcess:
         closing.push_async_callback(sessions.close)
         await sessions.start()
         app = build_app(config, self._coordinator, clients, endpoint)
-        server = DirectServer(app, config.host)
+        server = DirectServer(app, private_host(config))
         closing.push_async_callback(server.close)
-        url = await server.start(shard.port)
+        url = await server.start(shard.port, public)
         shard.set_port(int(url.rpartition(":")[2]))
-        endpoint.direct_url = url if is_loopback(config.host) else None
+        endpoint.direct_url = url
         closing.push_async_callback(router.close)
         await router.start(url)
         self._health_checks = [sessions.check_health, server.check_health, router.check_health]
@@ -302,8 +295,8 @@ class IngressProcess:
 
 
 def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint) -> FastAPI:
-    """The HTTP app of one ingress process."""
-    keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
+    """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
+    keys = keys_of(config)
     return create_app(
         coordinator,
         clients.connect,
@@ -315,6 +308,18 @@ def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClie
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
     )
+
+
+def private_host(config: ServiceConfig) -> str:
+    """Return where the service's own processes listen for each other: they share files, so they are on one host."""
+    return "::1" if ":" in config.host else "127.0.0.1"
+
+
+def keys_of(config: ServiceConfig) -> Keys:
+    """Return the service's keys. Raises InvalidRequest if its host is beyond loopback and there are none."""
+    keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
+    keys.check_bind(config.host)
+    return keys
 
 
 def build_endpoint(
@@ -380,6 +385,8 @@ def sessions_name(rank: int) -> str:
 def build(args: dict[str, Any]) -> serve.Application:
     """The application of a Serve config's `args`; see ServiceConfig."""
     config = ServiceConfig.model_validate(args)
+    if config.port == 0:
+        raise InvalidRequest("a service that is deployed needs a port, which its processes share", param="port")
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(Path("runs"))
     return application(config, run_dir)
 
@@ -387,9 +394,10 @@ def build(args: dict[str, Any]) -> serve.Application:
 def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     """The four deployments, bound.
 
-    Raises InvalidRequest if the model is not there, or not what it must be, and what `load_chat_format` raises: a
-    model that would be rendered or read wrongly is refused before anything is started.
+    Raises InvalidRequest if keys are missing, or if the model is not there, or not what it must be, and what
+    `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started.
     """
+    keys_of(config)  # here, and again in each ingress process, whose environment may be another
     load_chat_format(config.model_path(), config.chat)
     if config.engine.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(

@@ -166,7 +166,7 @@ class ServiceConfig(_Strict):
     endpoint: EndpointSettings = EndpointSettings()
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: a free one, on a Ray of its own
     weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may
     image_roots: list[str] = []  # folders whose files a task may show; none: images come as data URLs only
     keys: KeysConfig = KeysConfig()
@@ -215,15 +215,19 @@ class ServiceConfig(_Strict):
 
     @classmethod
     def load(cls, path: Path) -> ServiceConfig:
-        """Read a Serve config file: its first application's arguments and its HTTP address.
+        """Read a Serve config file: its first application's arguments.
 
         Raises InvalidRequest, naming the file and the field.
         """
         try:
             document = yaml.safe_load(path.read_text())
-            http = document.get("http_options", {})
-            address = {name: http[name] for name in ("host", "port") if name in http}
-            return cls.model_validate(document["applications"][0]["args"] | address)
+            if document.get("http_options"):
+                raise InvalidRequest(
+                    f"{path}: http_options are of Serve's own proxy, which is not used: `host` and `port` of the "
+                    "service stand among the application's args",
+                    param="http_options",
+                )
+            return cls.model_validate(document["applications"][0]["args"])
         except OSError as error:
             raise InvalidRequest(f"cannot read the config {path}: {error.strerror}", param="config") from error
         except (yaml.YAMLError, KeyError, IndexError, TypeError, AttributeError) as error:

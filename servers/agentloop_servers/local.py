@@ -10,24 +10,21 @@ import asyncio
 import logging
 import os
 import re
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import ray
 import structlog
 from ray import serve
-from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.http import Keys
+from agentloop_servers.tcp import listening_socket, url_of
 
 T = TypeVar("T")
 
@@ -43,15 +40,15 @@ RAY_LINK = "ray"  # within the run directory: the session whose logs hold what R
 async def running_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator[str]:
     """Start the service, yield its base URL once it is ready, stop everything on the way out.
 
-    Raises InvalidRequest for a config that cannot run, and ServiceUnavailable if the service does not start; the
-    run directory's link to Ray's logs leads to the reason.
+    Raises InvalidRequest for a config that cannot run, and ServiceUnavailable if the port is taken or the service
+    does not start; the run directory's link to Ray's logs leads to the reason.
     """
-    Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env).check_bind(config.host)
+    config = config.model_copy(update={"port": free_port(config.host, config.port)})
     app = application(config, run_dir)
-    url = f"http://{config.host}:{config.port or free_port(config.host)}"
+    url = url_of(config.host, config.port)
     try:
         start_ray(run_dir)
-        await _to_its_end(_deploy, app, url)
+        await _to_its_end(_deploy, app)
         await _wait_until_ready(url, run_dir)
         yield url
     finally:
@@ -85,16 +82,11 @@ def stop_ray() -> None:
         ray.shutdown()
 
 
-def _deploy(app: serve.Application, url: str) -> None:
-    """Hand the application to Serve, without waiting for its replicas."""
+def _deploy(app: serve.Application) -> None:
+    """Hand the application, which has a port of its own, to Serve, without waiting for its replicas."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-    address = urlsplit(url)
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options=HTTPOptions(host=address.hostname, port=address.port),
-        logging_config=quiet,
-    )
-    target = serve.RunTarget(app, name=APP_NAME, route_prefix="/", logging_config=quiet)
+    serve.start(proxy_location="Disabled", logging_config=quiet)
+    target = serve.RunTarget(app, name=APP_NAME, route_prefix=None, logging_config=quiet)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
@@ -131,7 +123,7 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
         async with session.get(f"{url}/health") as answer:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError):
-        return False  # the proxy or the ingress is not up yet
+        return False  # the ingress is not up yet
 
 
 async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
@@ -144,8 +136,10 @@ async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
         raise
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str, port: int = 0) -> int:
+    """Return `port`, or for 0 one that nobody listens on now. Raises ServiceUnavailable if it is taken."""
+    try:
+        with listening_socket(host, port) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ServiceUnavailable(f"{url_of(host, port)} cannot be listened on: {error.strerror}") from error

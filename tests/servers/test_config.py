@@ -9,7 +9,7 @@ from ray import serve
 
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
-from agentloop_servers.app import application, engine_actor_options, initial_weights, mode_rules
+from agentloop_servers.app import application, build, engine_actor_options, initial_weights, keys_of, mode_rules
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.http.auth import Keys
 from tests.support.records.model_folder import write_folder
@@ -34,9 +34,9 @@ def service(**changed):
 def test_a_shipped_config_builds_an_application(path, tmp_path):
     document = yaml.safe_load(path.read_text())
     assert document["applications"][0]["import_path"] == "agentloop_servers.app:build"
-    assert document["http_options"]["host"] == "127.0.0.1"
+    assert (document["proxy_location"], document["applications"][0]["route_prefix"]) == ("Disabled", None)
     config = ServiceConfig.load(path)
-    assert config.port == document["http_options"]["port"]
+    assert (config.host, config.port > 0) == ("127.0.0.1", True)
     assert "mode" in document["applications"][0]["args"]
     if path.stem == "moe":  # the repository has no such model
         config = config.model_copy(update={"model": a_model(tmp_path / "moe", num_experts=8)})
@@ -197,3 +197,35 @@ def test_beyond_loopback_both_keys_are_demanded():
         with pytest.raises(InvalidRequest, match="key"):
             keys.check_bind("0.0.0.0")
     Keys.of(["user"], "admin").check_bind("0.0.0.0")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "models.example.com"])
+def test_no_way_to_construct_a_service_goes_round_the_keys(tmp_path, monkeypatch, host):
+    document = {
+        "model": "examples/tiny_policy/v0",
+        "host": host,
+        "run_dir": str(tmp_path),
+        "engine": {"kind": "simulated"},
+    }
+    for user_key, admin_key in (("", ""), ("user", ""), ("", "admin")):
+        monkeypatch.setenv("AGENTLOOP_KEY", user_key)
+        monkeypatch.setenv("AGENTLOOP_ADMIN_KEY", admin_key)
+        config = ServiceConfig.model_validate(document)
+        for construct in (
+            lambda: build(document),
+            lambda config=config: application(config, tmp_path),
+            lambda config=config: keys_of(config),  # as each ingress process does
+        ):
+            with pytest.raises(InvalidRequest, match=f"a service on {host} needs a user key and an admin key"):
+                construct()
+    monkeypatch.setenv("AGENTLOOP_KEY", "user")
+    build(document)
+
+
+def test_a_service_that_is_deployed_has_a_port_of_its_own(tmp_path):
+    with pytest.raises(InvalidRequest, match="needs a port"):
+        build({"model": "examples/tiny_policy/v0", "port": 0})
+    path = tmp_path / "config.yaml"
+    path.write_text((SERVERS / "cpu.yaml").read_text() + "http_options:\n  host: 0.0.0.0\n")
+    with pytest.raises(InvalidRequest, match="http_options are of Serve's own proxy"):
+        ServiceConfig.load(path)

@@ -12,13 +12,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from ray import serve
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NotFound
 from agentloop.types import Limits, Message, RolloutTask
+from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
 from tests.servers.processes import processes_with
@@ -37,9 +40,14 @@ def tasks(count: int, prefix: str = "t", **fields: object) -> list[RolloutTask]:
 
 
 @pytest.fixture(scope="module")
-async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+async def url(run_dir: Path) -> AsyncIterator[str]:
     config = ServiceConfig.load(CONFIG).model_copy(update={"port": 0})
-    async with running_service(config, tmp_path_factory.mktemp("run")) as base:
+    async with running_service(config, run_dir) as base:
         yield base
 
 
@@ -73,6 +81,34 @@ async def test_the_ten_lines_of_the_readme(client, url, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 33
     assert f"now at version {version}" in lines[-1]
+
+
+async def test_a_redeploy_refuses_no_connection(client, url, run_dir):
+    """New processes take the place of all, and their port is the service's all the while."""
+    config = ServiceConfig.load(CONFIG).model_copy(
+        update={"port": urlsplit(url).port, "max_queued_trajectories": 99_999}
+    )
+    async with client.session() as session, client.session() as other:
+        await session.openai.chat.completions.create(model="default", messages=[{"role": "user", "content": "Hi"}])
+        before = set(pids("Ingress"))
+        target = serve.RunTarget(application(config, run_dir), name=APP_NAME, route_prefix=None)
+        redeployed = asyncio.create_task(asyncio.to_thread(serve.run_many, [target]))
+        num_answered = 0
+        async with asyncio.timeout(240):
+            while not redeployed.done():
+                async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as answer:
+                    assert answer.status == 200
+                    num_answered += 1
+                await asyncio.sleep(0.05)
+            await redeployed
+            assert num_answered > 20
+            assert before.isdisjoint(pids("Ingress"))
+            await client.wait_until_ready()
+            await other.openai.chat.completions.create(
+                model="default", messages=[{"role": "user", "content": "Hi"}]
+            )
+            messages = [{"role": "user", "content": "Hi"}]
+            await session.openai.chat.completions.create(model="default", messages=messages)
 
 
 async def test_token_in_token_out(client):

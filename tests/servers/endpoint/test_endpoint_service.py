@@ -1,4 +1,4 @@
-"""The endpoint as `agentloop serve` runs it: two ingress processes behind Serve's proxy, over simulated engines."""
+"""The endpoint as `agentloop serve` runs it: two ingress processes on one public port, over simulated engines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Service:
             return found
 
     async def call(self, place: dict[str, Any], **changed: Any) -> int:
-        """The status of one call through the proxy."""
+        """The status of one call by the public port."""
         async with self.http.post(f"{place['base_url']}/chat/completions", json=body(**changed)) as answer:
             await answer.read()
             return answer.status
@@ -151,12 +151,12 @@ async def record_of(client: RolloutClient, session_id: str) -> Trajectory:
     return record
 
 
-@pytest.mark.parametrize("way", ["proxy", "direct"])
+@pytest.mark.parametrize("way", ["public", "direct"])
 @pytest.mark.parametrize("owner", range(NUM))
 async def test_an_unmodified_client_has_a_recorded_conversation(service, way, owner):
     place = await service.open(owner)
     assert place["base_url"] == f"{service.url}/sessions/{place['session_id']}/v1"
-    base_url = place["base_url"] if way == "proxy" else place["direct_url"]
+    base_url = place["base_url"] if way == "public" else place["direct_url"]
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     async with openai.AsyncOpenAI(base_url=base_url, api_key=place["api_key"], max_retries=0) as agent:
         reply = await agent.chat.completions.create(**body(messages=messages))
@@ -186,7 +186,7 @@ async def test_a_session_of_the_client_library(service):
 
 
 @pytest.mark.parametrize("owner", range(NUM))
-async def test_the_proxy_passes_a_stream_on_as_it_comes(service, owner):
+async def test_a_stream_comes_through_either_process_as_it_is_sampled(service, owner):
     place = await service.open(owner)
     given = body(stream=True, **of_length(500))
     async with service.http.post(f"{place['base_url']}/chat/completions", json=given) as answer:
@@ -200,7 +200,7 @@ async def test_the_proxy_passes_a_stream_on_as_it_comes(service, owner):
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("owner", range(NUM))
-async def test_a_client_that_leaves_the_proxy_ends_the_call_in_the_engine(service, is_streamed, owner):
+async def test_a_client_that_leaves_ends_the_call_in_the_engine_through_either_process(service, is_streamed, owner):
     place = await service.open(owner)
     given = body(stream=is_streamed, **LONG)
     call = asyncio.create_task(service.http.post(f"{place['base_url']}/chat/completions", json=given))
@@ -215,6 +215,21 @@ async def test_a_client_that_leaves_the_proxy_ends_the_call_in_the_engine(servic
     found = await service.until_open(place["session_id"], 0, timeout_s=5.0)
     assert (found["num_turns"], found["is_complete"]) == (0, False)
     await service.until_engines_idle()
+
+
+async def test_a_stopped_ingress_process_holds_up_its_own_sessions_alone(service):
+    others = await service.open(1)
+    stopped = service.pid_of(0)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for _ in range(8):  # each by a connection of its own, which the process that runs accepts
+            async with aiohttp.ClientSession() as http:
+                given = body(max_tokens=4)
+                async with http.post(f"{others['base_url']}/chat/completions", json=given) as answer:
+                    assert answer.status == 200
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    await service.call_with_retries(await service.open(0))
 
 
 async def test_a_killed_ingress_process_loses_nothing_that_was_answered(service):
@@ -233,7 +248,7 @@ async def test_a_killed_ingress_process_loses_nothing_that_was_answered(service)
         assert await is_lost(without)
         with pytest.raises(aiohttp.ClientError):
             await stream.read()
-        await service.call_with_retries(other)  # the proxy may not have noticed: an SDK's usual retries are enough
+        await service.call_with_retries(other)  # its connection may have been the killed one's
         assert await with_retries in ("stop", "length")
     finally:
         with_retries.cancel()

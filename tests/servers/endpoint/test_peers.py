@@ -21,6 +21,7 @@ from agentloop.client.client import RolloutClient
 from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
+from agentloop.types import Message, RolloutTask
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.endpoint.shards import HOP_HEADER, NotOwner, ShardRouter, take_shard_lock
 from agentloop_servers.http.guard import HttpGuard, HttpLimits
@@ -87,6 +88,27 @@ async def facts(http: aiohttp.ClientSession, url: str, session_id: str) -> dict[
         assert answer.status == 200, await answer.text()
         found: dict[str, Any] = await answer.json()
         return found
+
+
+async def test_a_service_on_ipv6_is_whole(tmp_path, http):
+    config = simulated_config(replicas=1, ingress_replicas=NUM, host="::1")
+    async with whole_site(config, tmp_path, build) as site:
+        place = {}
+        for number, process in enumerate(site.ingresses):
+            assert process.direct_url.startswith("http://[::1]:")
+            async with http.post(
+                f"{process.direct_url}/sessions", json={"session_id": id_of(0, f"v6-{number}")}
+            ) as made:
+                place = await made.json()
+                assert place["base_url"].startswith(f"{process.direct_url}/")
+            async with http.post(f"{place['base_url']}/chat/completions", json=body()) as answer:
+                assert answer.status == 200, await answer.text()
+        async with RolloutClient(site.ingresses[0].direct_url) as client:
+            async with client.session() as session:
+                await session.openai.chat.completions.create(**body())
+            rollout = await client.submit([RolloutTask("t", (Message("user", "Hi"),))])
+            async with asyncio.timeout(60):
+                assert [one.is_complete async for one in rollout] == [True]
 
 
 @pytest.mark.parametrize("owner", range(NUM))

@@ -27,8 +27,8 @@ from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
+from agentloop_servers.tcp import listening_socket, url_of
 from agentloop_tools import SHIPPED_TOOLS
-from tests.support.endpoint.front_door import serving
 
 SIMULATED = Path(__file__).parents[3] / "servers" / "simulated.yaml"
 SECRET = "in-process"
@@ -43,7 +43,7 @@ def simulated_config(**changed: object) -> ServiceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSite:
-    """What a test may look at and touch. `urls` stand for Serve's proxy: one for each ingress process."""
+    """What a test may look at and touch. `urls`: the public ports, here one for each ingress process."""
 
     config: ServiceConfig
     run_dir: Path
@@ -118,8 +118,9 @@ async def whole_site(
         for index in range(config.ingress_replicas):
             ingresses.append(IngressProcess(config, run_dir, SECRET, client.front, **options))
             closing.push_async_callback(ingresses[index].close)
-            await ingresses[index].start(index)
-            urls.append(await closing.enter_async_context(serving(ingresses[index].app)))
+            public = listening_socket(config.host)
+            urls.append(url_of(config.host, public.getsockname()[1]))
+            await ingresses[index].start(index, public)
         async with asyncio.timeout(30):
             while len((await coordinator.status()).replicas) < config.replicas:
                 await asyncio.sleep(0.01)

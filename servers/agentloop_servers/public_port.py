@@ -1,0 +1,245 @@
+"""The public port of a service on one host: one listening socket, which all ingress processes accept from.
+
+Ownership: a `PortKeeper`, an actor of its own beside the service, holds the socket and gives it to each process;
+the system keeps connections for whichever process accepts them first. So one that is stopped, hung or started again
+leaves nobody waiting while there is another, and where there is none, as in a redeploy, connections wait for the
+next. No other service gets the port meanwhile. A keeper that is lost gets its socket back from those that have it;
+it ends some time after the last of them.
+
+On the keeper's Unix socket, whose folder is its user's alone, a process says `take`, which is answered by `ok` with
+the socket or by `no` and a reason, or `give`, with the socket. It stays connected while it uses the port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import ray
+import structlog
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from agentloop.errors import AgentLoopError, ServiceUnavailable
+from agentloop_servers.tcp import listening_socket
+
+PORT_LINGER_S = 30.0
+"""The time that connections wait for a process to accept them, after the last one has gone."""
+
+_START_TIMEOUT_S = 60.0
+_TALK_TIMEOUT_S = 5.0
+_KEEPER_RETRY_S = 0.5
+_NAMESPACE = "agentloop"
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class PortKeeper:
+    """Holds the listening socket of one application's port, until some time after its last process.
+
+    `on_end` is called once, from the keeper's thread.
+    """
+
+    def __init__(
+        self, host: str, port: int, app_name: str, on_end: Callable[[], None], linger_s: float = PORT_LINGER_S
+    ) -> None:
+        self._address = (host, port)
+        self._app_name = app_name
+        self._on_end = on_end
+        self._linger_s = linger_s
+        self.processes: set[socket.socket] = set()  # connections; read-only
+        self._listener: socket.socket | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="agentloop-port-"))
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(self._folder / "keeper"))
+        self._server.listen()
+        threading.Thread(target=self._serve, name="port keeper", daemon=True).start()
+
+    def path(self, app_name: str) -> str | None:
+        """Return the path of the Unix socket; None if the port is another application's."""
+        return str(self._folder / "keeper") if app_name == self._app_name else None
+
+    def _serve(self) -> None:
+        alone_since = time.monotonic()
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._server, selectors.EVENT_READ)
+            while self.processes or time.monotonic() - alone_since < self._linger_s:
+                for key, _ in ready.select(min(1.0, self._linger_s)):
+                    if key.fileobj is self._server:
+                        process, _ = self._server.accept()
+                        process.settimeout(_TALK_TIMEOUT_S)
+                        self.processes.add(process)
+                        ready.register(process, selectors.EVENT_READ)
+                        continue
+                    process = key.fileobj  # type: ignore[assignment]
+                    if not self._answered(process):
+                        ready.unregister(process)
+                        self.processes.remove(process)
+                        process.close()
+                        alone_since = time.monotonic()
+        self._server.close()
+        if self._listener is not None:
+            self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._on_end()
+
+    def _answered(self, process: socket.socket) -> bool:
+        """Answer one message; False once the process has gone."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(process, 16, 1)
+            for descriptor in descriptors:
+                given = socket.socket(fileno=descriptor)
+                if self._listener is None:
+                    self._listener = given
+                else:
+                    given.close()
+            if message == b"take":
+                self._give(process)
+            return bool(message)
+        except OSError:
+            return False
+
+    def _give(self, process: socket.socket) -> None:
+        if self._listener is None:
+            try:
+                self._listener = listening_socket(*self._address)
+            except OSError as error:
+                process.sendall(f"no {error.strerror}".encode())
+                return
+        socket.send_fds(process, [b"ok"], [self._listener.fileno()])
+
+
+class PublicPort:
+    """The public port as one ingress process has it, until `close`. `find_keeper` returns the keeper's path."""
+
+    def __init__(self, name: str, find_keeper: Callable[[], Awaitable[str]]) -> None:
+        self._name = name
+        self._find_keeper = find_keeper
+        self._keeper: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def take(self, timeout_s: float = 10.0) -> socket.socket:
+        """Return the listening socket, which the caller closes. Raises ServiceUnavailable if the port is taken."""
+        loop = asyncio.get_running_loop()
+        deadline_at = loop.time() + timeout_s
+        while self._listener is None:
+            keeper = await self._connected()
+            listener, reason = await asyncio.to_thread(_taken, keeper)
+            if listener is not None:
+                self._keeper, self._listener = keeper, listener
+                break
+            keeper.close()
+            if loop.time() >= deadline_at:  # a keeper that is new may get it back from another process
+                raise ServiceUnavailable(f"the service's port, {self._name}, cannot be listened on: {reason}")
+            await asyncio.sleep(_KEEPER_RETRY_S)
+        self._watching = asyncio.create_task(self._keep_kept(), name="public port")
+        return self._listener.dup()
+
+    def check_health(self) -> None:
+        """Raises what ended the watch over the keeper, if something did."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+
+    async def close(self) -> None:
+        """Let go of the port. Idempotent."""
+        if self._watching is not None:
+            watching, self._watching = self._watching, None
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        for held in (self._keeper, self._listener):
+            if held is not None:
+                held.close()
+        self._keeper = self._listener = None
+
+    async def _connected(self) -> socket.socket:
+        keeper = socket.socket(socket.AF_UNIX)
+        keeper.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(keeper, await self._find_keeper())
+        except OSError as error:
+            keeper.close()
+            raise ServiceUnavailable(f"the keeper of the service's port is not there ({error})") from error
+        except BaseException:
+            keeper.close()
+            raise
+        return keeper
+
+    async def _keep_kept(self) -> None:
+        """Give a new keeper the socket whenever the one before is lost."""
+        loop = asyncio.get_running_loop()
+        while True:
+            assert self._keeper is not None
+            assert self._listener is not None
+            try:
+                self._keeper.setblocking(False)
+                while await loop.sock_recv(self._keeper, 16):
+                    pass  # it says nothing unasked
+            except OSError:
+                pass  # lost
+            await asyncio.sleep(_KEEPER_RETRY_S)
+            try:
+                keeper = await self._connected()
+            except AgentLoopError as error:
+                _log.warning("port_keeper_away", port=self._name, reason=error.message)
+                continue
+            self._keeper.close()
+            self._keeper = keeper
+            socket.send_fds(keeper, [b"give"], [self._listener.fileno()])
+
+
+def keeper_finder(host: str, port: int, app_name: str) -> Callable[[], Awaitable[str]]:
+    """Return the search for the keeper of an application's port on this node, which is started if there is none."""
+
+    def found() -> str | None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        keeper = (
+            ray.remote(PortKeeper)
+            .options(
+                name=f"agentloop-port-{host}-{port}",
+                namespace=_NAMESPACE,
+                lifetime="detached",  # it outlives the processes that are replaced in a redeploy
+                get_if_exists=True,
+                num_cpus=0,
+                scheduling_strategy=here,
+            )
+            .remote(host, port, app_name, end_this_actor)
+        )
+        path: str | None = ray.get(keeper.path.remote(app_name), timeout=_START_TIMEOUT_S)
+        return path
+
+    async def find() -> str:
+        try:
+            path = await asyncio.to_thread(found)
+        except (RayError, ValueError) as error:  # a name that is just being given up is a ValueError
+            raise ServiceUnavailable(f"the keeper of the port does not start ({type(error).__name__})") from error
+        if path is None:
+            raise ServiceUnavailable(f"another application of this cluster has {host}:{port}")
+        return path
+
+    return find
+
+
+def end_this_actor() -> None:
+    """End the process of a keeper whose service is gone."""
+    ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _taken(keeper: socket.socket) -> tuple[socket.socket | None, str]:
+    """Ask a keeper for the socket; without one, its reason."""
+    keeper.settimeout(_TALK_TIMEOUT_S)
+    try:
+        keeper.sendall(b"take")
+        message, descriptors, _, _ = socket.recv_fds(keeper, 200, 1)
+    except OSError as error:
+        return None, f"its keeper does not answer ({error})"
+    if descriptors:
+        return socket.socket(fileno=descriptors[0]), ""
+    return None, message.removeprefix(b"no ").decode(errors="replace")
