@@ -326,7 +326,6 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
     ),
     "few lines that say all of one idea": (
         "agentloop.parsers.choose",
-        "agentloop.rollout.loops",
         "agentloop_servers.tcp",
     ),
 }

@@ -259,6 +259,9 @@ class WorkerPort(Protocol):
         True once the sample has its durable record, this one or one before it; False if it is rolled out again.
         """
 
+    async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the assignments among these whose samples lack their record."""
+
 
 class RolloutPort(Protocol):
     """The rollouts of clients, and the records of sessions."""

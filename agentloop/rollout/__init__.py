@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from agentloop.rollout.context import LoopContext
-from agentloop.rollout.loops import AgentLoop, SingleTurn, ToolLoop, load_loop
+from agentloop.rollout.loops import AgentLoop, ResumableLoop, SingleTurn, ToolLoop, load_loop
 from agentloop.rollout.rewards import RewardFunction, exact_match, load_reward, score
-from agentloop.rollout.tool import ScoringSession, ToolSpec, arguments_model, parameters_schema, tool, validated
+from agentloop.rollout.tool import (
+    ScoringSession,
+    SnapshotSession,
+    ToolSpec,
+    arguments_model,
+    parameters_schema,
+    tool,
+    validated,
+)
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
 from agentloop.rollout.worker import Worker
 
 __all__ = [
+    "TURNS_FOLDER",
     "AgentLoop",
     "LoopContext",
+    "ResumableLoop",
     "RewardFunction",
     "ScoringSession",
     "SingleTurn",
+    "SnapshotSession",
     "ToolLoop",
     "ToolSpec",
     "Toolbox",
+    "TurnJournal",
     "Worker",
     "WorkerConfig",
     "arguments_model",

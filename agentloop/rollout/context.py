@@ -30,6 +30,7 @@ from agentloop.rendering import Renderer, TurnEnd, off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import ToolScope
+from agentloop.rollout.turn_journal import FinishedTurn, KeptTurns, RunJournal, RunProgress, ToolAnswers
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.score import Score
 from agentloop.trajectory import GrowingPath, Reply
@@ -67,6 +68,7 @@ class LoopContext:
         turn_timeout_s: float,
         guard: StalenessGuard | None = None,
         placer: ImagePlacer | None = None,
+        journal: RunJournal | None = None,
     ) -> None:
         self.task = task
         self.trajectory_id = trajectory_id
@@ -82,8 +84,15 @@ class LoopContext:
         self._guard = guard
         self._placer = ImagePlacer(takes_images=False) if placer is None else placer
         self._path = GrowingPath(task.messages)
+        self._last_turn: Reply | None = None
         self._end = TurnEnd()  # of the last turn
         self._kv_version: int | None = None  # the weight version at the trajectory's start
+        self._journal = journal
+        self._kept_answers: dict[str, ToolResult] = {}  # by call, of the turn that the trajectory resumes at
+        self._began_at = time.perf_counter()
+        self._num_resampled_before = 0
+        self.num_resumed_turns = 0
+        self.spent_before_s = 0.0  # on workers that were lost
         self._score = Score()
         self.deadline: asyncio.Timeout | None = None  # of the loop; a turn that it meets ends with what it has
         self.has_lost_call = False  # a generation was begun whose tokens never came
@@ -110,7 +119,7 @@ class LoopContext:
     @property
     def num_resampled_turns(self) -> int:
         """Samplings that were lost with their replica, and begun anew."""
-        return self._engine.num_resampled
+        return self._num_resampled_before + self._engine.num_resampled
 
     @property
     def score(self) -> Score:
@@ -124,6 +133,38 @@ class LoopContext:
         if turn_id is None:
             raise RewardError("no turn was sampled yet")
         return turn_id
+
+    @property
+    def last_turn(self) -> Reply:
+        """The turn that was sampled last. Raises InvalidRequest before the first."""
+        if self._last_turn is None:
+            raise InvalidRequest("no turn was sampled yet")
+        return self._last_turn
+
+    def resume(self, kept: KeptTurns) -> None:
+        """Take over the turns that a lost worker had finished. Raises LimitReached if the last one met a limit."""
+        last = kept.turns[-1]
+        reply, progress = last.node.reply, last.progress
+        self._path = GrowingPath.restored([turn.node for turn in kept.turns])
+        self._kept_answers = {result.call_id: result for result in kept.answers}
+        self._last_turn, self._end = reply, self._reader.end_of(reply)
+        versions = kept.turns[0].node.reply.weight_versions
+        self._kv_version = versions[0].version if versions else None
+        self._score = progress.score
+        self.num_resumed_turns = len(kept.turns)
+        self.spent_before_s = progress.spent_s
+        self.num_tool_errors = progress.num_tool_errors
+        self._num_resampled_before = progress.num_resampled_turns
+        self.generate_s, self.tool_s = progress.generate_s, progress.tool_s
+        if self._guard is not None and progress.newest_version is not None:
+            self._guard.learn(progress.newest_version)
+        budget = self._budget
+        budget.num_turns = len(kept.turns) - 1
+        budget.num_sampled_tokens = kept.num_sampled - len(reply.token_ids)
+        budget.num_tool_calls = progress.num_tool_calls
+        num_prompt = self._path.num_context_tokens - len(reply.token_ids)
+        budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason)
+        self._check_age()
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
         """Set the trajectory's reward, and the named parts it is made of; later ones replace them.
@@ -178,7 +219,8 @@ class LoopContext:
             bind_contextvars(version=reply.weight_versions[-1].version)
             if self._kv_version is None:
                 self._kv_version = reply.weight_versions[0].version
-        self._end = self._reader.end_of(reply)
+        self._last_turn, self._end = reply, self._reader.end_of(reply)
+        self._keep_turn()
         self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason)
         self._check_age()
         return reply
@@ -193,7 +235,7 @@ class LoopContext:
         allowed = self._budget.calls_to_run(len(calls))
         limits = self.task.limits
         started = time.perf_counter()
-        results = await self._tools.run(calls[:allowed], limits.max_tool_response_bytes)
+        results = await self._answers(calls[:allowed])
         self.tool_s += time.perf_counter() - started
         excess = f"Error: too many calls in one turn, only the first {allowed} were run"
         results += [ToolResult(call.id, call.name, excess, is_error=True) for call in calls[allowed:]]
@@ -204,6 +246,43 @@ class LoopContext:
         if limits.on_long_tool_response is OnExcess.STOP and any(result.is_truncated for result in results):
             raise LimitReached(StopReason.TOOL_RESPONSE_TOO_LONG)
         return tuple(results)
+
+    async def _answers(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Run the calls that no lost worker had the answers of."""
+        kept = {call.id: self._kept_answers.pop(call.id) for call in calls if call.id in self._kept_answers}
+        keep = None if self._journal is None else self._keep_answers
+        fresh = [call for call in calls if call.id not in kept]
+        ran = iter(await self._tools.run(fresh, self.task.limits.max_tool_response_bytes, keep))
+        if self._journal is not None and not self._tools.can_resume:
+            self._journal.drop()
+        return [kept[call.id] if call.id in kept else next(ran) for call in calls]
+
+    def _keep_turn(self) -> None:
+        """Journal the turn that was just sampled, and the counts as of now."""
+        if self._journal is None or (node := self._path.last_turn) is None:
+            return
+        progress = RunProgress(
+            left_s=self._left_s,
+            spent_s=self.spent_before_s + time.perf_counter() - self._began_at,
+            num_tool_calls=self._budget.num_tool_calls,
+            num_tool_errors=self.num_tool_errors,
+            num_resampled_turns=self.num_resampled_turns,
+            generate_s=self.generate_s,
+            tool_s=self.tool_s,
+            score=self._score,
+            newest_version=None if self._guard is None else self._guard.newest_version,
+        )
+        self._journal.append(FinishedTurn(node, progress))
+
+    def _keep_answers(self, results: tuple[ToolResult, ...], states: Mapping[str, bytes | None]) -> None:
+        if self._journal is not None:
+            self._journal.append(ToolAnswers(self.turn_id, results, states, self._left_s))
+
+    @property
+    def _left_s(self) -> float | None:
+        """Seconds until the loop's deadline."""
+        deadline_at = None if self.deadline is None else self.deadline.when()
+        return None if deadline_at is None else deadline_at - asyncio.get_running_loop().time()
 
     def observe(self, *messages: Message) -> None:
         """Add messages that the policy did not write; it reads them at its next turn.

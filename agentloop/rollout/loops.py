@@ -6,7 +6,7 @@ called without arguments or an object.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from agentloop.errors import InvalidRequest
 from agentloop.plugins import made, resolve
@@ -22,6 +22,19 @@ class AgentLoop(Protocol):
         themselves; an exception makes it a failed record."""
 
 
+@runtime_checkable
+class ResumableLoop(AgentLoop, Protocol):
+    """A loop whose trajectory goes on at its last finished turn if its worker dies. Others begin at the start."""
+
+    async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
+        """Go on as `run` does after the `ctx.sample` that returned `ctx.last_turn`; here or in another process.
+
+        Messages, tokens, budget, deadline and score are as they were at that moment. What the loop itself did after
+        it (messages observed, rewards set) it does again. `run_tools` gives the answers that there were without
+        running those calls again; a call whose answer was not kept runs, perhaps for the second time.
+        """
+
+
 class SingleTurn:
     """One prompt, one answer; tools may be declared but are not run."""
 
@@ -29,14 +42,23 @@ class SingleTurn:
         """Sample one turn and stop."""
         await ctx.sample()
 
+    async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
+        """The one turn is there."""
+
 
 class ToolLoop:
     """The usual agent: sample, run the tools it called, repeat until it answers without a call."""
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         """Sample and run tools until the policy answers."""
-        while (turn := await ctx.sample()).calls:
-            await ctx.run_tools(turn.calls)
+        await ctx.sample()
+        await self.resume(task, ctx)
+
+    async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
+        """Go on after a turn: run what it called, and sample the next one."""
+        while ctx.last_turn.calls:
+            await ctx.run_tools(ctx.last_turn.calls)
+            await ctx.sample()
 
 
 SHIPPED_LOOPS: dict[str, type[AgentLoop]] = {"single_turn": SingleTurn, "tool_loop": ToolLoop}

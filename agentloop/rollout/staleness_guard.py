@@ -25,6 +25,15 @@ class StalenessGuard:
         self._limit = limit
         self._newest = newest
 
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version that this worker has heard of."""
+        return self._newest.value
+
+    def learn(self, version: int) -> None:
+        """Hear of a version from a worker before this one."""
+        self._newest.value = version if self._newest.value is None else max(version, self._newest.value)
+
     def must_end(self, path: GrowingPath, sampled: Sequence[WeightVersionSpan] = ()) -> bool:
         """Tell whether the trajectory is over its limit, as far as the worker knows, and ends for that.
 

@@ -33,6 +33,7 @@ class ToolSpec:
     max_output_bytes: int = 65_536
     max_concurrency: int = 64
     score_timeout_s: float | None = None  # of its session's `score`; None: its sessions do not score
+    has_state: bool = True  # what a session answers depends on its earlier calls; see SnapshotSession
 
     def definition(self) -> dict[str, JSON]:
         """The tool in the OpenAI function format: the one canonical form that templates see."""
@@ -64,6 +65,21 @@ class ScoringSession(ToolSession, Protocol):
 
     async def score(self, task: RolloutTask) -> float | Score:
         """Return a number, or a `Score`. What it raises is in the record's `reward_error`."""
+
+
+@runtime_checkable
+class SnapshotSession(ToolSession, Protocol):
+    """A session whose state can be carried to another process, where its trajectory goes on if its worker dies.
+
+    A trajectory that called a tool which `has_state`, and whose session is none of these, begins at the start then.
+    Both are held to the tool's `timeout_s`, and what they raise has the same consequence.
+    """
+
+    async def snapshot(self) -> bytes:
+        """Return the state after the calls so far, at most MAX_SNAPSHOT_BYTES. Called after each turn's calls."""
+
+    async def restore(self, state: bytes) -> None:
+        """Take the place of the session that `state` is of. Called once, before any call."""
 
 
 class Tool(Protocol):
@@ -183,6 +199,7 @@ def tool(
             timeout_s=timeout_s,
             max_output_bytes=max_output_bytes,
             max_concurrency=max_concurrency,
+            has_state=False,
         )
         return FunctionTool(made_of, spec, model)
 

@@ -15,18 +15,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import structlog
 
 from agentloop.aio import UserTasks, num_abandoned_threads
 from agentloop.errors import InvalidRequest, InvariantBroken, RewardError, ToolError, error_line, error_trace
 from agentloop.plugins import made, resolve
-from agentloop.rollout.tool import ScoringSession, Tool, ToolSession, ToolSpec
+from agentloop.rollout.tool import ScoringSession, SnapshotSession, Tool, ToolSession, ToolSpec
 from agentloop.score import Score, score_of
 from agentloop.types import JSON, RolloutTask, ToolCall, ToolCallStatus, ToolResult
 
 MAX_COUNTED_CHARS = 1_000_000
+MAX_SNAPSHOT_BYTES = 16 << 20
+
+KeepAnswers: TypeAlias = Callable[[tuple[ToolResult, ...], Mapping[str, bytes | None]], None]
+"""Takes answers that are final, and the states by tool that go with them."""
 
 _log = structlog.get_logger(__name__)
 
@@ -148,11 +152,22 @@ class ToolScope:
         self._trajectory_id = trajectory_id
         self._seed = seed
         self._sessions: dict[str, _OpenSession] = {}
+        self._can_resume = True
         self._running: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
 
-    async def run(self, calls: Sequence[ToolCall], max_response_bytes: int) -> list[ToolResult]:
+    @property
+    def can_resume(self) -> bool:
+        """False once a session was opened whose state cannot be carried to another process."""
+        return self._can_resume
+
+    async def run(
+        self, calls: Sequence[ToolCall], max_response_bytes: int, keep: KeepAnswers | None = None
+    ) -> list[ToolResult]:
         """Run all calls at once; one result a call, in call order.
+
+        `keep` is given each answer as soon as it is final: those of a tool that has state with its state after all
+        of them, the others one by one.
 
         A tool's failure, timeout or absence is a result with `is_error` and the content `Error: <message>`; only a
         cancellation leaves, after which the calls in flight are cancelled too.
@@ -160,8 +175,23 @@ class ToolScope:
         if self._closing is not None:
             raise InvariantBroken("the tool scope is closed")
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._result(call, max_response_bytes)) for call in calls]
-        return [task.result() for task in tasks]
+            tasks = [group.create_task(self._result(call, max_response_bytes, keep)) for call in calls]
+        results = [task.result() for task in tasks]
+        if keep is not None:
+            await self._keep_states(results, keep)
+        return results
+
+    async def restore(self, states: Mapping[str, bytes]) -> None:
+        """Open the sessions that had these states, by tool. Raises ToolError, in whatever way it fails."""
+        for name, state in states.items():
+            session = self._opened(self._tools[name])
+            if isinstance(session, ToolError):
+                raise session
+            if not isinstance(session, SnapshotSession):
+                raise ToolError(f"a {type(session).__name__} has no restore()")
+            done = await self._bounded(name, session.restore(state))
+            if isinstance(done, ToolError):
+                raise done
 
     async def score(self, task: RolloutTask) -> tuple[Score, str | None]:
         """Ask the sessions that score, side by side, each within its deadline: what they say, joined.
@@ -227,7 +257,64 @@ class ToolScope:
         except BaseException as error:  # user code raises anything, and an exit would stop the event loop
             return RewardError(error_line(error))
 
-    async def _result(self, call: ToolCall, max_response_bytes: int) -> ToolResult:
+    def _has_state(self, name: str) -> bool:
+        return name in self._tools and self._tools[name].spec.has_state
+
+    async def _keep_states(self, results: Sequence[ToolResult], keep: KeepAnswers) -> None:
+        """Keep the answers of tools that have state, with it; None is that of a session that was replaced."""
+        for name in dict.fromkeys(result.name for result in results if self._has_state(result.name)):
+            state: bytes | None = None
+            if (open_ := self._sessions.get(name)) is not None:
+                found = await self._snapshot(name, open_.session)
+                if found is None:
+                    self._can_resume = False
+                    return
+                state = found
+            keep(tuple(result for result in results if result.name == name), {name: state})
+
+    async def _snapshot(self, name: str, session: ToolSession) -> bytes | None:
+        """Return a session's state; None if there is none to be had."""
+        if not isinstance(session, SnapshotSession):
+            return None
+        state = await self._bounded(name, session.snapshot())
+        if isinstance(state, bytes) and len(state) <= MAX_SNAPSHOT_BYTES:
+            return state
+        reason = str(state) if isinstance(state, ToolError) else f"{type(state).__name__} of any size"
+        _log.warning("no_snapshot", tool=name, trajectory_id=self._trajectory_id, error=reason)
+        return None
+
+    def _opened(self, tool: Tool) -> ToolSession | ToolError:
+        try:
+            return self._session(tool).session
+        except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
+            return ToolError(error_line(error))
+
+    async def _bounded(self, name: str, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return what a session's own method returns within the tool's time, or a ToolError."""
+        task = asyncio.create_task(self._caught(work), name=f"{name} {self._trajectory_id}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            timeout_s = self._tools[name].spec.timeout_s
+            await asyncio.wait({task}, timeout=timeout_s)
+            if task.done():
+                return ToolError("cancelled itself") if task.cancelled() else task.result()
+            await self._toolbox.stop([task], tool=name, trajectory_id=self._trajectory_id)
+            return ToolError(f"timed out after {timeout_s:g} s")
+        finally:
+            if not task.done():
+                task.cancel()
+                self._toolbox.keep(task)
+
+    async def _caught(self, work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # user code raises anything, and an exit would stop the event loop
+            return ToolError(error_line(error))
+
+    async def _result(self, call: ToolCall, max_response_bytes: int, keep: KeepAnswers | None) -> ToolResult:
         started_s = time.monotonic()
         max_bytes = max_response_bytes
         if call.status is ToolCallStatus.MALFORMED:
@@ -242,7 +329,10 @@ class ToolScope:
         text = f"Error: {answer.content}" if answer.is_error else answer.content
         content, is_truncated = capped(text, max_bytes)
         duration_s = time.monotonic() - started_s
-        return ToolResult(call.id, call.name, content, answer.is_error, is_truncated, duration_s)
+        result = ToolResult(call.id, call.name, content, answer.is_error, is_truncated, duration_s)
+        if keep is not None and not self._has_state(call.name):
+            keep((result,), {})
+        return result
 
     async def _run_tool(self, tool: Tool, call: ToolCall) -> _Answer:
         spec = tool.spec

@@ -26,6 +26,7 @@ from agentloop.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     RewardError,
+    ToolError,
     error_line,
     error_trace,
 )
@@ -34,10 +35,11 @@ from agentloop.plugins import LoadedOnce
 from agentloop.rendering import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.context import LoopContext
-from agentloop.rollout.loops import AgentLoop, load_loop
+from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop
 from agentloop.rollout.rewards import RewardFunction, load_reward, score
 from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.toolbox import Toolbox, ToolScope
+from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint
 from agentloop.score import Score, ended, scored
 from agentloop.types import (
     FAILURES,
@@ -64,6 +66,7 @@ class WorkerConfig:
     reward_timeout_s: float = 30.0
     grace_s: float = 5.0  # how long a loop that was cancelled may take to end
     commit_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
+    sweep_s: float = 600.0  # between looks for journals of dead workers that nobody needs
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
 
 
@@ -87,6 +90,7 @@ class RunParts:
     max_context_tokens: int
     vocab_size: int
     placer: ImagePlacer
+    journal: TurnJournal | None = None  # None: what a dead worker ran begins at the start
     newest: NewestVersion = field(default_factory=NewestVersion)
     loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
     rewards: LoadedOnce[RewardFunction] = field(default_factory=lambda: LoadedOnce(load_reward, param="reward"))
@@ -108,6 +112,7 @@ class TrajectoryRun:
         self._loop: AgentLoop | None = None
         self._ctx: LoopContext | None = None
         self._scope: ToolScope | None = None
+        self._journal: RunJournal | None = None
         self._guard: StalenessGuard | None = None
         self._reward_function: RewardFunction | None = None
         self._tools_score = Score()
@@ -176,6 +181,7 @@ class TrajectoryRun:
         """Run the loop, let its environments score, and close its tools."""
         assert self._scope is not None, "not loaded"
         try:
+            self._journal = await self._begun_journal(self._scope)
             self._ctx = self._context(self._scope)
             self._outcome = await self._looped(self._ctx)
             if self._is_ended_well:
@@ -250,7 +256,7 @@ class TrajectoryRun:
             generate_s=ctx.generate_s if ctx else 0.0,
             tool_s=ctx.tool_s if ctx else 0.0,
             reward_s=self._reward_s,
-            total_s=time.perf_counter() - self._started,
+            total_s=time.perf_counter() - self._started + (ctx.spent_before_s if ctx else 0.0),
         )
 
     def _ended(self) -> Trajectory:
@@ -277,6 +283,7 @@ class TrajectoryRun:
             max_staleness=limit.max_staleness if limit is not None else None,
             num_resampled_turns=ctx.num_resampled_turns if ctx else 0,
             thinking=self._parts.renderer.facts.thinking,
+            num_resumed_turns=ctx.num_resumed_turns if ctx else 0,
         )
         return ended(trajectory)
 
@@ -313,7 +320,33 @@ class TrajectoryRun:
             turn_timeout_s=shared.config.turn_timeout_s,
             guard=self._guard,
             placer=shared.placer,
+            journal=self._journal,
         )
+
+    async def _begun_journal(self, scope: ToolScope) -> RunJournal | None:
+        """Begin the run's journal, and bring environments to the state in which a lost worker left them.
+
+        None: the loop could not resume, so nothing is journalled.
+        """
+        parts, task = self._parts, self._task
+        if parts.journal is None or not isinstance(self._loop, ResumableLoop):
+            return None
+        journal = await parts.journal.begin(
+            self._assignment,
+            lambda: fingerprint(task, parts.toolbox.definitions(task.tools), parts.renderer),
+        )
+        if journal.kept is not None:
+            try:
+                await scope.restore(journal.kept.states)
+            except ToolError as error:
+                self._log.warning("trajectory_begins_again", reason=f"its environment is lost: {error.message}")
+                journal.kept = None
+        return journal
+
+    async def forget(self) -> None:
+        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
+        if self._journal is not None:
+            await self._journal.forget()
 
     async def _looped(self, ctx: LoopContext) -> _Outcome:
         """Run the loop in a task of its own, and name how it ended."""
@@ -357,9 +390,15 @@ class TrajectoryRun:
         """Run the loop to its outcome. Nothing that it raises leaves."""
         assert self._loop is not None, "not loaded"
         try:
-            async with asyncio.timeout(self._task.limits.timeout_s) as deadline:
+            kept = None if self._journal is None else self._journal.kept
+            left_s = None if kept is None else kept.left_s
+            async with asyncio.timeout(self._task.limits.timeout_s if left_s is None else left_s) as deadline:
                 ctx.deadline = deadline
-                await self._loop.run(self._task, ctx)
+                if kept is not None and isinstance(self._loop, ResumableLoop):
+                    ctx.resume(kept)
+                    await self._loop.resume(self._task, ctx)
+                else:
+                    await self._loop.run(self._task, ctx)
         except LimitReached as limit:
             return _Outcome(limit.reason)
         except ContextLengthExceeded as error:

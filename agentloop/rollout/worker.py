@@ -22,10 +22,12 @@ from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun, WorkerConfig
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import Assignment, Trajectory
 
 FULL_WAIT_S = 0.25  # for room before a full worker reports: much of it is free again within that
-LEAVE_TIMEOUT_S = 2.0  # for records on their way, and then for the goodbye: Serve gives a process 5 s
+HAND_IN_GRACE_S = 1.0  # for records on their way when the worker ends: Serve gives a process 5 s
+LEAVE_TIMEOUT_S = 2.0  # for the goodbye after that
 START_BATCH = 16  # trajectories started in one pass of the loop: their first renders take about 0.3 ms each
 
 
@@ -55,7 +57,9 @@ class Worker:
         max_context_tokens: int,
         vocab_size: int,
         takes_images: bool = False,
+        journal: TurnJournal | None = None,
     ) -> None:
+        """`journal` stays the caller's to close."""
         self.worker_id = worker_id
         self._coordinator = coordinator
         self._config = config
@@ -70,11 +74,14 @@ class Worker:
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
             placer=ImagePlacer(takes_images=takes_images),
+            journal=journal,
         )
+        self._journal = journal
         self._running: dict[str, _Running] = {}
         self._wake = asyncio.Event()  # room came up in a full worker, or the end
         self._is_full = False
         self._is_closing = False
+        self._has_left = False
 
     @property
     def num_running(self) -> int:
@@ -84,10 +91,13 @@ class Worker:
         """Poll for work until `close`; then cancel what runs, and give it back to the coordinator."""
         try:
             async with asyncio.TaskGroup() as group:
+                sweeping = group.create_task(self._sweep(), name="turn-journal-sweep")
                 while not self._is_closing:
                     await self._poll(group)
                     await asyncio.sleep(self._config.poll_gap_s)
+                sweeping.cancel()
                 await self._stop_running()
+                await self._leave()
         finally:
             await self._leave()
 
@@ -147,21 +157,35 @@ class Worker:
     async def _stop_running(self) -> None:
         """Cancel what runs; records on their way to the coordinator have a moment to get there."""
         handing_in = [running.task for running in self._running.values() if running.is_handing_in]
-        for running in self._running.values():
-            if not running.is_handing_in:
-                running.task.cancel()
         if handing_in:
-            _, late = await asyncio.wait(handing_in, timeout=LEAVE_TIMEOUT_S)
-            for task in late:
-                task.cancel()
+            await asyncio.wait(handing_in, timeout=HAND_IN_GRACE_S)
+        for running in self._running.values():
+            running.task.cancel()
 
     async def _leave(self) -> None:
-        """Tell the coordinator, which finds out by itself if it does not hear."""
+        """Tell the coordinator, which finds out by itself if it does not hear. Idempotent.
+
+        What ran goes on elsewhere from its journal, whether or not its loops have ended here.
+        """
+        if self._has_left:
+            return
+        self._has_left = True
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                if self._journal is not None:
+                    await self._journal.flush()
                 await self._coordinator.leave(self.worker_id)
         except (AgentLoopError, TimeoutError) as error:
             self._log.warning("leave_failed", error=repr(error))
+
+    async def _sweep(self) -> None:
+        """Now and then remove the journals that dead workers left of trajectories with a record."""
+        while self._journal is not None:
+            try:
+                await self._journal.sweep(self._coordinator.unfinished)
+            except (AgentLoopError, OSError) as error:
+                self._log.warning("journal_not_swept", error=repr(error))
+            await asyncio.sleep(self._config.sweep_s)
 
     def _cancel(self, assignment_id: str) -> None:
         running = self._running.get(assignment_id)
@@ -184,15 +208,18 @@ class Worker:
                 trajectory = await running.run.to_record()
                 running.is_dropped = running.run.is_dropped
                 running.is_handing_in = True
-                await self._hand_in(trajectory)
+                if running.is_dropped:
+                    await running.run.forget()  # before the sample can be given out again
+                if await self._hand_in(trajectory):
+                    await running.run.forget()
                 running.is_handing_in = False
         finally:
             del self._running[assignment.assignment_id]
             if self._is_full:
                 self._wake.set()
 
-    async def _hand_in(self, trajectory: Trajectory) -> None:
-        """Offer the record until it is durable; finishing twice is harmless."""
+    async def _hand_in(self, trajectory: Trajectory) -> bool:
+        """Offer the record until it is durable; finishing twice is harmless. True: its sample has a record."""
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda error: not isinstance(error, InvalidRequest)),
             stop=stop_after_delay(self._config.commit_timeout_s),
@@ -200,7 +227,8 @@ class Worker:
             reraise=True,
         )
         try:
-            await retrying(self._coordinator.finish, self.worker_id, trajectory)
+            return await retrying(self._coordinator.finish, self.worker_id, trajectory)
         except Exception as error:
             # The coordinator still counts it as running here, and gives it out again when it hears it is not.
             self._log.error("record_not_committed", error=repr(error))
+            return False

@@ -48,6 +48,39 @@ class GrowingPath:
         self._oldest_version: int | None = None
         self._is_masked: list[Callable[[int], bool]] = []
 
+    @classmethod
+    def restored(cls, nodes: Sequence[Node]) -> GrowingPath:
+        """Make the path anew that had these as its turns, in the order they were sampled; at least one.
+
+        Nothing is pending in it: what was observed after the last turn is observed again. Raises InvariantBroken if
+        they are no turns of one path.
+        """
+        path, last = cls(), nodes[-1]
+        for node in nodes[:-1]:
+            path._graph.add(node)
+            path._note_versions(node.reply)
+        parent_id = last.parent_id
+        if last.node_id != path._next_id or (parent_id is not None and not path._graph.has_turn(parent_id)):
+            raise InvariantBroken(f"turn {last.node_id} does not follow the {len(nodes) - 1} turns before it")
+        if parent_id is not None:
+            before = path._graph.path_of(parent_id)
+            path._messages = [message for node in before for message in (*node.observed, node.reply.message)]
+            path._context_ids = list(path._graph.context_ids(parent_id))
+            path._context_images = path._graph.context_images(parent_id)
+        observed_ids = last.observed_ids.tolist()
+        path._turn = _OpenTurn(parent_id, last.observed, observed_ids, last.split, images=last.images)
+        path._messages += last.observed
+        path._context_images += shifted_images(last.images, len(path._context_ids))
+        path._context_ids += observed_ids
+        path.add_turn(last.reply)
+        return path
+
+    @property
+    def last_turn(self) -> Node | None:
+        """The turn that was sampled last; None before the first, and when a prompt followed it."""
+        turn = self._turn
+        return None if turn is None or turn.reply is None else self._node_of(turn)
+
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far."""
@@ -153,6 +186,9 @@ class GrowingPath:
         turn.reply = reply
         self._context_ids += reply.token_ids.tolist()
         self._messages.append(reply.message)
+        self._note_versions(reply)
+
+    def _note_versions(self, reply: Reply) -> None:
         for span in reply.weight_versions:
             oldest = self._oldest_version
             self._oldest_version = span.version if oldest is None else min(oldest, span.version)
@@ -185,24 +221,25 @@ class GrowingPath:
 
     def _end_node(self, turn: _OpenTurn) -> str:
         """Put a sampled turn into the graph. Returns its id."""
+        node = self._node_of(turn)
+        self._graph.add(node)
+        return node.node_id
+
+    def _node_of(self, turn: _OpenTurn) -> Node:
+        """Return the open turn as the node that it becomes."""
         if turn.reply is None:
             raise InvariantBroken("a node of a turn that was not sampled")
-        node_id = self._next_id
-        observed_ids = np.array(turn.observed_ids, np.int32)
-        self._graph.add(
-            Node(
-                node_id,
-                node_id,
-                0,
-                turn.parent_id,
-                turn.observed,
-                observed_ids,
-                turn.reply,
-                split=turn.split,
-                images=turn.images,
-            )
+        return Node(
+            node_id=self._next_id,
+            call_id=self._next_id,
+            choice_index=0,
+            parent_id=turn.parent_id,
+            observed=turn.observed,
+            observed_ids=np.array(turn.observed_ids, np.int32),
+            reply=turn.reply,
+            split=turn.split,
+            images=turn.images,
         )
-        return node_id
 
     @property
     def _next_id(self) -> str:

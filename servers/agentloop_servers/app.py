@@ -31,7 +31,7 @@ from agentloop.generation import ImagePlacer, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.plugins import AllowedImports, resolve
-from agentloop.rollout import Toolbox, Worker, WorkerConfig, load_tools
+from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
@@ -170,6 +170,8 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
         self._closing.push_async_callback(toolbox.close)
+        journal = TurnJournal(run_dir / TURNS_FOLDER)
+        self._closing.push_async_callback(journal.close)
         worker = Worker(
             serve.get_replica_context().replica_id.unique_id,
             client.workers,
@@ -183,6 +185,7 @@ class AgentLoopWorkerDeployment:
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
             takes_images=takes_images(config),
+            journal=journal,
         )
         self._closing.callback(LoopWatch().close)
         self._running = asyncio.create_task(worker.run(), name="worker")

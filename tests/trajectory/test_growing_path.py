@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentloop.codec import encode
 from agentloop.errors import InvariantBroken
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import FinishReason, Generation, Message, TokenPath, Turn, WeightVersionSpan
@@ -238,11 +239,14 @@ def check(path: TokenPath) -> None:
 @settings(max_examples=200)
 @given(st.lists(TURN, min_size=1, max_size=8))
 def test_everything_aligns_however_a_rollout_goes(turns):
-    growing = GrowingPath()
+    task = [Message("user", "task")]
+    growing = GrowingPath(task)
     growing.start([1, 2])
-    num_forks = 0
+    num_forks, nodes = 0, []
     for number, (how, num_observed, runs) in enumerate(turns):
         ids = list(range(200, 200 + num_observed))
+        if number:
+            growing.observe(Message("user", f"before turn {number}"))
         if number and how == "observe":
             growing.add_observed(ids)
         elif number:
@@ -250,6 +254,17 @@ def test_everything_aligns_however_a_rollout_goes(turns):
             num_forks += how == "fork"
             growing.extend_to([1000 + number, *prompt[1:]] if how == "fork" else prompt)
         growing.add_turn(make_reply(*pieces_of(runs, number)))
+        nodes.append(growing.last_turn)
+        # What is made anew of the turns so far goes on as this one does: the rest of the turns checks it.
+        same = GrowingPath.restored(nodes)
+        assert encode(same.paths()) == encode(growing.paths())
+        assert same.oldest_version == growing.oldest_version
+        assert (same.messages, same.context_ids, same.last_turn_id) == (
+            growing.messages,
+            growing.context_ids,
+            growing.last_turn_id,
+        )
+        growing = same
     paths = growing.paths()
     assert len(paths) == 1 + num_forks
     assert [path.parent for path in paths] == [None, *range(num_forks)]

@@ -218,6 +218,14 @@ class PythonSession:
             raise ToolError(run.error)
         return run.text
 
+    async def snapshot(self) -> bytes:
+        """Return the variables as the interpreter dumps them; empty: there are none."""
+        return self._state or b""
+
+    async def restore(self, state: bytes) -> None:
+        """Go on with the variables of another session."""
+        self._state = state or None
+
     async def close(self) -> None:
         self._state = None
 

@@ -160,6 +160,9 @@ class Rollouts:
         self._recorded(name, trajectory)
         return True
 
+    async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if self.queue.is_live(name))
+
     def look(self, now: float) -> None:
         """Count the silence of workers, and end the grace of a restart."""
         self.queue.set_versions(self._replicas.versions)

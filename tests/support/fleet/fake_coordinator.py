@@ -176,6 +176,9 @@ class FakeCoordinator:
     async def leave(self, worker_id: str) -> None:
         self.left.append(worker_id)
 
+    async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if name not in self.records)
+
     async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
         self._raise_next()
         key = f"{trajectory.group_id}/{trajectory.sample_index}"

@@ -12,6 +12,7 @@ from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.rollout.tool import Tool
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.rollout.worker import Worker
 from agentloop.types import Message, RolloutTask
 from agentloop_tools import SHIPPED_TOOLS
@@ -33,6 +34,7 @@ async def running_worker(
     tools: Sequence[Tool] = (),
     *,
     takes_images: bool = False,
+    journal: TurnJournal | None = None,
     **config: object,
 ):
     """A worker at work on what the coordinator hands out, over started engines by URL, with more tools if given."""
@@ -50,6 +52,7 @@ async def running_worker(
         max_context_tokens=SPEC.max_context_tokens,
         vocab_size=renderer.vocab_size,
         takes_images=takes_images,
+        journal=journal,
     )
     running = asyncio.create_task(worker.run())
     try:
