@@ -84,6 +84,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.config": set(),
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.tcp": set(),
+    "agentloop_servers.locks": set(),
     "agentloop_servers.private_http": {"agentloop_servers.tcp"},
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
@@ -113,6 +114,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.storage",
         "agentloop.trajectory",
         "agentloop_servers.http",
+        "agentloop_servers.locks",
         "agentloop_servers.private_http",
         "agentloop_servers.tcp",
     },
@@ -126,7 +128,12 @@ ARROWS: dict[str, set[str]] = {
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.app": {"*"},  # the wiring
-    "agentloop_servers.local": {"agentloop_servers.app", "agentloop_servers.config", "agentloop_servers.tcp"},
+    "agentloop_servers.local": {
+        "agentloop_servers.app",
+        "agentloop_servers.config",
+        "agentloop_servers.coordinator",
+        "agentloop_servers.tcp",
+    },
     "agentloop_servers.cli": {
         "agentloop.agents",
         "agentloop.api",
@@ -137,6 +144,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.chat_format",
         "agentloop_servers.config",
         "agentloop_servers.local",
+        "agentloop_servers.locks",
     },
 }
 
@@ -265,7 +273,6 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.rollout.worker",
         "agentloop.simulation.engine",
         "agentloop_servers.app",
-        "agentloop_servers.coordinator.client",
         "agentloop_servers.endpoint.direct_server",
         "agentloop_servers.engines.vllm.engine",
         "agentloop_servers.ingress.app",

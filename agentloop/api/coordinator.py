@@ -339,5 +339,8 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
     async def status(self) -> ServiceStatus:
         """The service at this moment."""
 
+    async def drain(self) -> tuple[int, int]:
+        """Begin and accept nothing more. Returns the trajectories that run, and that are queued. Idempotent."""
+
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
         """Say where process `rank` of the chat endpoint listens; returns where each known one does."""

@@ -37,7 +37,7 @@ from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format import load_chat_format
-from agentloop_servers.config import ServiceConfig, located, model_sizes, new_run_dir, run_secret
+from agentloop_servers.config import ServiceConfig, keep_config, located, model_sizes, new_run_dir, run_secret
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
@@ -52,6 +52,7 @@ from agentloop_servers.endpoint import (
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from agentloop_servers.http import Keys, error_response
 from agentloop_servers.ingress import ModeRules, create_app
+from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder
 from agentloop_servers.replica import EngineClients, Replica, ReplicaConfig
@@ -59,8 +60,10 @@ from agentloop_servers.tcp import url_of
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
+COORDINATOR_NAME = "Coordinator"
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
 FIRST_STEP_FACTOR = 5  # an engine may compile before its first step
+RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
 SIMULATED_LATENCY = LatencyModel(
     prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
@@ -73,6 +76,8 @@ class CoordinatorDeployment:
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME)
+        lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
+        self._closing.callback(lock.release)
         store = TrajectoryStore(run_dir / STORE_NAME)
         self._closing.push_async_callback(store.close)
         clients = EngineClients(secret, await store.take_over(), store.take_over)
@@ -409,10 +414,11 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         )
     where = (config, run_dir.resolve())  # replicas have working directories of their own
     secret = run_secret(run_dir)
+    keep_config(config, run_dir)
     common = (*where, secret)
     coordinator = serve.deployment(
         CoordinatorDeployment,
-        name="Coordinator",
+        name=COORDINATOR_NAME,
         num_replicas=1,
         max_ongoing_requests=1000,  # each asks for the address
         ray_actor_options={"num_cpus": 0},

@@ -302,3 +302,34 @@ def new_run_dir(parent: Path) -> Path:
     path = parent / f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     path.mkdir(parents=True)
     return path
+
+
+CONFIG_NAME = "config.json"
+"""The file of a run directory that holds the config of its first start."""
+
+
+def saved_config(run_dir: Path) -> ServiceConfig | None:
+    """Return the config that a run directory was begun with; None if it is new. Raises InvalidRequest."""
+    try:
+        return ServiceConfig.model_validate_json((run_dir / CONFIG_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise InvalidRequest(f"{run_dir / CONFIG_NAME} is of another release: {reason}", param="run_dir") from error
+
+
+def keep_config(config: ServiceConfig, run_dir: Path) -> None:
+    """Keep a new run's config in its directory. Raises InvalidRequest for one that the run cannot go on with.
+
+    A session's owner among the ingress processes follows from their number, so that never changes.
+    """
+    first = saved_config(run_dir)
+    if first is None:
+        (run_dir / CONFIG_NAME).write_text(config.model_dump_json(indent=2))
+    elif first.ingress_replicas != config.ingress_replicas:
+        raise InvalidRequest(
+            f"the sessions of {run_dir} are shared by {first.ingress_replicas} ingress processes, not"
+            f" {config.ingress_replicas}",
+            param="ingress_replicas",
+        )

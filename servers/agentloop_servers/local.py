@@ -22,13 +22,15 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.app import APP_NAME, application
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application
+from agentloop_servers.config import ServiceConfig, run_secret
+from agentloop_servers.coordinator import CoordinatorClient
 from agentloop_servers.tcp import listening_socket, url_of
 
 T = TypeVar("T")
 
 SERVICE_START_TIMEOUT_S = 600.0
+WEIGHTS_GRACE_S = 10.0  # for replicas to bring, or load, the weights of a run that goes on
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken|Stable|Mismatch)\b.*: ")
 
 _log = structlog.get_logger("local")
@@ -37,8 +39,12 @@ RAY_LINK = "ray"  # within the run directory: the session whose logs hold what R
 
 
 @asynccontextmanager
-async def running_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator[str]:
+async def running_service(
+    config: ServiceConfig, run_dir: Path, *, waits_for_weights: bool = False
+) -> AsyncIterator[str]:
     """Start the service, yield its base URL once it is ready, stop everything on the way out.
+
+    With `waits_for_weights` it is ready also if no replica takes traffic before somebody pushes weights.
 
     Raises InvalidRequest for a config that cannot run, and ServiceUnavailable if the port is taken or the service
     does not start; the run directory's link to Ray's logs leads to the reason.
@@ -49,7 +55,7 @@ async def running_service(config: ServiceConfig, run_dir: Path) -> AsyncIterator
     try:
         start_ray(run_dir)
         await _to_its_end(_deploy, app)
-        await _wait_until_ready(url, run_dir)
+        await _wait_until_ready(url, run_dir, waits_for_weights=waits_for_weights)
         yield url
     finally:
         await _to_its_end(stop_ray)
@@ -67,7 +73,9 @@ def start_ray(run_dir: Path) -> None:
         logging_level=logging.ERROR,
         configure_logging=False,
     )
-    (run_dir / RAY_LINK).symlink_to(Path(context.address_info["session_dir"]) / "logs")
+    link = run_dir / RAY_LINK
+    link.unlink(missing_ok=True)  # a run that goes on has one of its last start
+    link.symlink_to(Path(context.address_info["session_dir"]) / "logs")
 
 
 def stop_ray() -> None:
@@ -90,18 +98,51 @@ def _deploy(app: serve.Application) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-async def _wait_until_ready(url: str, run_dir: Path) -> None:
+async def drain(run_dir: Path, grace_s: float) -> int:
+    """Have the service begin nothing more, and wait for what runs, at most `grace_s`.
+
+    Returns the trajectories that are unfinished then: a resumed service goes on with them.
+    """
+
+    def find() -> str:
+        handle = serve.get_deployment_handle(COORDINATOR_NAME, APP_NAME)
+        return str(handle.address.remote().result(timeout_s=10.0))
+
+    async def found() -> str:
+        return await _to_its_end(find)
+
+    client = CoordinatorClient(found, run_secret(run_dir))
+    loop = asyncio.get_running_loop()
+    deadline_at = loop.time() + grace_s
+    try:
+        while True:
+            num_running, num_queued = await client.front.drain()
+            if num_running == 0 or loop.time() >= deadline_at:
+                return num_running + num_queued
+            await asyncio.sleep(0.2)
+    finally:
+        await client.close()
+
+
+async def _wait_until_ready(url: str, run_dir: Path, *, waits_for_weights: bool) -> None:
     """Poll until all deployments run and a replica takes traffic. Raises ServiceUnavailable."""
+    up_at: float | None = None
     timeout = aiohttp.ClientTimeout(total=5)
     deadline_at = asyncio.get_running_loop().time() + SERVICE_START_TIMEOUT_S
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             state = (await _to_its_end(serve.status)).applications.get(APP_NAME)
-            if state is not None and state.status == "RUNNING" and await _is_healthy(session, url):
+            now = asyncio.get_running_loop().time()
+            if state is not None and state.status == "RUNNING":
+                health = await _health(session, url)
+                if health == 200:
+                    return
+                up_at = now if up_at is None and health == 503 else up_at
+            if waits_for_weights and up_at is not None and now - up_at >= WEIGHTS_GRACE_S:
                 return
             if state is not None and state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise ServiceUnavailable(f"the service did not start: {_reason(state)}. See {run_dir / RAY_LINK}")
-            if asyncio.get_running_loop().time() > deadline_at:
+            if now > deadline_at:
                 raise ServiceUnavailable(
                     f"not ready within {SERVICE_START_TIMEOUT_S:g} s. See {run_dir / RAY_LINK}"
                 )
@@ -118,12 +159,12 @@ def _reason(state: ApplicationStatusOverview) -> str:
     return state.message.strip() or "no reason given"
 
 
-async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+async def _health(session: aiohttp.ClientSession, url: str) -> int | None:
     try:
         async with session.get(f"{url}/health") as answer:
-            return answer.status == 200
+            return answer.status
     except (aiohttp.ClientError, TimeoutError):
-        return False  # the ingress is not up yet
+        return None  # the ingress is not up yet
 
 
 async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from agentloop_servers.config import new_run_dir, run_secret
+import pytest
+
+from agentloop.errors import Conflict, InvalidRequest
+from agentloop_servers.config import ServiceConfig, keep_config, new_run_dir, run_secret, saved_config
 from agentloop_servers.http.auth import SessionKeys
+from agentloop_servers.locks import RUN_LOCK, take_run_lock
 
 
 def test_the_keys_of_sessions_are_good_after_another_deployment(tmp_path: Path) -> None:
@@ -27,3 +35,48 @@ def test_the_secret_is_one_and_its_owners(tmp_path: Path) -> None:
 
 def test_two_runs_have_two_directories(tmp_path: Path) -> None:
     assert new_run_dir(tmp_path) != new_run_dir(tmp_path)
+
+
+HOLDER = """
+import asyncio, pathlib, sys, time
+from agentloop_servers.locks import take_run_lock
+lock = asyncio.run(take_run_lock(pathlib.Path(sys.argv[1]), 0.0))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(folder: Path) -> subprocess.Popen[str]:
+    """Another process that has a directory's lock."""
+    return subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+async def test_a_directory_has_one_service_and_names_its_process(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        holder.send_signal(signal.SIGSTOP)  # it may go on at any moment
+        with pytest.raises(Conflict, match=f"still runs in .*: process {holder.pid}$"):
+            await take_run_lock(tmp_path, 0.0)
+    finally:
+        holder.kill()
+        holder.communicate()
+    lock = await take_run_lock(tmp_path, 10.0)  # whoever died holds nothing
+    assert (tmp_path / RUN_LOCK).read_text() == str(os.getpid())
+    with pytest.raises(Conflict):
+        await take_run_lock(tmp_path, 0.0)
+    lock.release()
+    lock.release()
+    (await take_run_lock(tmp_path, 0.0)).release()
+
+
+def test_a_run_goes_on_with_the_config_that_it_was_begun_with(tmp_path: Path) -> None:
+    assert saved_config(tmp_path) is None
+    config = ServiceConfig.model_validate({"model": "m", "ingress_replicas": 2})
+    keep_config(config, tmp_path)
+    assert saved_config(tmp_path) == config
+    keep_config(config.model_copy(update={"replicas": 3}), tmp_path)
+    assert saved_config(tmp_path) == config
+    with pytest.raises(InvalidRequest, match="shared by 2 ingress processes, not 1"):
+        keep_config(config.model_copy(update={"ingress_replicas": 1}), tmp_path)

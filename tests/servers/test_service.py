@@ -222,6 +222,71 @@ def start(marker: str, out: Path, count: int = 400) -> subprocess.Popen[str]:
     )
 
 
+def command_serve(marker: str, *arguments: str) -> tuple[subprocess.Popen[str], list[str]]:
+    """A service in a process of its own, and what it said until it was ready, or ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentloop_servers.cli", "serve", *arguments],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, marker: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("chat"):
+            break
+    return process, lines
+
+
+def url_in(lines: list[str]) -> str:
+    (ready,) = [line for line in lines if line.startswith("ready at")]
+    return ready.split()[2]
+
+
+async def test_a_run_goes_on_after_its_processes_were_killed(tmp_path):
+    marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
+    config = tmp_path / "any_port.yaml"
+    config.write_text(CONFIG.read_text().replace("port: 8000", "port: 0"))
+    process, lines = command_serve(marker, "--config", str(config), "--out", str(tmp_path))
+    (run_dir,) = [path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()]
+    slow = {"limits": Limits(max_tokens_per_turn=1500, timeout_s=300)}
+    async with RolloutClient(url_in(lines)) as client:
+        await client.pause(reason="a look at the rewards")
+        rollout = await client.submit(tasks(40, **slow), num_samples=2)
+    second, lines = command_serve(f"{marker}_2", "--resume", str(run_dir))
+    assert (second.wait(), "still runs in" in lines[-1]) == (1, True), lines
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert processes_with(marker, grace_s=90.0) == []
+
+    process, lines = command_serve(marker, "--resume", str(run_dir))
+    assert lines[0].startswith("going on")
+    async with RolloutClient(url_in(lines)) as client:
+        status = await client.status()
+        assert (status.is_paused, status.pause_reason) == (True, "a look at the rewards")
+        await client.resume()
+        found = []
+        async with asyncio.timeout(120):
+            for rollout_id in rollout.rollout_ids:
+                cursor, is_done = 0, False
+                while not is_done:
+                    page = await client.read(rollout_id, after=cursor, wait_s=10.0)
+                    found += [(one.task_id, one.sample_index) for one in page.trajectories]
+                    cursor, is_done = page.cursor, page.status.is_done and not page.trajectories
+        assert len(found) == 80
+        assert set(found) == {(f"t{n}", sample) for n in range(40) for sample in range(2)}
+        await client.submit(tasks(400, **slow), num_samples=2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    assert f"agentloop serve --resume {run_dir}" in output
+    assert processes_with(marker) == []
+
+
 @pytest.mark.parametrize("after_s", [1.0, 4.0, 15.0])
 def test_ctrl_c_leaves_no_process(tmp_path, after_s):
     marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"

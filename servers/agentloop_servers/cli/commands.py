@@ -35,9 +35,11 @@ from agentloop_servers.cli.run import (
     link_latest,
     load_program,
     run_rollout,
+    stop_on_sigterm,
 )
-from agentloop_servers.config import ServiceConfig, located, new_run_dir
-from agentloop_servers.local import running_service
+from agentloop_servers.config import ServiceConfig, located, new_run_dir, saved_config
+from agentloop_servers.local import drain, running_service
+from agentloop_servers.locks import take_run_lock
 
 T = TypeVar("T")
 
@@ -70,11 +72,26 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command()
-def serve(config: Config = DEFAULT_CONFIG, out: Out = Path("runs")) -> None:
-    """Run the service on a local Ray of its own, until Ctrl-C."""
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", help=f"A Serve config file; {DEFAULT_CONFIG}.")] = None,
+    out: Out = Path("runs"),
+    resume: Annotated[
+        str | None,
+        typer.Option(help="A run directory, or its id, to go on with: queue, sessions, weights, records."),
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option(min=0.0, help="After SIGTERM, the seconds that running trajectories have to end.")
+    ] = 30.0,
+) -> None:
+    """Run the service on a local Ray of its own, until Ctrl-C, or SIGTERM, which lets running trajectories end."""
     with _clear_errors():
-        settings = ServiceConfig.load(located(str(config)))
-        _run(_serve(settings, out))
+        run_dir = None if resume is None else _store_of(resume).parent
+        saved = None if run_dir is None or config is not None else saved_config(run_dir)
+        settings = saved or ServiceConfig.load(located(str(config or DEFAULT_CONFIG)))
+        if run_dir is None:
+            run_dir = new_run_dir(out) if settings.run_dir is None else Path(settings.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _run(_serve(settings, run_dir, grace_s, is_resumed=(run_dir / STORE_NAME).is_file()))
 
 
 @app.command()
@@ -237,17 +254,24 @@ async def _as_admin(url: str, admin_key: str | None, ask: Callable[[RolloutClien
         return await ask(client)
 
 
-async def _serve(config: ServiceConfig, out: Path) -> None:
-    run_dir = new_run_dir(out)
+async def _serve(config: ServiceConfig, run_dir: Path, grace_s: float, *, is_resumed: bool) -> None:
+    """Raises Conflict if a service runs in the directory."""
+    (await take_run_lock(run_dir, 0.0)).release()  # the coordinator holds it from its start on
     link_latest(run_dir)
     configure_logging(run_dir / LOG_NAME)
     console = _console()
-    console.print(f"starting; log and trajectories in {run_dir}", highlight=False, soft_wrap=True)
-    async with running_service(config, run_dir) as url:
-        end_on_sigterm()  # again: Ray has set its own handler
+    begins = "going on" if is_resumed else "starting"
+    console.print(f"{begins}; log and trajectories in {run_dir}", highlight=False, soft_wrap=True)
+    waits_for_weights = is_resumed or config.engine.load_format == "dummy"
+    async with running_service(config, run_dir, waits_for_weights=waits_for_weights) as url:
+        stopping = stop_on_sigterm()  # Ray has set its own handler
         console.print(f"ready at {url}   (Ctrl-C stops it)", highlight=False, soft_wrap=True)
         console.print(f"chat     {url}/v1", highlight=False, soft_wrap=True)
-        await asyncio.Event().wait()  # until a signal cancels it
+        await stopping.wait()
+        num_left = await drain(run_dir, grace_s)
+    if num_left > 0:
+        line = f"stopped; {num_left} trajectories go on with: agentloop serve --resume {run_dir}"
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

@@ -291,6 +291,19 @@ def end_on_sigterm() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
+def stop_on_sigterm() -> asyncio.Event:
+    """Return an event that the first SIGTERM sets; the second one cancels the current task."""
+    task, loop, stopping = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
+    assert task is not None
+
+    def stop() -> None:
+        stopping.set()
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    return stopping
+
+
 MAX_ERRORS_SHOWN = 5  # the log has them all
 
 

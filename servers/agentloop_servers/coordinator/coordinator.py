@@ -110,6 +110,15 @@ class Coordinator:
             lost=replicas.lost(),
         )
 
+    async def drain(self) -> tuple[int, int]:
+        """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
+        rollouts = self.rollouts.queue.rollouts
+        num_running = sum(rollout.num_running for rollout in rollouts)
+        if not self.rollouts.is_draining:
+            self._log.info("draining", num_running=num_running)
+        self.rollouts.is_draining = True
+        return num_running, sum(rollout.num_queued for rollout in rollouts)
+
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
         """Note where a process of the chat endpoint listens; returns where each known one does."""
         self._endpoints[rank] = url

@@ -18,7 +18,7 @@ from agentloop import codec
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api import SESSIONS_ROLLOUT_ID, EncodedPage, Orders, RolloutStatus, RolloutTerms, WorkerReport
 from agentloop.clock import Clock
-from agentloop.errors import Conflict, InvalidRequest, NotFound
+from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling import COORDINATOR, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
@@ -69,6 +69,7 @@ class Rollouts:
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
         self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
         self._grace_until: float | None = None
+        self.is_draining = False  # nothing is accepted or given out any more: the service stops
 
     @property
     def num_workers(self) -> int:
@@ -195,6 +196,8 @@ class Rollouts:
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
     ) -> RolloutStatus:
+        if self.is_draining:
+            raise ServiceUnavailable("the service is stopping")
         num_new = sum(group.num_samples for group in groups)
         try:
             known = await self._status(rollout_id)
@@ -265,6 +268,8 @@ class Rollouts:
             expires_at = self._clock.now() + self._config.direct_lease_ttl_s
             return self._replicas.balancer.acquire_direct(session_holder(session_id), num_tokens, expires_at)
 
+        if self.is_draining and self._replicas.balancer.lease_of(session_holder(session_id)) is None:
+            raise ServiceUnavailable("the service is stopping")
         return await self._replicas.placed(grant)
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
@@ -292,7 +297,7 @@ class Rollouts:
 
     def _assign(self, worker_id: str, num_free: int) -> tuple[Assignment, ...]:
         """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
-        if self._grace_until is not None or not self._replicas.is_ready:
+        if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
         self.queue.set_versions(self._replicas.versions)
         samples = self.queue.take(worker_id, num_free, self._clock.now())

@@ -12,8 +12,6 @@ client that leaves, or reads nothing, ends the exchange with the owner, who then
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import uuid
 import zlib
 from pathlib import Path
@@ -30,6 +28,7 @@ from yarl import URL
 from agentloop.api import MAX_TIMEOUT_S
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
 from agentloop_servers.http import envelope_of, error_response, unless_client_leaves
+from agentloop_servers.locks import FileLock, take_lock, taken_in_time
 from agentloop_servers.private_http import keep_alive_connector
 
 HOP_HEADER = "x-agentloop-hop"
@@ -50,7 +49,6 @@ _NOT_FORWARDED = frozenset(
 _NOT_ANSWERED = frozenset(b"connection date keep-alive server trailer transfer-encoding".split())
 _NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")
 LOCK_TIMEOUT_S = 60.0
-_LOCK_RETRY_S = 0.1
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -58,59 +56,47 @@ _log = structlog.stdlib.get_logger(__name__)
 class ShardLock:
     """The shard that this process holds until it ends or releases it: a number, and so one file of sessions.
 
-    The system takes the lock back from a process that dies, however it dies. So no two processes write the sessions
-    of one shard, not even while a wedged one is being replaced, when Serve's own rank of the new one is beyond
-    their number. The lock's file also says on which port the shard was last reached: the process that takes it over
-    listens there again, and the URLs that agents hold go on working.
+    So no two processes write the sessions of one shard, not even while a wedged one is being replaced, when Serve's
+    own rank of the new one is beyond their number. The lock's file also says on which port the shard was last
+    reached: the process that takes it over listens there again, and the URLs that agents hold go on working.
     """
 
-    def __init__(self, number: int, descriptor: int) -> None:
+    def __init__(self, number: int, lock: FileLock) -> None:
         self.number = number
-        self._descriptor: int | None = descriptor
+        self._lock = lock
 
     @property
     def port(self) -> int:
         """Return where the shard was last reached; 0 if it is new."""
-        text = b"" if self._descriptor is None else os.pread(self._descriptor, 8, 0)
+        text = self._lock.text
         return int(text) if text.isdigit() else 0
 
     def set_port(self, port: int) -> None:
         """Keep it for the process that has the shard next."""
-        if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, str(port).encode(), 0)
+        self._lock.set_text(str(port))
 
     def release(self) -> None:
         """Leave it to others. Idempotent."""
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
+        self._lock.release()
 
 
 async def take_shard_lock(
     run_dir: Path, num_shards: int, *, first: int = 0, timeout_s: float = LOCK_TIMEOUT_S
 ) -> ShardLock:
     """Take the lock of a free shard, `first` if it is. Raises ServiceUnavailable if none gets free in time."""
-    loop = asyncio.get_running_loop()
-    deadline_at = loop.time() + timeout_s
-    while True:
+
+    def take() -> ShardLock | None:
         for offset in range(num_shards):
-            lock = _taken(run_dir, (first + offset) % num_shards)
+            number = (first + offset) % num_shards
+            lock = take_lock(run_dir / f"sessions-{number}.lock")
             if lock is not None:
-                return lock
-        if loop.time() >= deadline_at:
-            raise ServiceUnavailable(f"other processes hold all {num_shards} shards of {run_dir}")
-        await asyncio.sleep(_LOCK_RETRY_S)
-
-
-def _taken(run_dir: Path, number: int) -> ShardLock | None:
-    descriptor = os.open(run_dir / f"sessions-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
+                return ShardLock(number, lock)
         return None
-    return ShardLock(number, descriptor)
+
+    shard = await taken_in_time(take, timeout_s)
+    if shard is None:
+        raise ServiceUnavailable(f"other processes hold all {num_shards} shards of {run_dir}")
+    return shard
 
 
 class Directory(Protocol):

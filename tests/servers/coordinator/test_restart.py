@@ -9,7 +9,8 @@ from agentloop.errors import ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import PauseMode
 from tests.support.engine.engines import SLEEPER
-from tests.support.fleet.service import CONFIG, Inline, service
+from tests.support.fleet.service import CONFIG, Inline, record, report, service
+from tests.support.records.samples import make_group
 
 
 async def restart(site):
@@ -99,3 +100,23 @@ async def test_a_store_that_was_taken_over_takes_nothing_more(tmp_path):
     await new.save_state("x", 3)
     await new.close()
     await old.close()
+
+
+@service("a")
+async def test_a_service_that_stops_begins_nothing_and_leaves_the_rest_to_the_next(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 4),))
+    (first, *_) = (await coordinator.rollouts.take(report("w", 1), 1.0)).start
+    held = await coordinator.rollouts.lease("s", 10)
+    assert await coordinator.drain() == (1, 3)
+    assert (await coordinator.rollouts.take(report("w", 5, first.assignment_id), 0.0)).start == ()
+    with pytest.raises(ServiceUnavailable, match="stopping"):
+        await coordinator.rollouts.submit("r2", (make_group("g", 1),))
+    with pytest.raises(ServiceUnavailable, match="stopping"):
+        await coordinator.rollouts.lease("new", 10)
+    assert await coordinator.rollouts.lease("s", 10) == held
+    await coordinator.rollouts.finish("w", record(first))
+    assert await coordinator.drain() == (0, 3)
+    await site.stop()
+    coordinator = await site.start()
+    await site.clock.sleep(CONFIG.restart_grace_s + 2.0)
+    assert len((await coordinator.rollouts.take(report("w", 5), 1.0)).start) == 3

@@ -238,6 +238,9 @@ class FakeCoordinator:
         self._raise_next()
         self.asleep -= tags
 
+    async def drain(self) -> tuple[int, int]:
+        return 0, 0
+
     async def status(self) -> ServiceStatus:
         self._raise_next()
         replicas = tuple(

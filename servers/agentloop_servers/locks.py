@@ -1,0 +1,82 @@
+"""Locks by file: one process at a time has a part of a run directory.
+
+The system takes a lock back from a process that dies, however it dies, so a lock that is held has a living owner; a
+stopped process keeps what it holds. The file's text is for whoever finds it held: it says who, or where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from agentloop.errors import Conflict
+
+T = TypeVar("T")
+
+RUN_LOCK = "service.lock"
+"""The lock of a run directory's coordinator."""
+
+MAX_TEXT_BYTES = 256
+RETRY_S = 0.1
+
+
+class FileLock:
+    """A lock that this process holds until it ends or releases it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    @property
+    def text(self) -> str:
+        """The words of the last owner; empty after the release."""
+        if self._descriptor is None:
+            return ""
+        return os.pread(self._descriptor, MAX_TEXT_BYTES, 0).decode("utf-8", "replace")
+
+    def set_text(self, text: str) -> None:
+        """Write what others shall read, and the next owner."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, text.encode()[:MAX_TEXT_BYTES], 0)
+
+    def release(self) -> None:
+        """Leave it to others. Idempotent."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+
+def take_lock(path: Path) -> FileLock | None:
+    """Take a lock if nobody holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return FileLock(descriptor)
+
+
+async def taken_in_time(take: Callable[[], T | None], timeout_s: float) -> T | None:
+    """Return what `take` gives once it gives something; None if it does not in time."""
+    loop = asyncio.get_running_loop()
+    deadline_at = loop.time() + timeout_s
+    while True:
+        taken = take()
+        if taken is not None or loop.time() >= deadline_at:
+            return taken
+        await asyncio.sleep(RETRY_S)
+
+
+async def take_run_lock(run_dir: Path, timeout_s: float) -> FileLock:
+    """Become a run directory's only service. Raises Conflict naming the process that is, after `timeout_s`."""
+    path = run_dir / RUN_LOCK
+    lock = await taken_in_time(lambda: take_lock(path), timeout_s)
+    if lock is None:
+        raise Conflict(f"a service still runs in {run_dir}: process {path.read_text() or 'unknown'}")
+    lock.set_text(str(os.getpid()))
+    return lock
