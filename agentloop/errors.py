@@ -23,6 +23,7 @@
     │   └── MalformedEngineResponse     502  lengths, ids or logprobs that cannot be; never stored
     ├── NoHealthyReplica                503
     ├── ServiceUnavailable              503  a part of the service is starting, restarting or gone
+    ├── StorageFull                     507  the disk is full or cannot be written: nothing was lost, make room
     ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
     ├── TemplateError                   400  the chat template cannot be used
     │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens
@@ -173,6 +174,10 @@ class NoHealthyReplica(AgentLoopError):
 
 class ServiceUnavailable(AgentLoopError):
     code, http_status, retryable = "service_unavailable", 503, True
+
+
+class StorageFull(AgentLoopError):
+    code, http_status, retryable = "storage_full", 507, True
 
 
 class WeightUpdateFailed(AgentLoopError):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import structlog
 from structlog.contextvars import bind_contextvars
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from agentloop.aio import deadline_after, is_set_by
 from agentloop.api import Orders, WorkerPort, WorkerReport
-from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.errors import AgentLoopError, InvalidRequest, StorageFull
 from agentloop.generation import Connect, ImagePlacer, TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
@@ -219,10 +219,19 @@ class Worker:
                 self._wake.set()
 
     async def _hand_in(self, trajectory: Trajectory) -> bool:
-        """Offer the record until it is durable; finishing twice is harmless. True: its sample has a record."""
+        """Offer the record until it is durable; finishing twice is harmless. True: its sample has a record.
+
+        A full disk is waited out.
+        """
+        is_late = stop_after_delay(self._config.commit_timeout_s)
+
+        def gives_up(state: RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome is not None else None
+            return is_late(state) and not isinstance(error, StorageFull)
+
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda error: not isinstance(error, InvalidRequest)),
-            stop=stop_after_delay(self._config.commit_timeout_s),
+            stop=gives_up,
             wait=wait_random_exponential(multiplier=0.2, max=5.0),
             reraise=True,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
 from agentloop.storage.summary import StaleSummary, Summary, summarize, version_key
 from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, STORE_NAME, TrajectoryReader, TrajectoryStore
@@ -10,6 +11,7 @@ __all__ = [
     "MAX_COMMIT_BATCH",
     "STORE_NAME",
     "BatchWriter",
+    "DiskRoom",
     "RowChecker",
     "Schema",
     "StaleSummary",
@@ -17,6 +19,7 @@ __all__ = [
     "TrajectoryReader",
     "TrajectoryStore",
     "Work",
+    "is_full",
     "one_thread",
     "open_database",
     "packed",

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 
 from agentloop import codec
-from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable
+from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, StorageFull
+from agentloop.storage.disk_room import is_full
 
 T = TypeVar("T")
 Work: TypeAlias = Callable[[sqlite3.Connection], T]
@@ -150,12 +151,14 @@ class BatchWriter:
         self._waiting: list[_Piece] = []
         self._is_writing = False
         self._is_closed = False
+        self._is_full = False  # the last that was to be written found no room
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
         """Return what `work` returns, once it is committed; `on_committed` is called even if the caller has left.
 
-        Work that raises an error of ours does so before it writes anything. Raises that error, `sqlite3.Error` as
-        it comes when the disk fails, and ServiceUnavailable after `close`: nothing was stored then.
+        Work that raises an error of ours does so before it writes anything. Raises that error, StorageFull when the
+        disk is full or read-only, `sqlite3.Error` as it comes when it fails otherwise, and ServiceUnavailable after
+        `close`: nothing was stored then.
         """
         if self._is_closed:
             raise ServiceUnavailable(f"the {self._kind} is closed")
@@ -203,22 +206,36 @@ class BatchWriter:
         outcomes = self._outcomes([piece.work for piece in batch])
         loop.call_soon_threadsafe(self._deliver, batch, outcomes)
 
-    def _outcomes(self, works: Sequence[Work[Any]]) -> list[Any]:
+    def _outcomes(self, works: Sequence[Work[Any]], *, is_part: bool = False) -> list[Any]:
         """Do everything in one transaction, or else each piece in its own; errors are outcomes."""
         db = self._db
         try:
-            db.execute("BEGIN IMMEDIATE")
+            num_changes = db.total_changes
+            # Where nothing can be written, what only reads shall not ask for the right to write.
+            db.execute("BEGIN" if self._is_full else "BEGIN IMMEDIATE")
             self._guard(db)
             outcomes = [_outcome(work, db) for work in works]
             db.execute("COMMIT")
+            self._note_room(is_full=self._is_full and (is_part or db.total_changes == num_changes))
             return outcomes
         except Exception as error:
             problem = error
-            if isinstance(error, sqlite3.Error):
-                _log.error("not_written", store=self._kind, num_pieces=len(works), error=repr(error))
             if db.in_transaction:
                 db.execute("ROLLBACK")
-        return [problem] if len(works) == 1 else [self._outcomes([work])[0] for work in works]
+            if is_full(error):
+                self._note_room(is_full=True, reason=repr(error))
+                problem = StorageFull(f"the disk of the {self._kind} is full or cannot be written")
+            elif isinstance(error, sqlite3.Error):
+                _log.error("not_written", store=self._kind, num_pieces=len(works), error=repr(error))
+        return [problem] if len(works) == 1 else [self._outcomes([work], is_part=True)[0] for work in works]
+
+    def _note_room(self, *, is_full: bool, reason: str = "") -> None:
+        """Log once that the disk is full, and once that it has room again."""
+        if is_full and not self._is_full:
+            _log.error("storage_full", store=self._kind, reason=reason)
+        elif self._is_full and not is_full:
+            _log.info("storage_has_room_again", store=self._kind)
+        self._is_full = is_full
 
 
 def _outcome(work: Work[Any], db: sqlite3.Connection) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -20,8 +21,9 @@ from typing import TypeVar
 
 from agentloop import codec
 from agentloop.api import RolloutTerms
-from agentloop.errors import Conflict, NotFound, ServiceUnavailable
+from agentloop.errors import Conflict, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, ImageFiles
+from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
 from agentloop.types import RolloutGroup, Trajectory
 
@@ -30,6 +32,8 @@ STORE_NAME = "trajectories.sqlite"
 
 MAX_COMMIT_BATCH = 512
 """Records to commit in one transaction."""
+
+_MAX_SETTLED = 4096  # rollouts whose counts are kept in memory
 
 T = TypeVar("T")
 
@@ -106,13 +110,15 @@ class TrajectoryReader:
 class TrajectoryStore:
     """Accepted groups and their terminal records, written by one process. End it with `await close()`.
 
-    A coroutine returns once its work is committed; it raises `sqlite3.Error` as it comes when the disk fails:
-    nothing was stored then.
+    A coroutine returns once its work is committed; it raises StorageFull when the disk is full, and `sqlite3.Error`
+    as it comes when it fails otherwise: nothing was stored then.
     """
 
-    def __init__(self, path: str | Path, executor: Executor | None = None) -> None:
-        """`executor` runs one call at a time; a thread of its own by default. Raises InvalidRequest if `path` is
-        not a trajectory store."""
+    def __init__(self, path: str | Path, executor: Executor | None = None, *, min_free_bytes: int = 0) -> None:
+        """`executor` runs one call at a time; a thread of its own by default. With fewer than `min_free_bytes` free
+        on the disk nothing is accepted. Raises InvalidRequest if `path` is not a trajectory store."""
+        self._room = DiskRoom(Path(path).parent, min_free_bytes)
+        self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
         db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
@@ -139,8 +145,9 @@ class TrajectoryStore:
         """Record work as accepted, and keep its images beside the store. Groups already accepted stay as they are,
         so a repeat is harmless.
 
-        Raises Conflict for a rollout of recorded sessions.
+        Raises Conflict for a rollout of recorded sessions, and StorageFull.
         """
+        self._room.check()
 
         def work(db: sqlite3.Connection) -> None:
             if _holds_sessions(db, rollout_id):
@@ -152,7 +159,12 @@ class TrajectoryStore:
                 _ADD_GROUP, [(rollout_id, group.group_id, group.num_samples, *packed(group)) for group in owned]
             )
 
-        await self._images.keep([image for group in groups for image in group.task.images])
+        try:
+            await self._images.keep([image for group in groups for image in group.task.images])
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise StorageFull("the disk of the run's images is full or cannot be written") from error
         await self._writer.run(work)
 
     async def commit(self, trajectories: Sequence[Trajectory]) -> int:
@@ -172,7 +184,7 @@ class TrajectoryStore:
         rollout_id = trajectory.rollout_id
 
         def work(db: sqlite3.Connection) -> bool:
-            if db.execute("SELECT 1 FROM groups WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None:
+            if _is_submitted(db, rollout_id):
                 raise Conflict(f"rollout {rollout_id} was submitted: sessions need another", param="rollout_id")
             first = self._terms(db, rollout_id).owner
             if owner != first and db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is not None:
@@ -218,7 +230,17 @@ class TrajectoryStore:
 
         Of recorded sessions none is outstanding: each counts as both.
         """
-        return await self._writer.run(lambda db: _counts(db, rollout_id))
+        settled = self._settled.get(rollout_id)
+        if settled is not None:
+            return settled
+        num_accepted, num_finished, is_submitted = await self._writer.run(
+            lambda db: (*_counts(db, rollout_id), _is_submitted(db, rollout_id))
+        )
+        if is_submitted and num_finished >= num_accepted:
+            self._settled[rollout_id] = num_accepted, num_finished
+            if len(self._settled) > _MAX_SETTLED:
+                self._settled.popitem(last=False)
+        return num_accepted, num_finished
 
     async def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         """Return the groups that lack records, in order of acceptance, with the samples each still owes."""
@@ -293,6 +315,10 @@ def _holds_sessions(db: sqlite3.Connection, rollout_id: str) -> bool:
     (num_accepted,) = db.execute(_COUNT_GROUPS, (rollout_id,)).fetchone()
     (num_recorded,) = db.execute(_COUNT_RECORDS, (rollout_id,)).fetchone()
     return bool(num_accepted == 0 and num_recorded > 0)
+
+
+def _is_submitted(db: sqlite3.Connection, rollout_id: str) -> bool:
+    return db.execute("SELECT 1 FROM groups WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None
 
 
 def _counts(db: sqlite3.Connection, rollout_id: str) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class CoordinatorDeployment:
         configure_logging(run_dir / LOG_NAME)
         lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
         self._closing.callback(lock.release)
-        store = TrajectoryStore(run_dir / STORE_NAME)
+        store = TrajectoryStore(run_dir / STORE_NAME, min_free_bytes=config.min_free_mib << 20)
         self._closing.push_async_callback(store.close)
         clients = EngineClients(secret, await store.take_over(), store.take_over)
         self._closing.push_async_callback(clients.close)
@@ -88,6 +88,7 @@ class CoordinatorDeployment:
             config=CoordinatorConfig(
                 kv_policy=config.kv_policy,
                 max_queued_trajectories=config.max_queued_trajectories,
+                max_queued_bytes=config.max_queued_mib << 20,
                 initial_weights=initial_weights(config),
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
@@ -365,6 +366,7 @@ def build_endpoint(
         secret=secret,
         limits=limits,
         new_id=router.new_id,
+        min_free_bytes=config.min_free_mib << 20,
     )
     endpoint = Endpoint(
         sessions=sessions,

@@ -173,6 +173,8 @@ class ServiceConfig(_Strict):
     run_dir: str | None = None
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0  # new requests wait so long for a resume, then they get 503
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
+    max_queued_mib: Annotated[int, Field(ge=1)] = 1024  # of the tasks in memory: those with unfinished samples
+    min_free_mib: Annotated[int, Field(ge=0)] = 256  # on the run's disk; below it nothing new is accepted
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:

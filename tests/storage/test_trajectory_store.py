@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -270,3 +271,27 @@ async def test_sessions_and_submitted_work_do_not_mix(store: TrajectoryStore) ->
     assert await store.counts("sessions") == (1, 1)
     assert not await store.holds_sessions("r")
     assert not await store.holds_sessions("nobody")
+
+
+class CountingThread(ThreadPoolExecutor):
+    """One thread that counts what it is given."""
+
+    num_calls = 0
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self.num_calls += 1
+        return super().submit(fn, *args, **kwargs)
+
+
+async def test_the_counts_of_a_done_rollout_are_looked_up_once(tmp_path: Path) -> None:
+    thread = CountingThread(1)
+    store = TrajectoryStore(tmp_path / "t.sqlite", thread)
+    await store.accept("r", [make_group("g", 2)])
+    await store.commit([make_trajectory("g", 0)])
+    assert await store.counts("r") == (2, 1)
+    await store.commit([make_trajectory("g", 1)])
+    assert await store.counts("r") == (2, 2)
+    num_calls = thread.num_calls
+    assert [await store.counts("r") for _ in range(100)] == [(2, 2)] * 100
+    assert thread.num_calls == num_calls
+    await store.close()

@@ -20,6 +20,7 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api import ServiceStatus
 from agentloop.clock import Clock
+from agentloop.errors import StorageFull
 from agentloop.fleet import Connect, FleetWeights, StandingOrders
 from agentloop.storage import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
@@ -146,5 +147,7 @@ class Coordinator:
             try:
                 await self.rollouts.write_owed()
                 await self.replicas.sync.save_owed()
+            except StorageFull as error:  # the store has said so
+                self._log.debug("records_not_written", error=repr(error))
             except Exception as error:  # the disk may come back; what is owed stays owed until then
                 self._log.error("not_written", error=repr(error))

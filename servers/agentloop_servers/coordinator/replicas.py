@@ -48,6 +48,7 @@ class CoordinatorConfig:
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE  # of updates that do not say
     initial_weights: WeightUpdate | None = None  # what engines load at their start, under the version they say
     max_queued_trajectories: int = 100_000
+    max_queued_bytes: int = 1 << 30  # of unfinished tasks, images too
     max_attempts: int = 3  # of one trajectory, over lost workers
     max_page: int = 1000
     heartbeat_interval_s: float = 1.0

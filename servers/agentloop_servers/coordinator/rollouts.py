@@ -62,11 +62,13 @@ class Rollouts:
         self._changed = changed
         self.queue = RolloutQueue(
             max_queued=config.max_queued_trajectories,
+            max_queued_bytes=config.max_queued_bytes,
             max_attempts=config.max_attempts,
             missing_after_s=config.worker_timeout_s,
         )
         self._polls: dict[str, _Poll] = {}
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
+        self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
         self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
         self._grace_until: float | None = None
         self.is_draining = False  # nothing is accepted or given out any more: the service stops
@@ -138,9 +140,16 @@ class Rollouts:
         self._lost(given_back)
         self._changed.notify()
 
-    @to_its_end
     async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
+        """Join the hand-in of this sample that is under way, or begin one: a slow disk holds one copy of each."""
         name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        under_way = self._hand_ins.get(name)
+        if under_way is None:
+            self._hand_ins[name] = under_way = self.tasks.start(self._finish(worker_id, name, trajectory))
+            under_way.add_done_callback(lambda _: self._hand_ins.pop(name, None))
+        return await asyncio.shield(under_way)
+
+    async def _finish(self, worker_id: str, name: str, trajectory: Trajectory) -> bool:
         if not self.queue.is_live(name):
             await self._store.counts(trajectory.rollout_id)  # raises NotFound; else it is a repeat, and stored
             return True

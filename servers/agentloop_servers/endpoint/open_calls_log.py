@@ -7,6 +7,7 @@ not a power cut. Calls that go on are written into a fresh file when the old one
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from agentloop.errors import InvariantBroken, ServiceUnavailable
+from agentloop.errors import InvariantBroken, ServiceUnavailable, StorageFull
+from agentloop.storage import is_full
 from agentloop.trajectory import CallRecord, ModelCallState
 
 ROTATE_BYTES = 256 << 10
@@ -72,7 +74,8 @@ class OpenCallsLog:
         try:
             self._append(line)
         except OSError as error:
-            raise ServiceUnavailable(f"there is no room for another open call: {error}") from error
+            kind = StorageFull if is_full(error) else ServiceUnavailable
+            raise kind(f"there is no room for another open call: {error}") from error
         calls[call.call_id] = OpenCall(number, session_id, call), line
         self._held[session_id] = calls
 
@@ -111,7 +114,7 @@ class OpenCallsLog:
             self._rotate()
         if os.write(self._fd, line) != len(line):
             os.ftruncate(self._fd, self._num_bytes)
-            raise OSError("the disk is full")
+            raise OSError(errno.ENOSPC, "the disk is full")
         self._num_bytes += len(line)
 
     def _rotate(self) -> None:

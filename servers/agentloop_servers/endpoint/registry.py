@@ -35,6 +35,7 @@ from agentloop.errors import (
     Overloaded,
     ServiceUnavailable,
     SessionNotFound,
+    StorageFull,
 )
 from agentloop.generation import Connect, LeaseConfig, SessionLeases
 from agentloop.sessions import Session, SessionEnd, SessionParts, SessionRecord, SessionState
@@ -196,14 +197,16 @@ class Sessions:
         leases: LeaseConfig = LeaseConfig(),  # noqa: B008 - frozen
         new_id: Callable[[], str] = lambda: f"s-{uuid.uuid4().hex}",
         executor: Executor | None = None,
+        min_free_bytes: int = 0,
     ) -> None:
-        """`parts` says by which clocks time goes; `executor` runs the store, in a thread of its own by default."""
+        """`parts` says by which clocks time goes; `executor` runs the store, in a thread of its own by default.
+        With fewer than `min_free_bytes` free on the disk no session is created."""
         self._coordinator = coordinator
         self._limits = limits
         self._new_id = new_id
         self._keys = SessionKeys(secret)
         self._parts = parts
-        self._store = SessionStore(store_path, parts.unix_time, executor)
+        self._store = SessionStore(store_path, parts.unix_time, executor, min_free_bytes=min_free_bytes)
         self._cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         self._leases = SessionLeases(
             coordinator, connect, vocab_size=parts.vocab_size, clock=parts.clock, config=leases
@@ -461,6 +464,8 @@ class Sessions:
             try:
                 await self._expire_all()
                 await self._record_owed()
+            except StorageFull as error:  # the store has said so
+                _log.debug("sessions_not_settled", code=error.code, error=str(error))
             except AgentLoopError as error:  # the disk or the coordinator may come back; what is owed stays owed
                 _log.error("sessions_not_settled", code=error.code, error=str(error))
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
 from agentloop.sessions import SessionRecord, SessionState
-from agentloop.storage import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
+from agentloop.storage import BatchWriter, DiskRoom, RowChecker, Schema, Work, one_thread, open_database, packed
 from agentloop.trajectory import CallRecord, ModelCallState, Node
 from agentloop_servers.endpoint.open_calls_log import OpenCall, OpenCallsLog, read_open_calls
 
@@ -79,13 +79,22 @@ class StoredSession:
 class SessionStore:
     """The sessions' durable side. `await start()`, and in the end `await close()`.
 
-    Every coroutine returns once its work is committed, and raises ServiceUnavailable when the disk fails: nothing
-    was stored then. `wall_s` is the time in seconds since 1970.
+    Every coroutine returns once its work is committed, and raises StorageFull when the disk is full,
+    ServiceUnavailable when it fails otherwise: nothing was stored then. `wall_s` is the time in seconds since 1970.
     """
 
-    def __init__(self, path: str | Path, wall_s: Callable[[], float], executor: Executor | None = None) -> None:
-        """`executor` runs one call at a time; a thread of its own by default."""
+    def __init__(
+        self,
+        path: str | Path,
+        wall_s: Callable[[], float],
+        executor: Executor | None = None,
+        *,
+        min_free_bytes: int = 0,
+    ) -> None:
+        """`executor` runs one call at a time; a thread of its own by default. With fewer than `min_free_bytes` free
+        on the disk no session is created."""
         self._path = Path(path)
+        self._room = DiskRoom(self._path.parent, min_free_bytes)
         self._wall_s = wall_s
         self._executor = executor or one_thread("sessions")
         self._writer: BatchWriter | None = None
@@ -173,7 +182,8 @@ class SessionStore:
     # --- a session's life ---
 
     async def create(self, record: SessionRecord) -> bool:
-        """Store a new session. False: there is, or was, one of that id."""
+        """Store a new session. False: there is, or was, one of that id. Raises StorageFull."""
+        self._room.check()
         expires_at = self._wall_s() + record.ttl_s
         row = (record.session_id, record.owner, record.state, 0, record.ttl_s, expires_at)
 

@@ -185,7 +185,7 @@ def error_response(
     The OpenAI and Anthropic clients repeat a 409 and every 5xx unless `x-should-retry` says otherwise.
     """
     headers = {}
-    if error.http_status in (429, 503):
+    if error.http_status in (429, 503, 507):
         headers["retry-after"] = str(min(max(retry_after_s, 1), 60))
     if error.http_status in (409, 429) or error.http_status >= 500:
         headers["x-should-retry"] = "true" if error.retryable else "false"

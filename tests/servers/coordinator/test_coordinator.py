@@ -555,3 +555,22 @@ async def test_sessions_records_belong_to_the_owner_of_the_first(site, coordinat
     with pytest.raises(NotFound):
         await coordinator.rollouts.read("run", 0, 1, 0.0, "bob")
     assert (await read_page(coordinator, "run", 0, 9, 0.0)).status.num_finished == 1
+
+
+@service("a")
+async def test_a_record_is_held_once_however_often_it_is_offered(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 8),))
+    assignments = (await coordinator.rollouts.take(report(), 1.0)).start
+    site.store.stalled = asyncio.Event()
+    for _ in range(19):  # as workers do, whose calls end after 30 s without an answer
+        offers = [asyncio.create_task(coordinator.rollouts.finish("w", record(one))) for one in assignments]
+        await site.clock.sleep(30.0)
+        for offer in offers:
+            offer.cancel()
+    assert site.store.num_commits == 8
+    last = [asyncio.create_task(coordinator.rollouts.finish("w", record(one))) for one in assignments]
+    await site.clock.sleep(1.0)
+    site.store.stalled.set()
+    assert await asyncio.gather(*last) == [True] * 8
+    assert site.store.num_commits == 8
+    assert (await read_page(coordinator, "r", 0, 10, 0.0)).status.is_done

@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from agentloop.errors import InvariantBroken, ServiceUnavailable
+from agentloop.errors import InvariantBroken, ServiceUnavailable, StorageFull
 from agentloop.trajectory.node import CallRecord, ModelCallState
 from agentloop_servers.endpoint.open_calls_log import ROTATE_BYTES, OpenCall, OpenCallsLog, read_open_calls
 from tests.support.records.turns import make_call
@@ -153,7 +153,7 @@ def test_a_full_disk_refuses_and_keeps_nothing(
     for fails in (full, short):
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", fails)
-            with pytest.raises(ServiceUnavailable, match="no room for another open call") as raised:
+            with pytest.raises(StorageFull, match="no room for another open call") as raised:
                 log.begin(1000, "late", make_call("late"))
             assert raised.value.retryable
             assert log.of_session("late") == []

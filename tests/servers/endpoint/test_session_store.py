@@ -20,7 +20,7 @@ from random import Random
 import pytest
 
 from agentloop import codec
-from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound
+from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound, StorageFull
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionState
 from agentloop.trajectory.node import CallRecord, ModelCallState
@@ -216,7 +216,7 @@ async def test_a_full_disk_fails_the_calls_and_nothing_else(path: Path) -> None:
             return_exceptions=True,
         )
         assert outcomes[0] is None
-        assert isinstance(outcomes[1], ServiceUnavailable)
+        assert isinstance(outcomes[1], StorageFull)
         assert isinstance(outcomes[2], SessionNotFound)
         states = {call.call_id: call.state for call in (await loaded(store)).calls}
         assert states == {
@@ -459,7 +459,7 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)
             for _ in range(3):
-                with pytest.raises(ServiceUnavailable, match="No space left"):
+                with pytest.raises(StorageFull, match="No space left"):
                     store.begin("s", make_call("late"))
             assert len((await loaded(store)).calls) == 5
             await store.end(

@@ -41,10 +41,15 @@ class FlakyStore(TrajectoryStore):
     """A store whose disk fails when told to."""
 
     is_broken = False
+    stalled = None  # an event that commits wait for
+    num_commits = 0
 
     async def commit(self, trajectories):
+        self.num_commits += 1
         if self.is_broken:
             raise sqlite3.OperationalError("disk I/O error")
+        if self.stalled is not None:
+            await self.stalled.wait()
         return await super().commit(trajectories)
 
     async def save_state(self, name, value):

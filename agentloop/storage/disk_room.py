@@ -1,0 +1,82 @@
+"""Room on the disk: how a full one is recognised, and the watermark below which nothing new is accepted.
+
+What is under way may use what is left below the watermark: records of work that was accepted, and turns of sessions
+that exist.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from agentloop.errors import StorageFull
+
+_LOOK_EVERY_S = 1.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+_FULL_CODES = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR_WRITE,
+        sqlite3.SQLITE_IOERR_FSYNC,
+        sqlite3.SQLITE_IOERR_TRUNCATE,
+        sqlite3.SQLITE_IOERR_SHMSIZE,
+    }
+)
+_PRIMARY_CODE = 0xFF  # the bits of an extended result code that name its kind
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+def is_full(error: Exception) -> bool:
+    """Tell if an error means that the disk cannot be written: it is full, over its quota, or read-only."""
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", 0)
+        return code in _FULL_CODES or code & _PRIMARY_CODE == sqlite3.SQLITE_READONLY
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+class DiskRoom:
+    """The free bytes of a folder's disk, held against a watermark. Asked for at most once a second."""
+
+    def __init__(
+        self,
+        folder: Path,
+        min_free_bytes: int,
+        free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """0: no watermark, and nothing is asked for."""
+        self._folder = folder
+        self._min_free_bytes = min_free_bytes
+        self._free_bytes = free_bytes
+        self._now = now
+        self._looked_at: float | None = None
+        self._free = min_free_bytes
+        self._was_low = False
+
+    def check(self) -> None:
+        """Raises StorageFull below the watermark."""
+        if self._min_free_bytes == 0:
+            return
+        now = self._now()
+        if self._looked_at is None or now - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at, self._free = now, self._free_bytes(self._folder)
+        is_low = self._free < self._min_free_bytes
+        if is_low != self._was_low:
+            self._was_low = is_low
+            write = _log.error if is_low else _log.info
+            event = "disk_below_watermark" if is_low else "disk_has_room_again"
+            write(
+                event, folder=str(self._folder), free_mib=self._free >> 20, min_free_mib=self._min_free_bytes >> 20
+            )
+        if is_low:
+            raise StorageFull(
+                f"{self._free >> 20} MiB are free on the run's disk, and new work needs"
+                f" {self._min_free_bytes >> 20} MiB: make room, or acknowledge what was read"
+            )
