@@ -1,18 +1,26 @@
 """Logging: one line an event, JSON into the run's `service.log`, warnings on the console.
 
 Several processes append to one file: each line is a single `write` on a descriptor opened O_APPEND, so lines
-never mix. Everything goes through one chain, stdlib loggers too (uvicorn, Ray, engines). The chain redacts
-secrets, escapes newlines, and leaves out prompts, ids and tool output unless the level is debug.
+never mix. A file that is full becomes `service.log.1`, what had that name `service.log.2`, and so on: one process
+renames, under a lock on the file itself, and all others see at their next line that the name leads to a new file.
+A line that is written meanwhile stands at the end of the old one.
+
+Everything goes through one chain, stdlib loggers too (uvicorn, Ray, engines). The chain redacts secrets, escapes
+newlines, and leaves out prompts, ids and tool output unless the level is debug.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,9 +44,18 @@ _CONTROL = {code: f"\\x{code:02x}" for code in [*range(32), 127]} | {9: "\\t", 1
 _installed: list[logging.Handler] = []
 
 
+@dataclass(frozen=True, slots=True)
+class LogRotation:
+    """Bounds of a log: of the file that is written, and of the older ones that are kept beside it."""
+
+    max_bytes: int = 64 * 2**20
+    num_older: int = 4
+
+
 def configure_logging(
     path: Path | None,
     *,
+    rotation: LogRotation = LogRotation(),
     level: str = "info",
     console_level: str = "warning",
     console: TextIO | None = None,
@@ -53,7 +70,7 @@ def configure_logging(
     is_debug = logging.getLevelName(level.upper()) <= logging.DEBUG
     shared = _shared_processors(is_debug)
     if path is not None:
-        file = _AppendingHandler(path)
+        file = _AppendingHandler(path, rotation)
         file.setFormatter(_formatter(shared, _render_json))
         file.setLevel(level.upper())
         _installed.append(file)
@@ -103,13 +120,18 @@ def bound_to(
 class _AppendingHandler(logging.Handler):
     """One `write` a record. A full disk drops the line, as `logging` does for every handler, and not the work."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rotation: LogRotation) -> None:
         super().__init__()
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        self._path = path
+        self._rotation = rotation
+        self._descriptor = -1
+        self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            os.write(self._descriptor, self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+            line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
+            self._follow(len(line))
+            os.write(self._descriptor, line)
         except Exception:
             self.handleError(record)
 
@@ -118,6 +140,43 @@ class _AppendingHandler(logging.Handler):
             os.close(self._descriptor)
             self._descriptor = -1
         super().close()
+
+    def _open(self) -> None:
+        opened = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = opened
+
+    def _follow(self, num_bytes: int) -> None:
+        """Have the descriptor be of the file that the name leads to, and that has room."""
+        named = self._named()
+        if named is None or not os.path.samestat(named, os.fstat(self._descriptor)):
+            self._open()
+        elif named.st_size > 0 and named.st_size + num_bytes > self._rotation.max_bytes:
+            self._rotate()
+            self._open()
+
+    def _named(self) -> os.stat_result | None:
+        try:
+            return os.stat(self._path)
+        except FileNotFoundError:
+            return None
+
+    def _rotate(self) -> None:
+        """Rename the files, unless another process does. The lock goes with the descriptor."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        named = self._named()
+        if named is None or not os.path.samestat(named, os.fstat(self._descriptor)):
+            return  # another process has done it since we looked
+        older = [self._path, *(Path(f"{self._path}.{age + 1}") for age in range(self._rotation.num_older))]
+        for newer, target in reversed(list(pairwise(older))):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(newer, target)
+        if self._rotation.num_older == 0:
+            os.unlink(self._path)
 
 
 def _shared_processors(is_debug: bool) -> list[Processor]:

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import structlog
 
-from agentloop.logs import bound_to, close_logging, configure_logging
+from agentloop.logs import LogRotation, bound_to, close_logging, configure_logging
 
 log = structlog.stdlib.get_logger("agentloop.tests")
 
@@ -127,8 +127,8 @@ WRITER = """
 import sys
 from pathlib import Path
 import structlog
-from agentloop.logs import configure_logging
-configure_logging(Path(sys.argv[1]))
+from agentloop.logs import LogRotation, configure_logging
+configure_logging(Path(sys.argv[1]), rotation=LogRotation(int(sys.argv[3]), 40))
 for number in range(300):
     structlog.stdlib.get_logger().info("line", writer=sys.argv[2], number=number, padding="x" * 1500)
 """
@@ -136,8 +136,43 @@ for number in range(300):
 
 def test_several_processes_share_the_file_without_mixing_lines(tmp_path: Path) -> None:
     path = tmp_path / "service.log"
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in ("a", "b")]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name, "100000000"]) for name in "ab"]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
     lines = lines_of(path)
     for name in ("a", "b"):
         assert [line["number"] for line in lines if line["writer"] == name] == list(range(300))
+
+
+def test_several_processes_rotate_one_file_without_losing_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "service.log"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name, "50000"]) for name in "abc"]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    files = list(tmp_path.iterdir())
+    assert 5 <= len(files) <= 41  # the others go on in the old file while one of them renames
+    lines = [line for file in files for line in lines_of(file)]
+    for name in "abc":
+        assert sorted(line["number"] for line in lines if line["writer"] == name) == list(range(300))
+
+
+def test_the_oldest_file_goes(tmp_path: Path) -> None:
+    path = tmp_path / "service.log"
+    configure_logging(path, rotation=LogRotation(max_bytes=1000, num_older=2))
+    for number in range(50):
+        log.info("line", number=number, padding="x" * 300)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["service.log", "service.log.1", "service.log.2"]
+    kept = [line["number"] for age in (".2", ".1", "") for line in lines_of(Path(f"{path}{age}"))]
+    assert kept == list(range(kept[0], 50))
+    configure_logging(path, rotation=LogRotation(max_bytes=1000, num_older=0))
+    for number in range(50):
+        log.info("line", number=number, padding="x" * 300)
+    assert lines_of(path)[-1]["number"] == 49
+    assert path.stat().st_size <= 1000
+
+
+def test_a_file_that_somebody_moved_away_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "service.log"
+    configure_logging(path)
+    log.info("before")
+    path.rename(tmp_path / "mine")
+    log.info("after")
+    assert [line["event"] for line in lines_of(path)] == ["after"]

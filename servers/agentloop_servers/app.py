@@ -75,7 +75,7 @@ class CoordinatorDeployment:
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
         self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME)
+        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
         lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
         self._closing.callback(lock.release)
         store = TrajectoryStore(run_dir / STORE_NAME, min_free_bytes=config.min_free_mib << 20)
@@ -137,7 +137,7 @@ class EngineReplicaDeployment:
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
     ) -> None:
         self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME)
+        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
         context = serve.get_replica_context()
         client = coordinator_client(coordinator, secret)
         self._closing.push_async_callback(client.close)
@@ -167,7 +167,7 @@ class AgentLoopWorkerDeployment:
         self, config: ServiceConfig, run_dir: Path, key: str, coordinator: DeploymentHandle
     ) -> None:
         self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME)
+        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
         clients = EngineClients(key)
@@ -219,7 +219,7 @@ class IngressDeployment:
         *deployed_with: DeploymentHandle,
     ) -> None:
         self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME)
+        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
         client = coordinator_client(coordinator, secret)
         self._closing.push_async_callback(client.close)
         self._url = url_of(config.host, config.port)

@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from agentloop.errors import InvalidRequest
+from agentloop.logs import LogRotation
 from agentloop.types import KVPolicy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -152,6 +153,18 @@ class EndpointSettings(_Strict):
     max_open_calls: Annotated[int, Field(ge=1)] = 4096
 
 
+class LogSettings(_Strict):
+    """The run's `service.log`: its size, and how many full ones are kept."""
+
+    max_mib: Annotated[int, Field(ge=1)] = 64
+    num_older: Annotated[int, Field(ge=0)] = 4
+
+    @property
+    def rotation(self) -> LogRotation:
+        """The bounds as the log holds them."""
+        return LogRotation(self.max_mib << 20, self.num_older)
+
+
 class ServiceConfig(_Strict):
     """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
@@ -170,6 +183,7 @@ class ServiceConfig(_Strict):
     weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may
     image_roots: list[str] = []  # folders whose files a task may show; none: images come as data URLs only
     keys: KeysConfig = KeysConfig()
+    log: LogSettings = LogSettings()
     run_dir: str | None = None
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0  # new requests wait so long for a resume, then they get 503
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000

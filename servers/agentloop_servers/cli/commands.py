@@ -258,7 +258,7 @@ async def _serve(config: ServiceConfig, run_dir: Path, grace_s: float, *, is_res
     """Raises Conflict if a service runs in the directory."""
     (await take_run_lock(run_dir, 0.0)).release()  # the coordinator holds it from its start on
     link_latest(run_dir)
-    configure_logging(run_dir / LOG_NAME)
+    configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
     console = _console()
     begins = "going on" if is_resumed else "starting"
     console.print(f"{begins}; log and trajectories in {run_dir}", highlight=False, soft_wrap=True)

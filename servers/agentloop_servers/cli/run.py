@@ -111,7 +111,7 @@ async def run_rollout(
     check_can_end(options, len(tasks) * options.num_samples, config.model_version)
     run_dir = new_run_dir(options.out)
     link_latest(run_dir)
-    configure_logging(run_dir / LOG_NAME)
+    configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
     console.print(f"run      {run_dir}", highlight=False)
     console.print(f"service  starting {config.replicas} replica(s) of {config.model} …", highlight=False)
     started_at = time.monotonic()
