@@ -216,6 +216,7 @@ class ServiceStatus:
     sleep_reason: str = ""
     starting: tuple[StartingReplica, ...] = ()
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
+    degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each
 
 
 class ReplicaPort(Protocol):

@@ -215,12 +215,13 @@ def push_weights(
 @app.command()
 def sleep(
     level: Annotated[int, typer.Option(min=1, max=2, help="2 also discards the weights.")] = 1,
+    reason: Annotated[str, typer.Option(help="What it is for, as the status shows it.")] = "",
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
     """Freeze all replicas and give their memory back, until `wake`."""
     with _clear_errors():
-        _run(_as_admin(url, admin_key, lambda client: client.sleep(level)))
+        _run(_as_admin(url, admin_key, lambda client: client.sleep(level, reason=reason)))
     _console().print(f"asleep at level {level}", highlight=False)
 
 
@@ -334,10 +335,14 @@ def _show_status(console: Console, service: ServiceStatus) -> None:
         numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
         replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers))
     console.print(replicas)
-    for replica in service.replicas:
-        if replica.error is not None:
-            line = f"{replica.replica_id}: {replica.error}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    said = "\n".join(service.degraded)
+    lines = [
+        *service.degraded,
+        *(f"{one.replica_id}: {one.error}" for one in service.replicas if one.error and one.error not in said),
+        *(f"replica {one.replica_id} was lost {one.age_s:.0f} s ago: {one.reason}" for one in service.lost),
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     rollouts = Table("rollout", "owner", "priority", "accepted", "finished", "running", "queued", "", box=None)
     for one in service.rollouts:
         numbers4 = (one.num_accepted, one.num_finished, one.num_running, one.num_queued)

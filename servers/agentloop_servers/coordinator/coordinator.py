@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -21,7 +23,7 @@ from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api import ServiceStatus
 from agentloop.clock import Clock
 from agentloop.errors import StorageFull
-from agentloop.fleet import Connect, FleetWeights, StandingOrders
+from agentloop.fleet import Connect, FleetWeights, ReplicaState, StandingOrders
 from agentloop.storage import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
 from agentloop_servers.coordinator.rollouts import Rollouts
@@ -94,7 +96,7 @@ class Coordinator:
         """Return the state of the service at this moment."""
         replicas, desired = self.replicas, self.replicas.sync.desired
         orders, now = desired.orders, time.time()
-        return ServiceStatus(
+        status = ServiceStatus(
             is_ready=replicas.is_ready,
             is_paused=desired.is_paused,
             weight_version=replicas.weight_version,
@@ -110,6 +112,7 @@ class Coordinator:
             starting=replicas.starts.statuses(self._clock.now()),
             lost=replicas.lost(),
         )
+        return replace(status, degraded=tuple(_shortfalls(status, is_draining=self.rollouts.is_draining)))
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more, until this process ends: what is queued is for the next one."""
@@ -151,3 +154,31 @@ class Coordinator:
                 self._log.debug("records_not_written", error=repr(error))
             except Exception as error:  # the disk may come back; what is owed stays owed until then
                 self._log.error("not_written", error=repr(error))
+
+
+_HEALTHY = (ReplicaState.READY, ReplicaState.UPDATING, ReplicaState.ASLEEP)
+
+
+def _shortfalls(status: ServiceStatus, *, is_draining: bool) -> Iterator[str]:
+    """Iterate over what keeps the service from doing all that it could, the widest first."""
+    if is_draining:
+        yield "the service is stopping: nothing is accepted or begun"
+    if status.paused_s is not None:
+        yield f"paused for {status.paused_s:.0f} s{_because(status.pause_reason)}"
+    if status.asleep_s is not None:
+        yield f"asleep for {status.asleep_s:.0f} s ({', '.join(status.asleep)}){_because(status.sleep_reason)}"
+    elif not status.is_ready:
+        yield "no replica takes traffic"
+    if status.num_workers == 0 and any(rollout.num_queued for rollout in status.rollouts):
+        yield "no worker takes what is queued"
+    for replica in status.replicas:
+        if replica.state not in _HEALTHY:
+            seen = f"no heartbeat for {replica.heartbeat_age_s:.0f} s" if replica.heartbeat_age_s > 5.0 else ""
+            yield f"replica {replica.replica_id} is {replica.state}{_because(replica.error or seen)}"
+    for start in status.starting:
+        what = "waits to start" if start.reason else "loads"
+        yield f"replica {start.replica_id} {what} since {start.waiting_s:.0f} s{_because(start.reason)}"
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""

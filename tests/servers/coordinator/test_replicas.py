@@ -56,8 +56,9 @@ async def test_a_replica_that_accepts_everything_and_answers_nothing_is_taken_ou
             assert (await coordinator.rollouts.move(f"s{number}", lease, True)).replica_id == "b"
     assert await site.states() == {"a": "suspect", "b": "ready"}
     await site.clock.sleep(60.0)  # its heartbeats go on, and do not help it
-    status = (await coordinator.status()).replicas[0]
-    assert (status.state, status.error) == ("suspect", "3 calls without an answer within 600 s")
+    assert (await coordinator.status()).degraded == (
+        "replica a is suspect: 3 calls without an answer within 600 s",
+    )
     assert {(await coordinator.rollouts.lease(f"t{number}", 100)).replica_id for number in range(10)} == {"b"}
     hung.hangs.clear()
     await site.clock.sleep(15.0)
@@ -91,6 +92,7 @@ async def test_a_replica_that_starts_while_the_fleet_sleeps_takes_no_memory(site
     assert await coordinator.replicas.starting("b", 1) > 0
     (held,) = (await coordinator.status()).starting
     assert (held.replica_id, held.reason) == ("b", "the fleet sleeps")
+    assert "replica b waits to start since 0 s: the fleet sleeps" in (await coordinator.status()).degraded
     await coordinator.replicas.wake(ALL_MEMORY)
     assert await coordinator.replicas.starting("b", 1) == 0.0
     await site.join("b")
@@ -139,6 +141,7 @@ async def test_direct_leases(site, coordinator):
     await coordinator.replicas.deregister("a", "the engine hangs")
     await coordinator.replicas.deregister("a")
     (lost,) = (await coordinator.status()).lost
+    assert (await coordinator.status()).degraded == ("no replica takes traffic",)
     assert (lost.replica_id, lost.reason) == ("a", "the engine hangs")
     site.silent.add("a")
     started = site.clock.now()

@@ -33,7 +33,7 @@ def test_a_sleeping_fleet_is_not_woken(tmp_path, level):
         assert await site.states() == {"a": "asleep", "b": "asleep"}
         status = await coordinator.status()
         assert (status.asleep, status.sleep_reason) == (tuple(sorted(ALL_MEMORY)), "a training step")
-        assert status.asleep_s is not None
+        assert status.degraded == ("asleep for 0 s (kv_cache, weights): a training step",)
         if level == 1:
             await coordinator.replicas.wake(ALL_MEMORY)
             assert await site.states() == {"a": "ready", "b": "ready"}
@@ -64,6 +64,7 @@ async def test_an_operators_pause_holds(site, coordinator):
     assert site.engines["late"].is_paused
     status = await coordinator.status()
     assert (status.is_paused, status.pause_reason) == (True, "looking at a bad batch")
+    assert status.degraded == ("paused for 0 s: looking at a bad batch",)
     await coordinator.replicas.resume()
     assert not any(engine.is_paused for engine in site.engines.values())
     coordinator, _ = await restart(site)
