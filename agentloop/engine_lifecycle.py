@@ -215,8 +215,11 @@ class EngineLifecycle:
         return self._ends_older_kv
 
     def kv_version(self, asked: int | None, served: int) -> int:
-        """Return the version whose KV a request uses that asked for `asked` (None: for the served one)."""
-        version = served if asked is None else asked
+        """Return the version whose KV a request uses that asked for `asked` (None: for the served one).
+
+        A version newer than the served one is of weights that were taken back: its number will name others.
+        """
+        version = served if asked is None else min(asked, served)
         return version if self._min_kv_version is None else max(version, self._min_kv_version)
 
     # --- sleep --------------------------------------------------------------------------------------------

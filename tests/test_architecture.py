@@ -127,6 +127,12 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.http",
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
+    "agentloop_servers.deadlines": {
+        "agentloop.api",
+        "agentloop.fleet",
+        "agentloop_servers.config",
+        "agentloop_servers.replica",
+    },
     "agentloop_servers.app": {"*"},  # the wiring
     "agentloop_servers.local": {
         "agentloop_servers.app",
@@ -273,11 +279,11 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.rollout.worker",
         "agentloop.simulation.engine",
         "agentloop_servers.app",
+        "agentloop_servers.deadlines",
         "agentloop_servers.endpoint.direct_server",
         "agentloop_servers.engines.vllm.engine",
         "agentloop_servers.ingress.app",
         "agentloop_servers.public_port",
-        "agentloop_servers.replica.client",
         "agentloop_servers.replica.server",
         "agentloop_tools",
     ),

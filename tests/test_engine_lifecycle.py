@@ -130,6 +130,10 @@ def test_the_strictest_pause_ends_the_use_of_older_kv_and_a_resume_voids_it() ->
     with lifecycle.committing(9):
         pass
     assert (lifecycle.kv_version(3, 9), lifecycle.kv_version(None, 9)) == (9, 9)
+    lifecycle.paused(KVPolicy.RECOMPUTE)
+    with lifecycle.committing(5):  # back to older weights
+        pass
+    assert (lifecycle.kv_version(9, 5), lifecycle.kv_version(3, 5), lifecycle.kv_version(None, 5)) == (5, 5, 5)
 
 
 @pytest.mark.parametrize(("level", "can_sleep"), [(0, True), (3, True), (1, False)])

@@ -62,20 +62,35 @@ class LeaseSource(Protocol):
         """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
 
 
+_MAX_SILENT_GENERATIONS = 1000  # of others, after which a replica's word counts no more
+
+
 class NewestVersion:
-    """The newest weight version that a worker has heard of: from every generation, whoever asked for it."""
+    """The newest weight version that a worker has heard of: from every generation, whoever asked for it.
+
+    It is the newest that any replica said last, of those heard of lately: a replica that says less than before was
+    taken back to older weights, as the fleet then is.
+    """
 
     def __init__(self) -> None:
         self.value: int | None = None
+        self._said: dict[str, tuple[int, int]] = {}  # replica id -> (version, number of that generation)
+        self._num_seen = 0
 
     def see(self, generation: Generation) -> None:
-        """Learn from a replica's load and from the spans, which may be newer than the load's snapshot."""
-        heard = [span.version for span in generation.weight_versions]
+        """Learn from a replica's load and from the last span, which may be newer than the load's snapshot."""
+        heard = [span.version for span in generation.weight_versions[-1:]]
         if generation.load.weight_version is not None:
             heard.append(generation.load.weight_version)
-        if self.value is not None:
-            heard.append(self.value)
-        self.value = max(heard, default=None)
+        if not heard:
+            return
+        self._num_seen += 1
+        said = max(heard)
+        self._said[generation.replica_id] = said, self._num_seen
+        if self.value is not None and said < self.value:
+            since = self._num_seen - _MAX_SILENT_GENERATIONS
+            said = max(version for version, number in self._said.values() if number > since)
+        self.value = said
 
 
 class LeasedEngine:

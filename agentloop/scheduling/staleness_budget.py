@@ -62,6 +62,11 @@ class StalenessBudget:
         if self.num_begun > 0 and self.first_version is None:
             self.first_version = served
 
+    def set_back(self, num_versions: int) -> None:
+        """Go on counting from a fleet that was taken back: what was trained until then stays trained."""
+        if self.first_version is not None:
+            self.first_version -= num_versions
+
     def give_back(self) -> None:
         """One that was begun will not be trained on."""
         self.num_begun -= 1
@@ -78,6 +83,7 @@ class StalenessBudgets:
 
     def __init__(self) -> None:
         self._by_run: dict[tuple[str, str], StalenessBudget] = {}
+        self._served: int | None = None
 
     def check(self, rollout_id: str, groups: Iterable[RolloutGroup]) -> None:
         """Raises InvalidRequest for limits that cannot be, or that differ within a rollout or its live run."""
@@ -105,7 +111,10 @@ class StalenessBudgets:
 
     def learn(self, served: int | None) -> None:
         """Tell every run what the fleet serves."""
+        before, self._served = self._served, served
         for budget in self._by_run.values():
+            if before is not None and served is not None and served < before:
+                budget.set_back(before - served)
             budget.learn(served)
 
     def leave(self, rollout_id: str, budget: StalenessBudget | None) -> None:

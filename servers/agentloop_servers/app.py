@@ -38,7 +38,14 @@ from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, W
 from agentloop.storage import STORE_NAME, TrajectoryStore
 from agentloop_servers.chat_format import load_chat_format
 from agentloop_servers.config import ServiceConfig, keep_config, located, model_sizes, new_run_dir, run_secret
-from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
+from agentloop_servers.coordinator import (
+    COMMAND_TIMEOUT_S,
+    Coordinator,
+    CoordinatorClient,
+    CoordinatorConfig,
+    CoordinatorServer,
+)
+from agentloop_servers.deadlines import CALL_MARGIN_S, weight_config
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
     DirectServer,
@@ -50,7 +57,7 @@ from agentloop_servers.endpoint import (
     take_shard_lock,
 )
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
-from agentloop_servers.http import Keys, error_response
+from agentloop_servers.http import HttpLimits, Keys, error_response
 from agentloop_servers.ingress import ModeRules, create_app
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
@@ -90,6 +97,7 @@ class CoordinatorDeployment:
                 max_queued_trajectories=config.max_queued_trajectories,
                 max_queued_bytes=config.max_queued_mib << 20,
                 initial_weights=initial_weights(config),
+                weights=weight_config(config),
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
             ),
@@ -114,7 +122,9 @@ class CoordinatorDeployment:
         await self._closing.aclose()
 
 
-def coordinator_client(handle: DeploymentHandle, secret: str) -> CoordinatorClient:
+def coordinator_client(
+    handle: DeploymentHandle, secret: str, command_timeout_s: float = COMMAND_TIMEOUT_S
+) -> CoordinatorClient:
     """Return the coordinator behind a Serve handle, which is asked for its address alone.
 
     A handle's call costs the coordinator a millisecond and more, and its answer to a caller whose host has vanished
@@ -127,7 +137,7 @@ def coordinator_client(handle: DeploymentHandle, secret: str) -> CoordinatorClie
         except (RayError, RayServeException) as error:
             raise ServiceUnavailable(f"the coordinator is not there ({type(error).__name__})") from error
 
-    return CoordinatorClient(find, secret)
+    return CoordinatorClient(find, secret, command_timeout_s=command_timeout_s)
 
 
 class EngineReplicaDeployment:
@@ -220,7 +230,7 @@ class IngressDeployment:
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
-        client = coordinator_client(coordinator, secret)
+        client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         self._url = url_of(config.host, config.port)
         context = serve.get_replica_context()
@@ -310,6 +320,7 @@ def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClie
         coordinator,
         clients.connect,
         keys=keys,
+        limits=HttpLimits(update_timeout_s=config.updates.timeout_s),
         weight_roots=config.allowed_weight_roots(),
         tool_names=frozenset(tool_names(config)),
         allowed_imports=allowed_imports(config, keys),
@@ -408,6 +419,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started.
     """
     keys_of(config)  # here, and again in each ingress process, whose environment may be another
+    weight_config(config)
     load_chat_format(config.model_path(), config.chat)
     if config.engine.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(

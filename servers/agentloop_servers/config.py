@@ -165,6 +165,14 @@ class LogSettings(_Strict):
         return LogRotation(self.max_mib << 20, self.num_older)
 
 
+class UpdateSettings(_Strict):
+    """Weight updates."""
+
+    consistency: Literal["replica", "fleet"] = "replica"  # replicas switch each by itself, or all together
+    straggler_grace_s: Annotated[float, Field(gt=0)] = 10.0  # that the others wait for one that is late with a step
+    timeout_s: Annotated[float, Field(gt=0)] = 2400.0  # of a whole update; longer than its steps together
+
+
 class ServiceConfig(_Strict):
     """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
@@ -178,6 +186,7 @@ class ServiceConfig(_Strict):
     ingress_replicas: Annotated[int, Field(ge=1)] = 1  # each has its share of the sessions, by their ids
     endpoint: EndpointSettings = EndpointSettings()
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
+    updates: UpdateSettings = UpdateSettings()
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: a free one, on a Ray of its own
     weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may

@@ -20,7 +20,7 @@ from agentloop.fleet.registry import Fleet, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.fleet.weight_update import MOVES, UpdateState
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import LatencyModel
+from agentloop.simulation.policy import HashPolicy, LatencyModel
 from agentloop.types import GenerateRequest, KVPolicy, SamplingParams
 from tests.support.engine.engines import INFO, SLEEPER
 from tests.support.fleet.pushes import Sender, Wire
@@ -516,5 +516,48 @@ def test_a_push_to_simulated_engines_whose_trainer_dies(is_one_phase):
         assert (wire.problems, wire.num_relayed) == ([], 1)
         for engine in engines.values():
             await engine.close()
+
+    test()
+
+
+def test_what_is_sampled_after_the_way_back_is_of_the_older_weights_alone(tmp_path):
+    """In flight and later, whatever KV a request asks for: every token is its own version's, under fresh KV."""
+
+    @virtual
+    async def test(clock):
+        for name in ("900", "950", "again"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        policy = HashPolicy(1000)
+        spec = SimulatedSpec(vocab_size=1000, latency=LatencyModel(prefill_s=0.01, decode_s=0.01))
+        engine = SimulatedEngine(spec, clock=clock, policy=policy)
+        await engine.start()
+        fleet = Fleet()
+        sync = ReplicaSync(fleet, lambda url: engine, clock, CONFIG)
+        fleet.register(ReplicaRegistration("a", "sim://a", engine.info, 0), 0.0)
+        assert await LateReplicas(sync, fleet, clock).bring_up("a")
+        prompt = tuple(range(1, 40))
+
+        async def ask(name, num_tokens, kv_version=None):
+            sampling = SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0)
+            return await engine.generate(GenerateRequest(name, prompt, sampling, kv_version=kv_version))
+
+        await sync.update_weights(WeightUpdate(900, str(tmp_path / "900")), KEEP)
+        await ask("warm 900", 8)
+        await sync.update_weights(WeightUpdate(950, str(tmp_path / "950")), KEEP)
+        await ask("warm 950", 8)
+        in_flight = asyncio.create_task(ask("in flight", 100, kv_version=950))
+        await clock.sleep(0.5)
+        await sync.update_weights(WeightUpdate(900, str(tmp_path / "again")), KEEP, force=True)
+        straddling = await in_flight
+        assert [span.version for span in straddling.weight_versions] == [950, 900]
+        for kv_version in (None, 900, 950):
+            later = await ask(f"later {kv_version}", 8, kv_version)
+            assert [span.version for span in later.weight_versions] == [900]
+            assert later.token_ids == policy.continuation(prompt, 900, 8)
+        span = straddling.weight_versions[1]
+        context = (*prompt, *straddling.token_ids[: span.start])
+        assert straddling.token_ids[span.start :] == policy.continuation(context, 900, span.end - span.start)
+        await engine.close()
 
     test()

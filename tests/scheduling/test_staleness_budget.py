@@ -24,13 +24,13 @@ from agentloop.types import (
 from tests.support.records.turns import make_reply
 
 
-def generation(*versions: int, load_version: int | None = None) -> Generation:
+def generation(*versions: int, load_version: int | None = None, replica_id: str = "") -> Generation:
     """Two tokens under each version."""
     spans = tuple(WeightVersionSpan(version, 2 * at, 2 * at + 2) for at, version in enumerate(versions))
     num_tokens = 2 * len(versions)
     load = Load(weight_version=load_version)
     ids, logprobs = tuple(range(num_tokens)), (-0.5,) * num_tokens
-    return Generation("r", ids, logprobs, spans, FinishReason.STOP, load=load)
+    return Generation("r", ids, logprobs, spans, FinishReason.STOP, replica_id=replica_id, load=load)
 
 
 def guarded(limit: StalenessLimit, *turns: Generation) -> tuple[StalenessGuard, GrowingPath, NewestVersion]:
@@ -121,15 +121,34 @@ def test_limits_that_cannot_be_are_refused(limits: list[StalenessLimit | None], 
 # --- in flight --------------------------------------------------------------------------------------------
 
 
-def test_the_newest_version_comes_from_loads_and_spans_and_never_goes_back() -> None:
+def test_the_newest_version_comes_from_loads_and_spans_and_goes_back_with_a_replica() -> None:
     newest = NewestVersion()
     newest.see(generation())
     assert newest.value is None
     newest.see(generation(0))
     assert newest.value == 0
     newest.see(generation(0, load_version=3))
-    newest.see(generation(1, 2, load_version=2))  # an answer that took long
+    newest.see(generation(1, 2, load_version=2, replica_id="behind"))  # an answer that took long
     assert newest.value == 3
+    newest.see(generation(3, 1, load_version=1))  # in flight while the fleet was taken back
+    assert newest.value == 2
+    for _ in range(1000):
+        newest.see(generation(1, load_version=1))
+    assert newest.value == 1  # of the other one nothing was heard since
+
+
+def test_a_fleet_that_is_taken_back_goes_on_counting() -> None:
+    budgets = StalenessBudgets()
+    budget = budgets.join("r", StalenessLimit(0, trajectories_per_version=4))
+    assert budget is not None
+    budgets.learn(940)
+    for _ in range(11 * 4):
+        budget.begin(940)
+    budgets.learn(950)
+    assert budget.room(FleetVersions(950)) == 0
+    budgets.learn(900)
+    assert budget.room(FleetVersions(900)) == 0
+    assert budget.room(FleetVersions(901)) == 4
 
 
 @pytest.mark.parametrize("on_stale", OnStale)

@@ -9,8 +9,17 @@ from ray import serve
 
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
-from agentloop_servers.app import application, build, engine_actor_options, initial_weights, keys_of, mode_rules
+from agentloop_servers.app import (
+    application,
+    build,
+    engine_actor_options,
+    initial_weights,
+    keys_of,
+    mode_rules,
+)
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
+from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
+from agentloop_servers.deadlines import weight_config
 from agentloop_servers.http.auth import Keys
 from tests.support.records.model_folder import write_folder
 
@@ -229,3 +238,25 @@ def test_a_service_that_is_deployed_has_a_port_of_its_own(tmp_path):
     path.write_text((SERVERS / "cpu.yaml").read_text() + "http_options:\n  host: 0.0.0.0\n")
     with pytest.raises(InvalidRequest, match="http_options are of Serve's own proxy"):
         ServiceConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"engine": {"stage_timeout_s": 2000.0}}, "updates.timeout_s is 2400 s, and the steps"),
+        ({"updates": {"timeout_s": 900.0}}, r"together \(engine.stage_timeout_s is 600"),
+        ({"engine": {"commit_timeout_s": 9000.0}, "updates": {"timeout_s": 1e6}}, "below 7185 s"),
+    ],
+)
+def test_deadlines_that_do_not_nest_are_refused_at_the_start(tmp_path, changed, message):
+    config = service(**{**changed, "engine": {"kind": "simulated", **changed.get("engine", {})}})
+    with pytest.raises(InvalidRequest, match=message):
+        application(config, tmp_path)
+
+
+def test_the_deadlines_of_an_update_nest():
+    config = service(engine={"kind": "simulated"})
+    steps = weight_config(config)
+    assert config.engine.stage_timeout_s < steps.stage_timeout_s < steps.update_timeout_s
+    assert steps.update_timeout_s < config.updates.timeout_s <= COMMAND_TIMEOUT_S
+    assert steps.straggler_grace_s == config.updates.straggler_grace_s

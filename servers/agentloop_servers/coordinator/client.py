@@ -2,7 +2,8 @@
 
 Whoever constructs the client knows how to find the coordinator. Its URL is asked for once, and again when it cannot
 be reached there: a coordinator that was started again has another port. A call whose connection breaks is sent once
-more, since every call is idempotent or keyed; a command to the fleet only if it cannot have arrived.
+more, since every call is idempotent or keyed; a command to the fleet only if it cannot have arrived, or if it is an
+update, whose repeat joins it or gets its report.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from agentloop_servers.coordinator.server import COMMANDS, SERVER_NAME, CallType
 from agentloop_servers.private_http import NO_HEADERS, SERVER_HEADER, Misdirected, NumberedCommands, PrivateHttp
 
 CALL_TIMEOUT_S = 30.0
-UPDATE_TIMEOUT_S = 1800.0  # longer than the deadlines of an update's steps together
+COMMAND_TIMEOUT_S = 2400.0  # of a process that does not say; longer than the steps of an update together
 
 
 class CoordinatorClient:
     """The coordinator's ports, as one process has them. Close it in the end."""
 
-    def __init__(self, find: Callable[[], Awaitable[str]], secret: str) -> None:
-        """`find` returns the coordinator's URL, or raises ServiceUnavailable."""
+    def __init__(
+        self, find: Callable[[], Awaitable[str]], secret: str, *, command_timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> None:
+        """`find` returns the coordinator's URL, or raises ServiceUnavailable. `command_timeout_s` is of commands to
+        the fleet."""
         self._find = find
+        self._command_timeout_s = command_timeout_s
         self._http = PrivateHttp(secret, lost=ServiceUnavailable, late=ServiceUnavailable)
         self._commands = NumberedCommands(secrets.randbits(63))  # the caller's name, not its place among others
         self._url: str | None = None
@@ -47,11 +52,12 @@ class CoordinatorClient:
     async def _call(self, call: CallType, *arguments: Any, **named: Any) -> Any:
         """Raises what the coordinator raises, and ServiceUnavailable if it fails or does not answer."""
         arguments += tuple((call.defaults | named)[name] for name in call.parameters[len(arguments) :])
-        timeout_s = UPDATE_TIMEOUT_S if call.name in COMMANDS else CALL_TIMEOUT_S
+        is_repeatable = call.name not in COMMANDS or call.name == "update_weights"  # which joins itself
+        timeout_s = self._command_timeout_s if call.name in COMMANDS else CALL_TIMEOUT_S
         if "wait_s" in call.parameters:
             timeout_s += arguments[call.parameters.index("wait_s")]
         retrying = AsyncRetrying(
-            retry=retry_if_exception(_was_not_received if call.name in COMMANDS else _was_cut),
+            retry=retry_if_exception(_was_cut if is_repeatable else _was_not_received),
             stop=stop_after_attempt(2),
             reraise=True,
         )

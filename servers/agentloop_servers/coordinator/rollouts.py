@@ -330,11 +330,15 @@ class Rollouts:
 
     def _aged(self, trajectory: Trajectory) -> Trajectory:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
-        judged it, and it is then told, not dropped."""
-        served, oldest = self._replicas.weight_version, trajectory.oldest_trained_version
-        if served is None or oldest is None:
+        judged it, and it is then told, not dropped. Tokens of weights that were taken back are as stale as these
+        are far ahead."""
+        served, coming = self._replicas.weight_version, self._replicas.versions.coming
+        versions = [version for path in trajectory.paths for version in path.trained_versions]
+        if served is None or not versions:
             return trajectory
-        staleness = max(0, served - oldest)  # a replica commits a moment before the fleet does
+        staleness = max(0, served - min(versions))
+        if max(versions) > max(served, coming or 0) + 1:  # a replica commits a moment before the fleet does
+            staleness = max(staleness, max(versions) - served)
         limit = trajectory.max_staleness
         if limit is not None and staleness > limit:
             name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)

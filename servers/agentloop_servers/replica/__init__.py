@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.client import ORDER_TIMEOUT_S, EngineClients
 from agentloop_servers.replica.server import Replica, ReplicaConfig
 
-__all__ = ["EngineClients", "Replica", "ReplicaConfig"]
+__all__ = ["ORDER_TIMEOUT_S", "EngineClients", "Replica", "ReplicaConfig"]

@@ -47,7 +47,9 @@ from agentloop_servers.replica.protocol import (
 
 T = TypeVar("T")
 
-CONTROL_TIMEOUT_S = 600.0  # a stage or commit of large weights; the caller's own deadline is shorter
+CONTROL_TIMEOUT_S = 600.0
+ORDER_TIMEOUT_S = 7200.0
+"""The most that an order takes; its caller has a shorter deadline for each step (`fleet/weight_update.py`)."""
 PROBE_TIMEOUT_S = 10.0
 GRACE_S = 10.0  # beyond a request's own timeout, in which the replica reports it itself
 SILENCE_S = 15.0  # several reports that did not come: the replica, its host or the way there is gone
@@ -182,11 +184,11 @@ class RemoteEngine:
     async def _order(self, path: str, kind: type[ControlAnswer[T]], value: object = None) -> T:
         """Make a control call that is refused if a newer one was there before it."""
         try:
-            return await self._control(path, kind, value, self._commands.next_headers())
+            return await self._control(path, kind, value, self._commands.next_headers(), ORDER_TIMEOUT_S)
         except Fenced:
             if not await self._commands.outrun(await self._control("/fence", ControlAnswer[int])):
                 raise
-        return await self._control(path, kind, value, self._commands.next_headers())
+        return await self._control(path, kind, value, self._commands.next_headers(), ORDER_TIMEOUT_S)
 
     async def _control(
         self,
@@ -194,9 +196,10 @@ class RemoteEngine:
         kind: type[ControlAnswer[T]],
         value: object = None,
         headers: Mapping[str, str] = NO_HEADERS,
+        timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> T:
         body = None if value is None else encode(value)
-        answer = decode(await self._call(path, body, CONTROL_TIMEOUT_S, headers), kind)
+        answer = decode(await self._call(path, body, timeout_s, headers), kind)
         self._state = answer.state
         return answer.value
 

@@ -31,6 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import structlog
+
 from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorNames, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
@@ -53,6 +55,8 @@ from agentloop_servers.weight_transfer import (
 )
 
 ADAPTER_NAME = "adapter"
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 def lora_request(path: str, *, is_reload: bool = False) -> Any:
@@ -148,7 +152,7 @@ class VllmWeights:
         self._process = process
         self._form: ServedForm | None = None
         self._lora = LoraAdapters(config) if config.lora_rank is not None else None
-        self._committed: set[int] = set()
+        self._committed: int | None = None  # the latest version
         self._numbers = itertools.count(1)
         self._staged: Staged | None = None
         self._stage_lock = asyncio.Lock()
@@ -169,7 +173,7 @@ class VllmWeights:
             await self._lora.start(self._process.llm)
         if self._config.initial_version is not None:
             await self._label(self._config.initial_version)
-            self._committed.add(self._config.initial_version)
+            self._committed = self._config.initial_version
 
     def close(self) -> None:
         """Idempotent; vLLM may be gone."""
@@ -214,10 +218,10 @@ class VllmWeights:
         async with asyncio.timeout(self._config.commit_timeout_s):
             # Side by side: the label counts from the next token on, and there is none before the resume.
             report, _ = await asyncio.gather(self._swap(number, update), self._label(version))
-            if version in self._committed:
-                # KV under this version's salt may be of other weights.
+            if self._committed is not None and version <= self._committed:
+                # KV under this version's salt, or that of a version in between, may be of other weights.
                 await self._process.clear_cache()
-        self._committed.add(version)
+        self._committed = version
         self._served_form().confirm()
         return report
 
@@ -278,7 +282,16 @@ class VllmWeights:
             raise CheckpointUnreadable(f"not received within {self._config.stage_timeout_s:g} s") from error
         finally:
             if not is_held and self._process.llm is not None:
-                await asyncio.shield(self._process.on_workers("weights_drop", order.number))
+                await asyncio.shield(self._drop(order.number))
+
+    async def _drop(self, number: int) -> None:
+        """Have the workers give a stage up. A vLLM that does not answer holds no lock for it: the next order meets
+        the same silence."""
+        try:
+            async with asyncio.timeout(self._config.control_timeout_s):
+                await self._process.on_workers("weights_drop", number)
+        except TimeoutError:
+            _log.error("stage_not_dropped", number=number, waited_s=self._config.control_timeout_s)
 
     async def _stage_adapter(self, directory: str) -> StageReport:
         if self._lora is None:
