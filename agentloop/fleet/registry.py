@@ -183,8 +183,11 @@ class Fleet:
         self._offer_version(joined.weight_version)
         return joined
 
-    def heartbeat(self, replica_id: str, report: ReplicaReport, now: float) -> bool:
-        """Take in the report of a replica. False: unknown, it has to register."""
+    def heartbeat(self, replica_id: str, report: ReplicaReport, now: float, is_paused: bool | None = None) -> bool:
+        """Take in the report of a replica. False: unknown, it has to register.
+
+        `is_paused` is what replicas that serve were ordered to be; None while an order is on its way.
+        """
         replica = self._replicas.get(replica_id)
         if replica is None:
             return False
@@ -196,7 +199,7 @@ class Fleet:
             self._put(replace(replica, weight_version=version))
             self._offer_version(version)
         elif replica.state in (ReplicaState.READY, ReplicaState.SUSPECT):
-            self._compare(replica)
+            self._compare(replica, is_paused)
         return True
 
     def report_failure(self, replica_id: str, now: float) -> None:
@@ -347,10 +350,12 @@ class Fleet:
             if replica.state is ReplicaState.READY and replica.weight_version != version:
                 self._move(replica, ReplicaState.JOINING)
 
-    def _compare(self, replica: ReplicaRecord) -> None:
-        """Compare the report of a READY or SUSPECT replica with what we know of it."""
-        reported, is_usable = replica.report.load.weight_version, replica.report.is_usable
-        if is_usable and reported in (None, replica.weight_version):
+    def _compare(self, replica: ReplicaRecord, is_paused: bool | None = None) -> None:
+        """Compare the report of a READY or SUSPECT replica with what we know of it, and with what was ordered."""
+        report = replica.report
+        reported, is_usable = report.load.weight_version, report.is_usable
+        is_known, is_as_ordered = reported in (None, replica.weight_version), is_paused in (None, report.is_paused)
+        if is_usable and is_known and is_as_ordered:
             replica = self._put(replace(replica, num_contradictions=0))
             if replica.state is ReplicaState.SUSPECT and not replica.needs_proof:
                 is_current = self.is_current(replica)
@@ -359,7 +364,9 @@ class Fleet:
         replica = self._put(replace(replica, num_contradictions=replica.num_contradictions + 1))
         if replica.num_contradictions < self._config.max_contradictions:
             return
-        if is_usable:
+        if is_usable and is_known:
+            self.rejoin(replica, f"its engine {'is' if report.is_paused else 'is not'} paused, against its orders")
+        elif is_usable:
             self._move(self._put(replace(replica, weight_version=reported)), ReplicaState.JOINING)
             self._offer_version(reported)
         else:

@@ -99,6 +99,11 @@ class ReplicaSync:
         return self._desired
 
     @property
+    def ordered_pause(self) -> bool | None:
+        """True if replicas that serve are to be paused, False if not; None while an order is on its way to them."""
+        return None if self._gate.locked() else self._desired.is_paused
+
+    @property
     def update_state(self) -> UpdateState:
         return UpdateState.IDLE if self._update is None else self._update.state
 

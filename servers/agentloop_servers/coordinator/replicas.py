@@ -145,7 +145,7 @@ class Replicas:
 
     async def heartbeat(self, replica_id: str, report: ReplicaReport) -> bool:
         before = self.fleet.get(replica_id)
-        is_known = self.fleet.heartbeat(replica_id, report, self._clock.now())
+        is_known = self.fleet.heartbeat(replica_id, report, self._clock.now(), self.sync.ordered_pause)
         after = self.fleet.get(replica_id)
         if before is not None and after is not None and before.state is not after.state:
             self._log.info("replica_state", replica=replica_id, state=after.state, before=before.state)

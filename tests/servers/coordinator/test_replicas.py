@@ -421,3 +421,26 @@ async def test_an_update_that_cannot_be_recorded_does_not_begin(site, coordinato
         await coordinator.replicas.update_weights(push(1), None)
     assert await site.states() == {"a": "ready", "b": "ready"}
     assert [engine.calls for engine in site.engines.values()] == [["resume", "stage"]] * 2
+
+
+@service("a", "b")
+async def test_a_replica_that_is_not_as_ordered_is_brought_back_to_its_orders(site, coordinator):
+    site.engines["a"].is_paused = True  # frozen by whoever it was
+    await site.clock.sleep(5.0)
+    assert not site.engines["a"].is_paused
+    assert await site.states() == {"a": "ready", "b": "ready"}
+    await coordinator.replicas.pause(PauseMode.KEEP)
+    site.engines["b"].is_paused = False
+    await site.clock.sleep(5.0)
+    assert site.engines["b"].is_paused
+    assert await site.states() == {"a": "ready", "b": "ready"}
+
+
+@service("a")
+async def test_a_pause_that_waits_for_requests_is_no_disobedience(site, coordinator):
+    site.engines["a"].seconds = {"pause": 30.0}
+    pausing = asyncio.create_task(coordinator.replicas.pause(PauseMode.WAIT))
+    await site.clock.sleep(20.0)
+    assert await site.states() == {"a": "ready"}
+    await pausing
+    assert site.engines["a"].calls == ["resume", "pause:wait:keep"]
