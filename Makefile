@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-clients check bench bench-endpoint lock clean
+.PHONY: rollout test test-fast test-clients test-faults soak check bench bench-endpoint lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -33,6 +33,14 @@ $(VENV)/clients/%/.installed: requirements/clients/%.txt
 $(VENV)/clients/%/.installed: requirements/clients/%.npm
 	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) $$(cat $<)
 	@touch $@
+
+# A thousand seeded schedules of faults in virtual time; of one: ARGS="--seed 17", of many: ARGS="--count 10000".
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m tests.faults.run $(ARGS)
+
+# The real service on both cores, its processes killed one after another, for 20 minutes: ARGS="--minutes 5".
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks.soak $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -123,6 +123,7 @@ class Load:
     kv_capacity_tokens: int = 0
     weight_version: int | None = None
     num_steps: int = 0  # of its scheduler so far, prefills too: it grows as long as the engine works
+    num_sampled_tokens: int = 0  # since the engine started, those that nobody got included
 
 
 @dataclass(frozen=True, slots=True)

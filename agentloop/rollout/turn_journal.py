@@ -19,7 +19,7 @@ import struct
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,11 +167,12 @@ class RunJournal:
 class TurnJournal:
     """The journals of one worker process. Close it in the end."""
 
-    def __init__(self, folder: Path, flush_s: float = FLUSH_S) -> None:
+    def __init__(self, folder: Path, flush_s: float = FLUSH_S, executor: Executor | None = None) -> None:
+        """`executor` runs one call at a time; a thread of its own by default."""
         self._folder = folder
         self._flush_s = flush_s
         self._pending: dict[RunJournal, list[FinishedTurn | ToolAnswers]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="turn-journal")
+        self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix="turn-journal")
         self._flushing: asyncio.Task[None] | None = None
         self._is_failing = False
 

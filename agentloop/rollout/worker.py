@@ -230,7 +230,10 @@ class Worker:
             return is_late(state) and not isinstance(error, StorageFull)
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: not isinstance(error, InvalidRequest)),
+            # A cancellation comes here too: repeated, it would be lost, and the worker could not end.
+            retry=retry_if_exception(
+                lambda error: isinstance(error, Exception) and not isinstance(error, InvalidRequest)
+            ),
             stop=gives_up,
             wait=wait_random_exponential(multiplier=0.2, max=5.0),
             reraise=True,

@@ -282,6 +282,7 @@ class SimulatedEngine:
             kv_capacity_tokens=self._spec.num_blocks * self._spec.block_size,
             weight_version=self._lifecycle.version,
             num_steps=self._num_steps,
+            num_sampled_tokens=self._scheduler.num_sampled_tokens,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:

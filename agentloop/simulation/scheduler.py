@@ -64,6 +64,7 @@ class Scheduler:
     def __init__(self, kv: KVCache, max_running: int, kv_version: Callable[[int | None, int], int]) -> None:
         """`kv_version` is the lifecycle's: whose KV a request uses, by the version asked for and the served one."""
         self.num_recomputed_tokens = 0
+        self.num_sampled_tokens = 0
         self._kv = kv
         self._max_running = max_running
         self._live: dict[str, LiveRequest] = {}
@@ -160,6 +161,7 @@ class Scheduler:
         budget = max_burst
         for live in tuple(self._running.values()):
             reason, num_sampled = self._sample(live, version, max(1, budget))
+            self.num_sampled_tokens += num_sampled
             if reason is not None:
                 self.remove(live)
                 ended.append((live, reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import platform
@@ -40,15 +41,30 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def finish(title: str, tables: Mapping[str, str], results: Any, out: Path | None) -> None:
     """Print the tables under the command and the host; write everything to `out` as JSON."""
-    command = " ".join(["python -m", *sys.orig_argv[sys.orig_argv.index("-m") + 1 :]])
-    facts = host()
-    print(f"\n## {title}\n\n`{command}`\n\n{', '.join(f'{name} {value}' for name, value in facts.items())}\n")
-    for heading, text in tables.items():
-        print(f"### {heading}\n\n{text}\n")
+    print("\n" + section(title, tables))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"title": title, "command": command, "host": facts, "results": results}
+        document = {"title": title, "command": _command(), "host": host(), "results": results}
         out.write_text(json.dumps(document, indent=1, default=_plain))
+
+
+def section(title: str, tables: Mapping[str, str]) -> str:
+    """A section of a page: the command, the host, and the tables under their headings."""
+    facts = ", ".join(f"{name} {value}" for name, value in host().items())
+    parts = [f"### {heading}\n\n{text}\n" if heading else f"{text}\n" for heading, text in tables.items()]
+    return "\n".join([f"## {title}\n\n`{_command()}`\n\n{facts}, {datetime.date.today()}\n", *parts])
+
+
+def replace_section(page: Path, title: str, tables: Mapping[str, str]) -> None:
+    """Put a section in the place of the one of its title, or at the end of the page."""
+    before, mark, after = page.read_text().partition(f"## {title}\n")
+    rest = after.partition("\n## ")[2] if mark else ""
+    made = before.rstrip("\n") + "\n\n" + section(title, tables)
+    page.write_text(f"{made}\n## {rest}" if rest else made)
+
+
+def _command() -> str:
+    return " ".join(["python -m", *sys.orig_argv[sys.orig_argv.index("-m") + 1 :]])
 
 
 def _cell(value: object) -> str:

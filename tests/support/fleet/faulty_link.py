@@ -1,4 +1,4 @@
-"""A network that loses, delays, repeats and reorders, between callers and simulated engines. All from one seed.
+"""A network that loses, delays, repeats and reorders, between processes and simulated engines. All from one seed.
 
 A caller that gives up hangs up, and the engine's call is cancelled with it, as the data plane does it; over a
 half-open connection the engine never hears of that and goes on.
@@ -8,29 +8,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from enum import StrEnum
+from math import inf
 from random import Random
 from typing import Any, TypeVar
 
 from agentloop.clock import Clock
+from agentloop.codec import decode, encode
 from agentloop.engine import (
     ALL_MEMORY,
     CommitReport,
+    Delta,
     MemoryTag,
     OnProgress,
     PushSource,
     StageReport,
     WeightUpdate,
 )
-from agentloop.errors import AgentLoopError, Conflict, EngineLost
+from agentloop.errors import AgentLoopError, Conflict, EngineLost, ServiceUnavailable
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, PauseMode
+from agentloop_servers.coordinator.server import CallType
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
 from agentloop_servers.replica.client import SILENCE_S
 
 T = TypeVar("T")
+Ask = Callable[[str, tuple[Any, ...]], Awaitable[Any]]
 FOR_EVER_S = 1e6
+CALL_TIMEOUT_S = 5.0  # of a call to the coordinator, beyond the time that it asks for
 
 
 class Fault(StrEnum):
@@ -48,6 +55,40 @@ class Fault(StrEnum):
 
 
 _GENERATE_FAULTS = (Fault.LOST_REQUEST, Fault.LOST_ANSWER, Fault.CUT, Fault.HUNG_REQUEST, Fault.DELAYED)
+
+
+_PORT_FAULTS = (
+    *(Fault.LOST_REQUEST, Fault.LOST_ANSWER, Fault.HUNG_REQUEST, Fault.HUNG_ANSWER),
+    *(Fault.DELAYED, Fault.TWICE, Fault.COPIED),
+)
+
+
+class Stall:
+    """A process that may stand still for a while: it neither takes nor gives anything until then."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.until = 0.0
+
+    async def passed(self) -> None:
+        """Return once the process goes on."""
+        while self._clock.now() < self.until:
+            await self._clock.sleep(self.until - self._clock.now())
+
+
+class StallingClock:
+    """The clock of one process (a Clock): its sleeps end no sooner than it goes on."""
+
+    def __init__(self, clock: Clock, stall: Stall) -> None:
+        self._clock = clock
+        self._stall = stall
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
+        await self._stall.passed()
 
 
 class Network:
@@ -105,9 +146,10 @@ class Network:
 class FaultyLink:
     """One engine behind its data plane, as its remote callers see it."""
 
-    def __init__(self, engine: SimulatedEngine, network: Network) -> None:
+    def __init__(self, engine: SimulatedEngine, network: Network, stall: Stall) -> None:
         self.engine = engine
         self.network = network
+        self.stall = stall
         self.fence = FencingGuard()
         self.slowness_s = 0.0
         self.commits: list[int] = []  # versions that were swapped in, whoever heard of it
@@ -117,13 +159,7 @@ class FaultyLink:
         """Raises EngineLost for a replica that is not heard of, as the data plane's client does."""
         network = self.network
         fault = network.draw(_GENERATE_FAULTS)
-        if fault is Fault.LOST_REQUEST:
-            raise EngineLost("injected: connection refused")
-        if fault is Fault.HUNG_REQUEST:
-            await network.clock.sleep(SILENCE_S)
-            raise EngineLost("injected: silence")
-        if fault is Fault.DELAYED:
-            await network.clock.sleep(network.delay_s())
+        await self._arrive(fault)
         if fault is Fault.CUT:
             try:
                 async with asyncio.timeout(network.delay_s()):
@@ -131,9 +167,55 @@ class FaultyLink:
             except TimeoutError:
                 pass
         generation = await self.engine.generate(request, on_progress) if fault is not Fault.CUT else None
+        await self._heard()
         if generation is None or fault is Fault.LOST_ANSWER:
             raise EngineLost("injected: the connection broke")
         return generation
+
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncGenerator[Delta | Generation, None]:
+        """As `generate`, piece by piece."""
+        network, loop = self.network, asyncio.get_running_loop()
+        fault = network.draw(_GENERATE_FAULTS)
+        await self._arrive(fault)
+        cut_at = loop.time() + network.delay_s() if fault is Fault.CUT else inf
+        async with aclosing(self.engine.stream(request, on_progress)) as pieces:  # type: ignore[type-var] # a generator
+            while True:
+                try:
+                    async with asyncio.timeout_at(cut_at):
+                        piece = await anext(pieces, None)
+                        await self._heard()
+                except TimeoutError as error:
+                    raise EngineLost("injected: the connection broke") from error
+                if piece is None:
+                    return
+                if fault is Fault.LOST_ANSWER and isinstance(piece, Generation):
+                    raise EngineLost("injected: the connection broke")
+                yield piece
+
+    async def abort(self, request_id: str) -> None:
+        await self._arrive(self.network.draw((Fault.LOST_REQUEST, Fault.DELAYED)))
+        await self.engine.abort(request_id)
+
+    async def _arrive(self, fault: Fault | None) -> None:
+        """Bring a request to the engine's process."""
+        if fault is Fault.LOST_REQUEST:
+            raise EngineLost("injected: connection refused")
+        if fault is Fault.HUNG_REQUEST:
+            await self.network.clock.sleep(SILENCE_S)
+            raise EngineLost("injected: silence")
+        if fault is Fault.DELAYED:
+            await self.network.clock.sleep(self.network.delay_s())
+        await self._heard()
+
+    async def _heard(self) -> None:
+        """Wait while the process stands still. Raises EngineLost if that takes too long."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await self.stall.passed()
+        except TimeoutError as error:
+            raise EngineLost("injected: silence") from error
 
 
 class Caller:
@@ -189,6 +271,7 @@ class Caller:
         network, clock = self._network, self._network.clock
         if self._link.slowness_s:
             await clock.sleep(self._link.slowness_s)
+        await self._link.stall.passed()
         fault = network.draw(tuple(Fault))
         match fault:
             case Fault.LOST_REQUEST:
@@ -220,3 +303,67 @@ class Caller:
     async def _late(self, send: Callable[[], Awaitable[T]]) -> T:
         await self._network.clock.sleep(self._network.delay_s())
         return await send()
+
+
+class FaultyPort:
+    """The coordinator's ports as another process has them, over the network and through the codec.
+
+    A process that is dead sends nothing any more; one that stands still sends and hears nothing until it goes on.
+    """
+
+    def __init__(self, network: Network, calls: Mapping[str, CallType], ask: Ask, stall: Stall) -> None:
+        """`ask` brings a call to the coordinator that there is now, or raises ServiceUnavailable."""
+        self._network = network
+        self._calls = calls
+        self._ask = ask
+        self._stall = stall
+        self.is_dead = False
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        call = self._calls[name]
+
+        async def send(*arguments: Any, **named: Any) -> Any:
+            arguments += tuple((call.defaults | named)[one] for one in call.parameters[len(arguments) :])
+            timeout_s = CALL_TIMEOUT_S + (
+                arguments[call.parameters.index("wait_s")] if "wait_s" in call.parameters else 0.0
+            )
+            body = encode(arguments)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._send(call, body)
+            except TimeoutError as error:
+                raise ServiceUnavailable(f"no answer to {name}") from error
+
+        return send
+
+    async def _send(self, call: CallType, body: bytes) -> Any:
+        network, clock = self._network, self._network.clock
+
+        async def deliver() -> Any:
+            return encode(await self._ask(call.name, decode(body, call.arguments)))
+
+        async def late() -> Any:
+            await clock.sleep(network.delay_s())
+            return await deliver()
+
+        if self.is_dead:
+            raise ServiceUnavailable("a dead process asks nobody")
+        await self._stall.passed()
+        fault = network.draw(_PORT_FAULTS)
+        if fault is Fault.LOST_REQUEST:
+            raise ServiceUnavailable("injected: connection refused")
+        if fault is Fault.HUNG_REQUEST:
+            await clock.sleep(FOR_EVER_S)
+        if fault is Fault.DELAYED:
+            await clock.sleep(network.delay_s())
+        if fault is Fault.TWICE:
+            await asyncio.gather(deliver(), return_exceptions=True)
+        if fault is Fault.COPIED:
+            network.spawn(late())
+        answer = await deliver()
+        await self._stall.passed()
+        if fault is Fault.LOST_ANSWER:
+            raise ServiceUnavailable("injected: the connection broke")
+        if fault is Fault.HUNG_ANSWER:
+            await clock.sleep(FOR_EVER_S)
+        return decode(answer, call.answer)

@@ -23,7 +23,6 @@ from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport, Update
 from agentloop.clock import VirtualClock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
-    AgentLoopError,
     CheckpointUnreadable,
     Conflict,
     EngineLost,
@@ -35,20 +34,20 @@ from agentloop.errors import (
 from agentloop.fleet.registry import FleetConfig
 from agentloop.fleet.weight_update import WeightConfig
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
-from agentloop.simulation.policy import HashPolicy, LatencyModel
-from agentloop.types import GenerateRequest, KVPolicy, Lease, PauseMode, SamplingParams
+from agentloop.simulation.policy import HashPolicy, LatencyModel, TokenPolicy
+from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.private_http.fencing import FencingToken
-from tests.support.fleet.faulty_link import Caller, FaultyLink, Network
+from tests.support.fleet.faulty_link import Caller, FaultyLink, Network, Stall, StallingClock
 from tests.support.fleet.memory_store import MemoryStore
 from tests.support.fleet.pushes import Sender, Wire
 
 T = TypeVar("T")
 
 HEARTBEAT_S = 0.25
-MAX_HEALING_S = 60.0
 POLICY = HashPolicy(1000)
+LATENCY = LatencyModel(prefill_s=0.02, decode_s=0.04)
 CONFIG = CoordinatorConfig(
     heartbeat_interval_s=HEARTBEAT_S,
     worker_timeout_s=10.0,
@@ -86,6 +85,7 @@ class Process:
     url: str
     engine: SimulatedEngine
     link: FaultyLink
+    stall: Stall
     is_alive: bool = True
     is_heard: bool = True  # its process may live on without its engine
     silent_until: float = 0.0
@@ -107,6 +107,8 @@ class History:
 
 class World:
     """All of one schedule. Construct, `await run()`, then check."""
+
+    policy: TokenPolicy = POLICY
 
     def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path) -> None:
         self.rng = rng = random.Random(seed)
@@ -150,8 +152,15 @@ class World:
         def connect(url: str) -> Caller:
             return Caller(self.links[url], lambda: next(orders))
 
-        self.coordinator = Coordinator(self.store, connect, self.config, self.clock, log=_SILENT, probe=self.probe)
+        self.stall = Stall(self.clock)
+        clock = StallingClock(self.clock, self.stall)
+        store = self.open_store()
+        self.coordinator = Coordinator(store, connect, self.config, clock, log=_SILENT, probe=self.probe)
         await self.coordinator.start()
+
+    def open_store(self) -> Any:
+        """The store of a coordinator that starts: a TrajectoryStore, or what promises the same."""
+        return self.store
 
     async def crash_coordinator(self) -> None:
         """The process dies: its callers get no answers, its tasks stop wherever they are; a new one starts."""
@@ -171,16 +180,19 @@ class World:
     async def boot(self, replica_id: str, version: int | None) -> None:
         """A new process takes the place of what was there."""
         self.num_processes += 1
-        latency = LatencyModel(prefill_s=0.02, decode_s=0.04)
-        spec = SimulatedSpec(1000, 512, 8, 200, 8, latency, initial_version=version)
-        receiver = self.wire.receiver()
-        engine = SimulatedEngine(spec, clock=self.clock, policy=POLICY, weight_source=receiver)
+        receiver, stall = self.wire.receiver(), Stall(self.clock)
+        clock = StallingClock(self.clock, stall)
+        engine = SimulatedEngine(self.spec(version), clock=clock, policy=self.policy, weight_source=receiver)
         receiver.engine = engine
         await engine.start()
-        link = FaultyLink(engine, self.network)
+        link = FaultyLink(engine, self.network, stall)
         url = f"sim://{replica_id}/{self.num_processes}"
         self.links[url] = link
-        self.processes[replica_id] = Process(replica_id, url, engine, link)
+        self.processes[replica_id] = Process(replica_id, url, engine, link, stall)
+
+    def spec(self, version: int | None) -> SimulatedSpec:
+        """The size of every engine."""
+        return SimulatedSpec(1000, 512, 8, 200, 8, LATENCY, initial_version=version)
 
     async def probe(self, url: str) -> None:
         """Have a replica sample a token, for the coordinator."""
@@ -194,6 +206,7 @@ class World:
 
     async def ask(self, call: Callable[[Coordinator], Coroutine[Any, Any, T]]) -> T:
         """Call the coordinator. Raises ServiceUnavailable if it is down or dies meanwhile."""
+        await self.stall.passed()
         if self._is_down:
             raise ServiceUnavailable("no coordinator")
         task = asyncio.create_task(call(self.coordinator), name="coordinator call")
@@ -207,6 +220,7 @@ class World:
                 await asyncio.wait([task])
         if task.cancelled():
             raise ServiceUnavailable("the coordinator died")
+        await self.stall.passed()
         return task.result()
 
     async def heartbeat(self) -> None:
@@ -215,7 +229,8 @@ class World:
         while True:
             self.watch()
             for process in tuple(self.processes.values()):
-                if self._is_down or not process.is_heard or self.clock.now() < process.silent_until:
+                silent_until = max(process.silent_until, process.stall.until, self.stall.until)
+                if self._is_down or not process.is_heard or self.clock.now() < silent_until:
                     continue
                 coordinator, engine = self.coordinator, process.engine
                 if known.get(process.url) is coordinator and await coordinator.replicas.heartbeat(
@@ -453,15 +468,3 @@ class World:
         await self.network.close()
         for link in self.links.values():
             await link.engine.close()
-
-    # --- places, for the clients ---
-
-    async def moved(self, assignment_id: str, lease: Lease) -> Lease:
-        """Another lease, or the same one if there is no other now."""
-        try:
-            return await self.ask(lambda c: c.rollouts.move(assignment_id, lease, True))
-        except AgentLoopError as error:
-            if not error.retryable:
-                raise
-            await self.clock.sleep(0.1)
-            return lease

@@ -329,6 +329,7 @@ class VllmEngine:
             kv_capacity_tokens=capacity,
             weight_version=self._lifecycle.version,
             num_steps=self._process.stats.num_steps,
+            num_sampled_tokens=self._process.stats.num_sampled_tokens,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:

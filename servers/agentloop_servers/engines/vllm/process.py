@@ -154,8 +154,11 @@ class SchedulerStats:
         self.num_waiting = 0
         self.kv_cache_usage = 0.0  # share of the blocks that requests hold
         self.num_steps = 0  # that sampled, or prefilled a chunk
+        self.num_sampled_tokens = 0  # so far
 
-    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
+        if iteration_stats is not None:
+            self.num_sampled_tokens += iteration_stats.num_generation_tokens
         if scheduler_stats is not None:
             self.num_steps += 1
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs

@@ -1,0 +1,163 @@
+"""The processes of a service that a soak run started: which there are, how big they are, and how they are killed.
+
+Only descendants of the service's own process are ever touched. A process is named by its pid and its start time, so
+that a number that the system has given out again is not taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+
+KINDS = {
+    "replica": "ServeReplica:agentloop:EngineReplica",
+    "engine core": "VLLM::",
+    "worker": "ServeReplica:agentloop:AgentLoopWorker",
+    "coordinator": "ServeReplica:agentloop:Coordinator",
+    "ingress": "ServeReplica:agentloop:Ingress",
+}
+"""What is killed, and what the command lines of such processes have in them."""
+
+OTHERS = {"serve controller": "ServeController", "serve proxy": "ProxyActor", "raylet": "raylet/raylet"}
+WARM_UP_S = 30.0  # of a process, before its size counts
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One process that was killed, or stopped for a while; `until_s` None: it is not made to go on."""
+
+    kind: str
+    process: psutil.Process
+    at_s: float
+    stop_s: float | None  # how long it was to stand still; None: SIGKILL
+
+    @property
+    def name(self) -> str:
+        if self.stop_s is None:
+            return "SIGKILL"
+        return "SIGSTOP for good" if self.stop_s == float("inf") else "SIGSTOP, SIGCONT"
+
+
+@dataclass(slots=True)
+class Samples:
+    """The size of one process over its life."""
+
+    kind: str
+    at_s: list[float] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The sizes of all processes of one kind: the last medians, and by how much they grow a minute."""
+
+    num_processes: int
+    rss_mib: float
+    rss_slope: float
+    threads: float
+    threads_slope: float
+    files: float
+    files_slope: float
+
+
+class Tree:
+    """Everything that descends, or descended, from one process."""
+
+    def __init__(self, root_pid: int) -> None:
+        self._root = psutil.Process(root_pid)
+        self._seen: dict[psutil.Process, None] = {}
+        self.samples: dict[psutil.Process, Samples] = {}
+
+    def refresh(self) -> None:
+        """Look again: what was started since is known from here on."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (self._root, *self._root.children(recursive=True)):
+                self._seen.setdefault(process)
+
+    def of(self, kind: str) -> list[psutil.Process]:
+        """Return the living processes of a kind that stand still for nobody."""
+        return [one for one in self._seen if self.kind_of(one) == kind]
+
+    def kind_of(self, process: psutil.Process) -> str | None:
+        """Return the kind of a living process; None for a dead one, and for one of no kind."""
+        try:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            return None
+        marks = (KINDS | OTHERS).items()
+        return next((kind for kind, mark in marks if mark in command), "service" if process == self._root else None)
+
+    def sample(self) -> None:
+        """Note how big each process is."""
+        now = time.monotonic()
+        for process in self._seen:
+            kind = self.kind_of(process)
+            if kind is None:
+                continue
+            with contextlib.suppress(psutil.Error):
+                size = (process.memory_info().rss / 2**20, process.num_threads(), process.num_fds())
+                one = self.samples.setdefault(process, Samples(kind))
+                one.at_s.append(now)
+                for values, value in zip((one.rss_mib, one.threads, one.files), size, strict=True):
+                    values.append(value)  # type: ignore[attr-defined]
+
+    def living(self) -> list[str]:
+        """Return the command lines of all that was ever seen and has not ended."""
+        found = []
+        for process in self._seen:
+            with contextlib.suppress(psutil.Error):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+        return found
+
+    def growth(self, kind: str) -> Growth | None:
+        """Return the sizes of a kind's processes past their warm-up; None if none lived so long."""
+        grown = [
+            one for one in self.samples.values() if one.kind == kind and one.at_s[-1] > one.at_s[0] + 2 * WARM_UP_S
+        ]
+        if not grown:
+            return None
+        figures = []
+        for name in ("rss_mib", "threads", "files"):
+            series = [_settled(one, getattr(one, name)) for one in grown]
+            figures += [float(np.median([values[-1] for _, values in series])), _slope_per_minute(series)]
+        return Growth(len(grown), *figures)
+
+
+def strike(kind: str, process: psutil.Process, stop_s: float | None) -> Kill:
+    """Kill a process, or stop it; whoever asked makes it go on."""
+    process.send_signal(signal.SIGKILL if stop_s is None else signal.SIGSTOP)
+    return Kill(kind, process, time.monotonic(), stop_s)
+
+
+def release(kill: Kill, *, is_killed: bool = False) -> bool:
+    """Make a stopped process go on, or end it. False if it was gone."""
+    try:
+        if not kill.process.is_running() or kill.process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        kill.process.send_signal(signal.SIGKILL if is_killed else signal.SIGCONT)
+    except psutil.Error:
+        return False
+    return True
+
+
+def _settled(one: Samples, values: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    at_s = np.array(one.at_s)
+    is_settled = at_s >= at_s[0] + WARM_UP_S
+    return at_s[is_settled] / 60.0, np.array(values, float)[is_settled]
+
+
+def _slope_per_minute(series: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Return the common slope of lines that each begin elsewhere, by least squares."""
+    above = sum(float(((x - x.mean()) * (y - y.mean())).sum()) for x, y in series)
+    below = sum(float(((x - x.mean()) ** 2).sum()) for x, _ in series)
+    return above / below if below else 0.0

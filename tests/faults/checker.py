@@ -1,0 +1,163 @@
+"""What must be true of a schedule's history and of its store once all faults are over.
+
+Every function returns problems, so that one schedule tells all that is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from agentloop.fleet.desired_state import FleetWeights
+from agentloop.fleet.registry import ReplicaState
+from agentloop.fleet.weight_update import UpdateState
+from agentloop.types import KVPolicy, TokenPath, Trajectory
+from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
+from tests.support.fleet.proving_policy import logprobs_of
+from tests.support.fleet.whole_world import WholeWorld
+
+SETTLED_S = 1.0  # from a tool's answer until it is on a disk that is not slow
+
+
+def fleet_problems(world: WholeWorld) -> Iterator[str]:
+    """What is wrong with the fleet, asking engines rather than the registry."""
+    desk = world.coordinator.replicas
+    if desk.sync.update_state is not UpdateState.IDLE or desk.sync.desired.is_paused:
+        yield f"the controller is {desk.sync.update_state}, paused: {desk.sync.desired.is_paused}"
+    known = {replica.replica_id: replica for replica in desk.fleet.replicas}
+    placeable = {replica.replica_id for replica in desk.fleet.placeable()}
+    for process in world.processes.values():
+        replica = known.pop(process.replica_id, None)
+        if not process.is_alive:
+            if replica is not None and replica.state not in (ReplicaState.QUARANTINED, ReplicaState.JOINING):
+                yield f"{process.replica_id} is dead and {replica.state}"
+            continue
+        if replica is None or replica.url != process.url or process.replica_id not in placeable:
+            yield f"{process.url} is {replica}"
+            continue
+        engine = process.engine
+        if engine.weight_version != desk.weight_version or replica.weight_version != desk.weight_version:
+            yield f"{process.url} holds {engine.weight_version} where {desk.weight_version} is served"
+        if engine.is_paused or not engine.is_usable:
+            yield f"{process.url} takes traffic, paused: {engine.is_paused}, usable: {engine.is_usable}"
+    if known:
+        yield f"unknown replicas: {sorted(known)}"
+
+
+def version_problems(world: WholeWorld) -> Iterator[str]:
+    """What is wrong with the version that the fleet has come to."""
+    history, version = world.history, world.coordinator.replicas.weight_version
+    committed = {done for link in world.links.values() for done in link.commits}
+    reported = max((report.version for report in history.reports), default=None)
+    if version not in {0} | (history.pushed & committed):
+        yield f"the fleet serves {version}, which was never pushed and committed"
+    if version is not None and reported is not None and version < reported:
+        yield f"the fleet serves {version}, but {reported} was reported"
+    if history.served != sorted(history.served):
+        yield f"the fleet's version went back: {history.served}"
+
+
+def lease_problems(world: WholeWorld) -> Iterator[str]:
+    """Places that nobody uses any more, and work that nobody does."""
+    replicas, rollouts = world.coordinator.replicas, world.coordinator.rollouts
+    for replica in replicas.fleet.replicas:
+        if num_leases := replicas.balancer.num_leases(replica.replica_id):
+            yield f"{replica.replica_id} has {num_leases} leases"
+    for process in world.processes.values():
+        load = process.engine.load()
+        if process.is_alive and load.num_running + load.num_waiting:
+            yield f"{process.url} has {load.num_running} requests running and {load.num_waiting} waiting"
+    if left := [one for one in rollouts.queue.rollouts if not one.is_done]:
+        yield f"rollouts are left in the queue: {left}"
+    for one in world.workers:
+        if one.worker.num_running or one.toolbox.num_abandoned:
+            yield f"{one.name} runs {one.worker.num_running}, abandoned tools: {one.toolbox.num_abandoned}"
+    if world.network.num_late:
+        yield f"{world.network.num_late} calls are still on their way"
+
+
+def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
+    """Accepted work without exactly one record, and records that were not handed on as they are."""
+    ledger = world.ledger
+    for rollout_id, groups in ledger.accepted.items():
+        wanted = {(group.group_id, index) for group in groups for index in range(group.num_samples)}
+        for what, records in (("stored", stored.get(rollout_id, [])), ("delivered", ledger.delivered[rollout_id])):
+            found = Counter((one.group_id, one.sample_index) for one in records)
+            if set(found) != wanted or set(found.values()) - {1}:
+                yield f"{rollout_id}: of {len(wanted)} accepted {dict(found)} were {what}"
+    sessions = Counter(one.group_id for one in stored.get("sessions", []))
+    if sessions != Counter(set(ledger.finished)):
+        yield f"sessions {sorted(ledger.finished)} were finished, and {dict(sessions)} are stored"
+    for record in stored.get("sessions", []):
+        answers = ledger.answers[record.group_id]
+        said = [one for one in record.messages if one.role == "assistant"]
+        heard = [one.choices[0].reply.message for one in answers]
+        if said != heard:
+            yield f"session {record.group_id}: {len(said)} turns are recorded as {said}, and {heard} were heard"
+        if not record.is_complete:
+            yield f"session {record.group_id} is incomplete: {record.error}"
+
+
+def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
+    """Tokens that their version would not have said there, and spans that do not tile what was sampled."""
+    known = world.history.pushed | {0}
+    for records in stored.values():
+        for record in records:
+            name = f"{record.rollout_id}/{record.group_id}/{record.sample_index}"
+            for path in record.paths:
+                yield from (f"{name}: {problem}" for problem in _path_problems(world.kv_policy, path, known))
+
+
+def _path_problems(kv_policy: KVPolicy, path: TokenPath, known: set[int]) -> Iterator[str]:
+    turns = [index for turn in path.turns for index in range(turn.start, turn.end)]
+    spanned = [index for span in path.weight_versions for index in range(span.start, span.end)]
+    if spanned != turns:
+        yield f"the spans {path.weight_versions} do not tile the turns {path.turns}"
+        return
+    unknown = {span.version for span in path.weight_versions} - known
+    if unknown:
+        yield f"versions {unknown} were never pushed"
+    ids, first = [*path.prompt_ids.tolist(), *path.response_ids.tolist()], len(path.prompt_ids)
+    for turn in path.turns:
+        own = [span for span in path.weight_versions if span.start < turn.end and span.end > turn.start]
+        if [span.version for span in own] != sorted({span.version for span in own}):
+            yield f"a turn's versions are {own}"
+        if kv_policy is not KVPolicy.RECOMPUTE and known != {0}:
+            continue  # KV of several versions was mixed, as the policy allows
+        for span in own:
+            start, end = max(span.start, turn.start), min(span.end, turn.end)
+            expected = logprobs_of(ids, first + start, first + end, span.version)
+            if path.logprobs[start:end].tolist() != expected:
+                yield f"[{start}, {end}) was not sampled under version {span.version} after what is recorded"
+
+
+def tool_problems(world: WholeWorld) -> Iterator[str]:
+    """Answers of tools that were on disk when their worker was killed, and that were asked for again."""
+    limits = {
+        f"{name}/{group.group_id}": group.staleness
+        for name, groups in world.ledger.accepted.items()
+        for group in groups
+    }
+    everyone = (*world.workers, *world.dead)
+    for dead in world.dead:
+        kept = {(one.trajectory_id, one.key) for one in dead.tool.calls if one.ended_at < dead.died_at - SETTLED_S}
+        for other in everyone:
+            for one in other.tool.calls if other is not dead else ():
+                begins_anew = limits[one.trajectory_id.rpartition("/")[0]] is not None
+                if (one.trajectory_id, one.key) in kept and one.begun_at > dead.died_at and not begins_anew:
+                    yield f"{other.name} asked {one.key} of {one.trajectory_id} again, which {dead.name} had"
+
+
+async def restart_problems(world: WholeWorld) -> list[str]:
+    """What a coordinator that started now would believe, if that is not so."""
+    version = world.coordinator.replicas.weight_version
+    saved = await world.run_store.saved_state(FLEET_WEIGHTS, FleetWeights) or FleetWeights()
+    if version and (saved.served is None or saved.served.version < version or saved.pending is not None):
+        return [f"the fleet serves {version}, but a restart would go to {saved}"]
+    return []
+
+
+def file_problems(world: WholeWorld) -> Iterator[str]:
+    """Journals of trajectories that have ended."""
+    if left := [path.name for path in world.turns.iterdir()]:
+        yield f"journals are left: {left}"

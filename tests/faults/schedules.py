@@ -1,0 +1,127 @@
+"""One seeded schedule of faults over the whole service, from its start to the checks of what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+from agentloop.clock import VirtualClock
+from agentloop.engine import ALL_MEMORY
+from agentloop.storage.trajectory_store import TrajectoryReader
+from agentloop.types import Trajectory
+from tests.faults import checker
+from tests.support.fleet.live_run import write_checkpoint
+from tests.support.fleet.whole_world import WholeWorld, make_groups
+
+MAX_HEALING_S = 120.0
+FOUND_SEEDS: tuple[int, ...] = (24, 29, 119, 131)
+"""Schedules that found a fault once."""
+NUM_SESSIONS = 3
+MAX_SWALLOWED_S = 30.0
+POISON_SHARES = (0.0, 0.0, 0.3)
+
+
+def run_schedule(seed: int) -> Counter[str]:
+    """Run one schedule and check what it leaves behind. Returns what happened in it. Raises AssertionError."""
+    clock, shared = VirtualClock(), random.getstate()
+    num_threads = threading.active_count()
+    folder = Path(tempfile.mkdtemp(prefix="schedule-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    random.seed(seed)  # the waits between attempts come from it
+    try:
+        checkpoint = folder / "checkpoint"
+        checkpoint.mkdir()
+        counts = clock.run(_schedule(WholeWorld(seed, clock, write_checkpoint(checkpoint), folder)))
+        assert threading.active_count() == num_threads, f"threads are left: {threading.enumerate()}"
+        return counts
+    finally:
+        random.setstate(shared)
+        shutil.rmtree(folder)
+
+
+async def _schedule(world: WholeWorld) -> Counter[str]:
+    await world.start()
+    rng = world.rng
+    try:
+        async with asyncio.TaskGroup() as group:
+            beating = group.create_task(world.heartbeat(), name="lasting")
+            poison_share = rng.choice(POISON_SHARES)
+            clients = [
+                group.create_task(world.roll_out(name, make_groups(rng, name, poison_share)))
+                for name in ("r1", "r2")
+            ]
+            clients += [
+                group.create_task(world.talk(f"s{number}")) for number in range(rng.randint(0, NUM_SESSIONS))
+            ]
+            trouble = [group.create_task(call) for call in (world.train(), world.operate(), world.befall())]
+            await world.clock.sleep(world.trouble_s)
+            await world.heal()
+            await asyncio.wait(trouble)
+            await world.heal()
+            await world.resume()
+            await world.wake(ALL_MEMORY)
+            if await world.needs_a_push():
+                await world.push_until_done()
+            await _until_quiet(world, clients)
+            beating.cancel()
+        stored = await _stored(world)
+        problems = [
+            *checker.record_problems(world, stored),
+            *checker.token_problems(world, stored),
+            *checker.tool_problems(world),
+        ]
+        assert not problems, "; ".join(problems)
+        world.coordinator.rollouts.queue.check()
+    finally:
+        await world.close()
+    assert world.network.errors == []
+    assert world.wire.problems == []
+    await world.clock.sleep(MAX_SWALLOWED_S)  # user code that ignores its end is only waited for
+    leaked = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not leaked, f"tasks are left: {leaked}"
+    return world.counts() + _told(stored)
+
+
+async def _until_quiet(world: WholeWorld, clients: list[asyncio.Task[None]]) -> None:
+    """Wait until all is well, and see that it stays so. Raises AssertionError saying what is not."""
+    deadline = world.clock.now() + MAX_HEALING_S
+    num_quiet = 0
+    while num_quiet < 4:
+        await world.clock.sleep(0.5)
+        if await world.needs_a_push():  # an update that was late has brought what nobody can give on
+            await world.push_until_done()
+        problems = [
+            *checker.fleet_problems(world),
+            *checker.version_problems(world),
+            *checker.lease_problems(world),
+            *await checker.restart_problems(world),
+            *(checker.file_problems(world) if all(client.done() for client in clients) else ()),
+        ]
+        num_waiting = sum(not client.done() for client in clients)
+        if num_waiting:
+            problems.append(f"{num_waiting} clients still wait")
+        num_quiet = 0 if problems else num_quiet + 1
+        assert world.clock.now() < deadline, f"not well after {MAX_HEALING_S:g} s: {'; '.join(problems)}"
+
+
+async def _stored(world: WholeWorld) -> dict[str, list[Trajectory]]:
+    """Every record that the run's store has, by rollout, read as another process does."""
+    reader = TrajectoryReader(world.store_path)
+    try:
+        return {name: [record for _, record in reader.read(name, 0, 1 << 20)] for name in reader.rollouts()}
+    finally:
+        reader.close()
+
+
+def _told(stored: dict[str, list[Trajectory]]) -> Counter[str]:
+    records = [record for records in stored.values() for record in records]
+    told = Counter(f"ended: {record.stop_reason}" for record in records)
+    told["begun again"] = sum(record.attempt > 0 for record in records)
+    told["resampled turns"] = sum(record.num_resampled_turns for record in records)
+    mixed = [path for record in records for path in record.paths if len(path.weight_versions) > len(path.turns)]
+    told["swapped in flight"] = len(mixed)
+    return told

@@ -1,0 +1,47 @@
+"""The whole service under seeded schedules of faults, in virtual time.
+
+What happens is in `tests/support/fleet/`, what must be true then in `checker.py`. A failure names its seed:
+`python -m tests.faults.run --seed N` runs it again, exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.faults.run import run_batch
+from tests.faults.schedules import FOUND_SEEDS, run_schedule
+from tests.support.fleet.faulty_link import Fault
+
+pytestmark = pytest.mark.slow
+
+NUM_BATCHES = 2
+NUM_SEEDS = 50  # of one batch
+HAPPENINGS = (
+    *("_kill", "_crash", "_kill_worker", "_kill_ingress", "_hang", "_stand_still", "_stall_worker", "_jump"),
+    *("_stall_coordinator", "_fill_disk", "_slow_disk", "_malform", "operator paused", "slept 1", "woke"),
+    *("update", "replica failed", "unreadable", "transfers", "one phase", "broken transfers", "relayed"),
+    *("begun again", "resampled turns", "swapped in flight", "client left", "ended: completed"),
+    *("ended: loop_failed", "order refused"),
+)
+
+
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+def test_schedules(batch: int) -> None:
+    totals, wrong = run_batch(list(range(batch * NUM_SEEDS, (batch + 1) * NUM_SEEDS)))
+    assert not wrong
+    # A harness in which nothing goes wrong proves nothing.
+    for what in (*Fault, *HAPPENINGS):
+        assert totals[what] > 0, f"{what} never happened in {totals}"
+
+
+def test_the_schedules_that_found_something() -> None:
+    _, wrong = run_batch(list(FOUND_SEEDS))
+    assert not wrong
+
+
+def test_a_schedule_can_be_run_again() -> None:
+    for seed in (3, 17, 59):
+        first: Counter[str] = run_schedule(seed)
+        assert run_schedule(seed) == first

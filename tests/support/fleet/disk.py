@@ -1,0 +1,81 @@
+"""A disk in virtual time: slow, full, and gone with its process at the moment that it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+
+class Disk:
+    """The disk of all processes. `slowness_s`: of each transaction; while it `is_full`, no file grows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_copies = 0
+        self.slowness_s = 0.0
+        self.is_full = False
+
+    def executor(self) -> DiskThread:
+        """The thread of one file."""
+        return DiskThread(self)
+
+    def after_a_kill(self, path: Path) -> Path:
+        """Return where a file is found by the process that comes after one that is killed now.
+
+        What the dead one still does, it does to its own file.
+        """
+        self._num_copies += 1
+        folder = self._folder / str(self._num_copies)
+        folder.mkdir()
+        for one in path.parent.iterdir():
+            if one.is_dir():
+                shutil.copytree(one, folder / one.name)
+            elif not one.name.endswith("-shm"):
+                shutil.copy(one, folder / one.name)
+        return folder / path.name
+
+
+class DiskThread(Executor):
+    """Runs one call after another, each after the time that the disk takes."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._free_at = 0.0
+        self.is_dead = False  # with its process: what is asked from now on is not done
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                if self.is_dead:
+                    raise OSError("injected: a dead process writes nothing")
+                with _no_room() if self._disk.is_full else nullcontext():
+                    future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        loop = asyncio.get_running_loop()
+        if self._disk.slowness_s == 0.0 and self._free_at <= loop.time():
+            run()
+        else:
+            self._free_at = max(self._free_at, loop.time()) + self._disk.slowness_s
+            loop.call_at(self._free_at, run)
+        return future
+
+
+@contextmanager
+def _no_room() -> Iterator[None]:
+    """Let every write of this process fail meanwhile, as on a disk without room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

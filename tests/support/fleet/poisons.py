@@ -1,0 +1,120 @@
+"""Loops that go wrong in every way in which user code can, and the tool that notes when it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from agentloop.rollout.context import LoopContext
+from agentloop.rollout.tool import ToolSpec
+from agentloop.types import JSON, Message, RolloutTask
+
+
+class Raises:
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        raise ValueError("a bug: caf\udce9")
+
+
+class Exits:
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        sys.exit("enough")
+
+
+class Groups:
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        raise BaseExceptionGroup("two at once", [KeyError("x"), SystemExit(1)])
+
+
+class Swallows:
+    """Notices neither its cancellation nor its deadline for a while."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        until = asyncio.get_running_loop().time() + 20.0
+        while (left_s := until - asyncio.get_running_loop().time()) > 0:
+            try:
+                await asyncio.sleep(left_s)
+            except BaseException:
+                continue
+
+
+class Unencodable:
+    """Its record cannot be written: the message is no text, and no policy said it."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        ctx.observe(Message("user", "caf\udce9"))
+
+
+class Forgets:
+    """Leaves a task behind that samples on."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        raise asyncio.CancelledError
+
+
+class CannotBeMade:
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
+POISONS = tuple(
+    f"{__name__}:{one.__name__}" for one in (Raises, Exits, Groups, Swallows, Unencodable, Forgets, CannotBeMade)
+)
+
+
+@dataclass(slots=True)
+class Noted:
+    """One call of the tool."""
+
+    trajectory_id: str
+    key: str
+    begun_at: float
+    ended_at: float = inf
+
+
+class NoteTool:
+    """A tool that answers with its key after a while, and remembers every call (a Tool)."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.calls: list[Noted] = []
+        self._pause_s = pause_s
+
+    @property
+    def spec(self) -> ToolSpec:
+        text: Mapping[str, Any] = {"type": "string"}
+        schema = {"type": "object", "properties": {"key": text}, "required": ["key"]}
+        return ToolSpec("note", "Note a key.", schema, timeout_s=5.0)
+
+    def open_session(self, trajectory_id: str, seed: int) -> _Noting:
+        return _Noting(self, trajectory_id)
+
+    async def note(self, trajectory_id: str, key: str) -> str:
+        now = asyncio.get_running_loop().time
+        call = Noted(trajectory_id, key, now())
+        self.calls.append(call)
+        await asyncio.sleep(self._pause_s)
+        call.ended_at = now()
+        return f"noted {key}"
+
+    async def close(self) -> None:
+        return None
+
+
+class _Noting:
+    def __init__(self, tool: NoteTool, trajectory_id: str) -> None:
+        self._tool = tool
+        self._trajectory_id = trajectory_id
+
+    async def call(self, arguments: Mapping[str, JSON]) -> str:
+        return await self._tool.note(self._trajectory_id, str(arguments["key"]))
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,416 @@
+"""The whole service in virtual time: the fleet of `schedules.py`, real workers, sessions and stores, clients of
+both, and what befalls each of them. Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar, cast
+
+from agentloop.api.coordinator import FrontPort, WorkerPort
+from agentloop.chat.call import CallKey, ChatCall, ChatResult
+from agentloop.clock import VirtualClock
+from agentloop.errors import AgentLoopError, Conflict, InvalidRequest, ServiceUnavailable
+from agentloop.generation import LeaseConfig
+from agentloop.generation.turn_reader import TurnReader
+from agentloop.parsers.by_name import get_parser
+from agentloop.rollout.toolbox import Toolbox
+from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.turn_journal import TurnJournal
+from agentloop.rollout.worker import Worker
+from agentloop.sessions.prompts import CallLimits, SessionParts
+from agentloop.sessions.session import Session
+from agentloop.simulation.engine import SimulatedSpec
+from agentloop.simulation.policy import Malformation
+from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.types import (
+    Limits,
+    Message,
+    OnStale,
+    RolloutGroup,
+    RolloutTask,
+    SamplingParams,
+    StalenessLimit,
+    Trajectory,
+)
+from agentloop_servers.coordinator.server import calls_of
+from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
+from tests.support.engine.scripted import RENDERER
+from tests.support.fleet.disk import Disk, DiskThread
+from tests.support.fleet.faulty_link import FaultyPort, Stall
+from tests.support.fleet.poisons import POISONS, NoteTool
+from tests.support.fleet.proving_policy import ProvingPolicy
+from tests.support.fleet.schedules import LATENCY, Process, World
+
+T = TypeVar("T")
+
+CALLS = calls_of(WorkerPort) | calls_of(FrontPort)
+EPOCH_S = 1e9
+MAX_TRIES = 400  # of a client's call; what needs more has been forgotten
+OWNER = ""
+_PARSER = get_parser("hermes")
+
+
+@dataclass(slots=True)
+class WorkerProcess:
+    """One worker, from its start to its death."""
+
+    name: str
+    worker: Worker
+    port: FaultyPort
+    stall: Stall
+    tool: NoteTool
+    toolbox: Toolbox
+    journal: TurnJournal
+    thread: DiskThread
+    task: asyncio.Task[None]
+    died_at: float = inf
+
+
+@dataclass(slots=True)
+class IngressProcess:
+    """One process of the chat endpoint, from its start to its death."""
+
+    sessions: Sessions
+    port: FaultyPort
+    path: Path
+    calls: dict[asyncio.Task[Any], None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What clients asked, and what they were told."""
+
+    accepted: dict[str, tuple[RolloutGroup, ...]] = field(default_factory=dict)
+    delivered: dict[str, list[Trajectory]] = field(default_factory=dict)
+    answers: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session, turn by turn
+    finished: dict[str, Trajectory] = field(default_factory=dict)
+
+
+class WholeWorld(World):
+    """All of one schedule. `folder` is empty and its own."""
+
+    policy = ProvingPolicy()
+
+    def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path) -> None:
+        super().__init__(seed, clock, checkpoint)
+        self.config = replace(self.config, direct_lease_ttl_s=40.0)  # what a dead ingress held is free again then
+        self.disk = Disk(folder)
+        self.ledger = Ledger()
+        self.wall_s = EPOCH_S
+        self.workers: list[WorkerProcess] = []
+        self.dead: list[WorkerProcess] = []
+        self.ingress: IngressProcess | None = None
+        self._num_workers_started = 0
+        self.store_path = folder / "0" / "trajectories.sqlite"
+        self.store_path.parent.mkdir()
+        self.turns = folder / "turns"
+        self.turns.mkdir()
+        self._sessions_path = folder / "sessions" / "sessions.sqlite"
+        self._sessions_path.parent.mkdir()
+        self._closing: list[asyncio.Task[None]] = []
+        self._plagues: tuple[Callable[[Process], Awaitable[None]], ...] = (
+            *(self._hang, self._stand_still, self._malform, self._kill_worker, self._stall_worker),
+            *(self._kill_ingress, self._stall_coordinator, self._jump, self._fill_disk, self._slow_disk),
+        )
+
+    # --- the service ---
+
+    async def start(self) -> None:
+        await super().start()
+        await self.start_ingress(self._sessions_path)
+        for _ in range(self.rng.randint(1, 3)):
+            self.start_worker()
+
+    def spec(self, version: int | None) -> SimulatedSpec:
+        return SimulatedSpec(RENDERER.vocab_size, 2048, 32, 200, 8, LATENCY, initial_version=version)
+
+    def open_store(self) -> TrajectoryStore:
+        if self._num_coordinators > 1:
+            self.store_path = self.disk.after_a_kill(self.store_path)
+        self.disk.slowness_s, self.disk.is_full = 0.0, False  # it is opened at once
+        self.run_store = TrajectoryStore(self.store_path, self.disk.executor())
+        return self.run_store
+
+    def start_worker(self) -> None:
+        self._num_workers_started += 1
+        name, stall = f"w{self._num_workers_started}", Stall(self.clock)
+        port = FaultyPort(self.network, CALLS, self._deliver, stall)
+        tool = NoteTool(self.rng.choice((0.0, 0.05, 0.5)))
+        toolbox, thread = Toolbox([tool]), self.disk.executor()
+        journal = TurnJournal(self.turns, executor=thread)
+        worker = Worker(
+            name,
+            cast(WorkerPort, port),
+            self.connect,  # type: ignore[arg-type] # what workers use of an engine
+            RENDERER,
+            _PARSER,
+            toolbox,
+            WorkerConfig(
+                self.rng.choice((2, 4, 8)),
+                0.5,
+                turn_timeout_s=4.0,
+                turn_attempts=30,
+                sweep_s=5.0,
+                kv_policy=self.kv_policy,
+            ),
+            max_context_tokens=2048,
+            vocab_size=RENDERER.vocab_size,
+            journal=journal,
+        )
+        task = asyncio.create_task(worker.run(), name=name)
+        self.workers.append(WorkerProcess(name, worker, port, stall, tool, toolbox, journal, thread, task))
+
+    async def start_ingress(self, path: Path) -> None:
+        stall = Stall(self.clock)
+        port = FaultyPort(self.network, CALLS, self._deliver, stall)
+        parts = SessionParts(
+            RENDERER,
+            TurnReader(RENDERER, _PARSER),
+            _PARSER,
+            self.kv_policy,
+            max_context_tokens=2048,
+            vocab_size=RENDERER.vocab_size,
+            limits=CallLimits(journal_timeout_s=5.0),
+            clock=self.clock,
+            unix_time=lambda: self.wall_s + self.clock.now(),
+        )
+        sessions = Sessions(
+            path,
+            parts=parts,
+            coordinator=cast(FrontPort, port),
+            connect=self.connect,  # type: ignore[arg-type] # what sessions use of an engine
+            secret="run secret",
+            limits=SessionLimits(max_sessions=20, idle_s=self.rng.choice((0.5, 60.0)), ttl_s=86_400.0),
+            leases=LeaseConfig(max_attempts=30, renew_after_s=10.0, coordinator_timeout_s=5.0),
+            executor=self.disk.executor(),
+        )
+        await sessions.start()
+        self.ingress = IngressProcess(sessions, port, path)
+
+    async def _deliver(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        def call(coordinator: Any) -> Coroutine[Any, Any, Any]:
+            ports = (coordinator.replicas, coordinator.rollouts, coordinator)
+            method = next(getattr(port, name) for port in ports if hasattr(port, name))
+            return cast(Coroutine[Any, Any, Any], method(*arguments))
+
+        try:
+            return await self.ask(call)
+        except AgentLoopError:
+            raise
+        except Exception as error:  # as its server answers what it does not raise on purpose
+            raise ServiceUnavailable(f"the coordinator failed in {name}: {error!r}") from error
+
+    async def ask_ingress(self, call: Callable[[Sessions], Coroutine[Any, Any, T]]) -> T:
+        """Call the chat endpoint. Raises ServiceUnavailable if it is down or dies meanwhile."""
+        ingress = self.ingress
+        if ingress is None:
+            raise ServiceUnavailable("no ingress")
+        task = asyncio.create_task(call(ingress.sessions), name="ingress call")
+        ingress.calls[task] = None
+        try:
+            await asyncio.wait([task])
+        finally:
+            del ingress.calls[task]
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        if task.cancelled():
+            raise ServiceUnavailable("the ingress died")
+        return task.result()
+
+    # --- clients ---
+
+    async def roll_out(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> None:
+        """Submit, and read every record as it comes, as the client's SDK does."""
+        front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))
+        await self._insist(lambda: front.submit(rollout_id, groups))
+        self.ledger.accepted[rollout_id] = groups
+        delivered = self.ledger.delivered.setdefault(rollout_id, [])
+        num_expected, cursor = sum(group.num_samples for group in groups), 0
+        while len(delivered) < num_expected:
+            page = (await self._insist(lambda cursor=cursor: front.read(rollout_id, cursor, 8, 1.0))).decoded()
+            delivered += page.trajectories
+            cursor = page.cursor
+
+    async def talk(self, session_id: str) -> None:
+        """One agent in one session, which repeats what failed as an SDK does."""
+        rng, ledger = Random(session_id), self.ledger
+        await self._insist(lambda: self.ask_ingress(lambda s: s.create(NewSession(session_id), OWNER)))
+        history: tuple[Message, ...] = ()
+        answers = ledger.answers.setdefault(session_id, [])
+        for turn in range(rng.randint(1, 4)):
+            history = (*history, Message("user", f"question {turn}"))
+            result = await self._said(session_id, history, rng)
+            answers.append(result)
+            message = result.choices[0].reply.message
+            history = (
+                *history,
+                message,
+                *(Message("tool", "ok", tool_call_id=one.id) for one in message.tool_calls),
+            )
+            await self.clock.sleep(rng.uniform(0.0, 1.0))
+        ledger.finished[session_id] = await self._insist(
+            lambda: self.ask_ingress(lambda s: s.finish(session_id, OWNER))
+        )
+
+    async def _said(self, session_id: str, history: tuple[Message, ...], rng: Random) -> ChatResult:
+        digest = hashlib.sha256(repr(history).encode()).digest()
+        chat = ChatCall(history, SamplingParams(1), max_tokens=200, timeout_s=15.0)
+        counts = iter(range(MAX_TRIES * 2))
+
+        async def call(sessions: Sessions) -> ChatResult:
+            session: Session = await sessions.find(session_id, OWNER)
+            return await session.call(chat, CallKey(digest, next(counts)))
+
+        async def once() -> ChatResult:
+            fault = rng.random() if not self.is_healed else 1.0
+            if fault < 0.2:  # the client leaves, and comes again
+                async with asyncio.timeout(rng.uniform(0.0, 1.0)):
+                    return await self.ask_ingress(call)
+            if fault < 0.3:  # a proxy sends it twice
+                first, second = await asyncio.gather(
+                    self.ask_ingress(call), self.ask_ingress(call), return_exceptions=True
+                )
+                if isinstance(second, BaseException):
+                    raise second
+                if not isinstance(first, BaseException):
+                    assert first.call_id == second.call_id, "one call was answered twice, differently"
+                return second
+            result = await self.ask_ingress(call)
+            if fault < 0.4:
+                raise ServiceUnavailable("injected: the answer was lost")
+            return result
+
+        return await self._insist(once)
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat what can succeed later."""
+        for _ in range(MAX_TRIES):
+            try:
+                return await call()
+            except TimeoutError:
+                self.history.counts["client left"] += 1
+            except AgentLoopError as error:
+                if isinstance(error, InvalidRequest | Conflict):
+                    raise
+                self.history.counts[f"client: {error.code}"] += 1
+            await self.clock.sleep(0.25)
+        raise AssertionError("a client was refused for ever")
+
+    # --- what befalls them ---
+
+    async def befall(self) -> None:
+        """As the fleet's, and what befalls workers, ingress, disk and clocks."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(super().befall())
+            gap_s = self.rng.choice((0.4, 1.0, 3.0))
+            while await self._goes_on(gap_s):
+                plague = self.rng.choice(self._plagues)
+                self.history.counts[plague.__name__] += 1
+                await plague(self.rng.choice(tuple(self.processes.values())))
+
+    async def _hang(self, process: Process) -> None:
+        process.engine.faults.num_hung += self.rng.randint(1, 3)
+
+    async def _stand_still(self, process: Process) -> None:
+        process.stall.until = self.clock.now() + self.rng.choice((0.5, 3.0, 8.0))
+
+    async def _malform(self, process: Process) -> None:
+        process.engine.faults.malformed.append(self.rng.choice(tuple(Malformation)))
+
+    async def _kill_worker(self, process: Process) -> None:
+        victim = self.rng.choice(self.workers)
+        self.workers.remove(victim)
+        self.dead.append(victim)
+        victim.port.is_dead = victim.thread.is_dead = True
+        victim.died_at = self.clock.now()
+        victim.task.cancel()
+        await self.clock.sleep(self.rng.choice((0.0, 1.0, 4.0)))
+        self.start_worker()
+
+    async def _stall_worker(self, process: Process) -> None:
+        self.rng.choice(self.workers).stall.until = self.clock.now() + self.rng.choice((1.0, 6.0, 15.0))
+
+    async def _kill_ingress(self, process: Process) -> None:
+        old, self.ingress = self.ingress, None
+        if old is None:
+            return
+        path = self.disk.after_a_kill(old.path)
+        old.port.is_dead = True
+        for call in tuple(old.calls):
+            call.cancel()
+        self._closing.append(asyncio.create_task(old.sessions.close(), name="dead ingress"))
+        await self.clock.sleep(self.rng.uniform(0.0, 1.0))
+        while self.ingress is None:
+            try:
+                await self.start_ingress(path)
+            except AgentLoopError:  # the disk is full: it is started again and again, as Serve does it
+                self.history.counts["ingress did not start"] += 1
+                await self.clock.sleep(1.0)
+
+    async def _stall_coordinator(self, process: Process) -> None:
+        self.stall.until = self.clock.now() + self.rng.choice((0.5, 3.0))
+
+    async def _jump(self, process: Process) -> None:
+        self.wall_s += self.rng.choice((-3600.0, 3600.0))
+
+    async def _fill_disk(self, process: Process) -> None:
+        self.disk.is_full = self.rng.random() < 0.7
+
+    async def _slow_disk(self, process: Process) -> None:
+        self.disk.slowness_s = self.rng.choice((0.0, 0.05, 0.7, 6.0))
+
+    async def heal(self) -> None:
+        await super().heal()
+        self.disk.slowness_s, self.disk.is_full = 0.0, False
+        self.stall.until = 0.0
+        for process in self.processes.values():
+            process.stall.until = 0.0
+            process.engine.faults.num_hung = 0
+            process.engine.faults.malformed.clear()
+        for worker in self.workers:
+            worker.stall.until = 0.0
+        while not self.workers:
+            await self.clock.sleep(0.1)
+
+    async def close(self) -> None:
+        for process in self.workers:
+            process.worker.close()
+        for process in (*self.workers, *self.dead):
+            await asyncio.gather(process.task, return_exceptions=True)
+            await process.toolbox.close()
+            await asyncio.gather(process.journal.close(), return_exceptions=process.thread.is_dead)
+        if self.ingress is not None:
+            self.ingress.sessions.check_health()
+            await self.ingress.sessions.close()
+        await asyncio.gather(*self._closing)
+        await super().close()
+
+
+def make_groups(rng: Random, rollout_id: str, poison_share: float) -> tuple[RolloutGroup, ...]:
+    """Groups of agents with a tool, of conversations, and of what goes wrong by itself."""
+    limit = None
+    if rng.random() < 0.4:
+        limit = StalenessLimit(rng.randint(0, 3), rng.choice(tuple(OnStale)))
+
+    def task(number: int) -> RolloutTask:
+        limits = Limits(max_turns=rng.randint(1, 5), max_tokens_per_turn=rng.choice((12, 200)), timeout_s=600.0)
+        messages = (Message("user", f"Task {number} of {rollout_id}, please."),)
+        name = f"task-{number}"
+        if rng.random() < poison_share:
+            limits = Limits(max_turns=2, timeout_s=5.0)
+            return RolloutTask(name, messages, loop=rng.choice(POISONS), limits=limits)
+        if rng.random() < 0.3:
+            return RolloutTask(name, messages, loop="tests.support.fleet.live_run:Talk", limits=limits)
+        return RolloutTask(name, messages, ("note",), limits=limits, seed=rng.choice((None, 7)))
+
+    return tuple(
+        RolloutGroup(f"g{n}", task(n), rng.randint(1, 4), rollout_id, limit) for n in range(rng.randint(1, 4))
+    )
