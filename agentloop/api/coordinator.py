@@ -289,6 +289,9 @@ class RolloutPort(Protocol):
         `reaches` is the owner whose rollouts the caller may see; None: all.
         """
 
+    async def acknowledge(self, rollout_id: str, cursor: int, reaches: str | None = None) -> None:
+        """The caller has the records up to `cursor`: they may be deleted. Raises NotFound, Gone."""
+
     async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
         """End what is queued or running; each gets a CANCELLED record. Raises NotFound."""
 

@@ -434,6 +434,12 @@ class SubmitBody(Body):
         return StalenessLimit(self.max_staleness, on_stale, self.trajectories_per_version, self.run_id or "")
 
 
+class AcknowledgeBody(Body):
+    """The body of `POST /rollouts/{id}/acknowledge`: the cursor up to which the caller has the records for good."""
+
+    cursor: int = Field(ge=0, le=MAX_CURSOR)
+
+
 # --- control ----------------------------------------------------------------------------------------------
 
 

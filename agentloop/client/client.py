@@ -28,6 +28,7 @@ from agentloop.api import (
     DEFAULT_TTL_S,
     MAX_TASKS,
     SESSIONS_ROLLOUT_ID,
+    AcknowledgeBody,
     Consistency,
     GenerateBody,
     NewSessionBody,
@@ -192,6 +193,15 @@ class RolloutClient:
         """A rollout's counts. Raises NotFound."""
         return await self._get(f"/rollouts/{rollout_id}", RolloutStatus)
 
+    async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
+        """Say that the records up to `cursor` are kept elsewhere: the service may delete them.
+
+        A cursor is what `read` gave with them. Whether anything is deleted is the service's setting `retention`.
+        Raises NotFound, Gone.
+        """
+        body = check_body({"cursor": cursor}, AcknowledgeBody)
+        return await self._post(f"/rollouts/{rollout_id}/acknowledge", body, RolloutStatus)
+
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End what is queued or running; each sample still gets its record. Raises NotFound."""
         return await self._post(f"/rollouts/{rollout_id}/cancel", None, RolloutStatus)
@@ -228,14 +238,20 @@ class RolloutClient:
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
 
     def finished_sessions(
-        self, rollout_id: str = SESSIONS_ROLLOUT_ID, *, after: int = 0, idle_s: float | None = None
+        self,
+        rollout_id: str = SESSIONS_ROLLOUT_ID,
+        *,
+        after: int = 0,
+        idle_s: float | None = None,
+        acknowledge: bool = False,
     ) -> AsyncIterator[Trajectory]:
         """The records of finished sessions in commit order, also those still to come; the trainer's side.
 
         Ends once nothing new came for `idle_s`; None: never. `read` gives the same records with their cursors, so
-        that a trainer can go on where it stopped.
+        that a trainer can go on where it stopped. With `acknowledge` each page is acknowledged once its last record
+        was handled, which asking for the next one says.
         """
-        return follow(self, rollout_id, after=after, idle_s=idle_s)
+        return follow(self, rollout_id, after=after, idle_s=idle_s, acknowledge=acknowledge)
 
     async def update_weights(
         self,

@@ -30,6 +30,9 @@ class Service(Protocol):
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End one part."""
 
+    async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
+        """Let go of one part's trajectories up to a cursor."""
+
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
         """One part's trajectories after a cursor."""
 
@@ -41,6 +44,7 @@ class _Part:
     rollout_id: str
     num_trajectories: int
     cursor: int = 0
+    given: int = 0  # the cursor of the last page that was iterated to its end
     num_read: int = 0
     is_over: bool = False
 
@@ -69,7 +73,17 @@ class Rollout:
 
     async def __aiter__(self) -> AsyncIterator[Trajectory]:
         while self._ready or await self._read_page():
-            yield self._ready.popleft()
+            trajectory = self._ready.popleft()
+            if not self._ready:
+                for part in self._parts.values():
+                    part.given = part.cursor
+            yield trajectory
+
+    async def acknowledge(self) -> None:
+        """Say that what was iterated so far is kept elsewhere, page by page: the service may delete it."""
+        for part in self._parts.values():
+            if part.given > 0:
+                await self._service.acknowledge(part.rollout_id, part.given)
 
     async def status(self) -> RolloutStatus:
         """The counts at this moment, under the first of `rollout_ids`."""
@@ -124,7 +138,12 @@ def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
 
 
 async def follow(
-    service: Service, rollout_id: str, *, after: int = 0, idle_s: float | None = None
+    service: Service,
+    rollout_id: str,
+    *,
+    after: int = 0,
+    idle_s: float | None = None,
+    acknowledge: bool = False,
 ) -> AsyncIterator[Trajectory]:
     """Every record of a rollout in commit order, also those still to come; ends after `idle_s` without a new one.
 
@@ -143,6 +162,8 @@ async def follow(
             after = page.cursor
             for trajectory in page.trajectories:
                 yield trajectory
+            if acknowledge:
+                await service.acknowledge(rollout_id, after)
             last_at = loop.time()
         elif left_s <= 0:
             return

@@ -406,6 +406,11 @@ class RolloutQueue:
         return None if rollout is None else rollout.status(self._num_held(rollout))
 
     @property
+    def live(self) -> tuple[LiveRollout, ...]:
+        """The rollouts that lack records; they are the queue's, to be read only."""
+        return tuple(self._rollouts.values())
+
+    @property
     def rollouts(self) -> tuple[RolloutStatus, ...]:
         """The latest done ones, then the live ones; oldest first."""
         return (*self._done, *(rollout.status(self._num_held(rollout)) for rollout in self._rollouts.values()))

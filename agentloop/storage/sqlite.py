@@ -22,6 +22,9 @@ from agentloop import codec
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, StorageFull
 from agentloop.storage.disk_room import is_full
 
+MAX_WAL_BYTES = 64 << 20
+"""Size to which a write-ahead log is cut when it has been copied into its file."""
+
 T = TypeVar("T")
 Work: TypeAlias = Callable[[sqlite3.Connection], T]
 
@@ -59,7 +62,10 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
         if version not in (0, schema.version) or (version == 0 and is_read_only):
             raise InvalidRequest(f"{path} is not a {schema.kind} of schema {schema.version}")
         if not is_read_only:
+            if version == 0:
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # pages can be given back; of a new file only
             db.execute("PRAGMA journal_mode=WAL")
+            db.execute(f"PRAGMA journal_size_limit={MAX_WAL_BYTES}")
             db.execute(f"PRAGMA synchronous={schema.synchronous}")
             db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
     except sqlite3.DatabaseError as error:

@@ -21,8 +21,9 @@ from typing import TypeVar
 
 from agentloop import codec
 from agentloop.api import RolloutTerms
-from agentloop.errors import Conflict, NotFound, ServiceUnavailable, StorageFull
+from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, ImageFiles
+from agentloop.storage import retention
 from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
 from agentloop.types import RolloutGroup, Trajectory
@@ -40,7 +41,8 @@ T = TypeVar("T")
 _SCHEMA = Schema(
     kind="trajectory store",
     version=1,
-    tables="""
+    tables=retention.TABLES
+    + """
 CREATE TABLE IF NOT EXISTS rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rollout_terms (
     rollout_id TEXT PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
@@ -200,6 +202,8 @@ class TrajectoryStore:
                 db.execute(_ADD_TERMS, (rollout_id, *packed(RolloutTerms(owner))))
                 db.execute(_ADD_RECORD, _row(trajectory))
                 return True
+            if not stored[1]:
+                return False  # it was, and is deleted
             known = self._rows.value("trajectories", Trajectory, *stored)
             if known is None or _unaged(known) != _unaged(trajectory):
                 name = "/".join(map(str, place))
@@ -226,9 +230,10 @@ class TrajectoryStore:
         return await self._writer.run(lambda db: _read(db, rollout_id, after, limit, checked))
 
     async def counts(self, rollout_id: str) -> tuple[int, int]:
-        """Return (accepted, finished) in trajectories. Raises NotFound for a rollout never submitted or recorded.
+        """Return (accepted, finished) in trajectories.
 
-        Of recorded sessions none is outstanding: each counts as both.
+        Raises NotFound for a rollout never submitted or recorded, and Gone for one that was deleted. Of recorded
+        sessions none is outstanding: each counts as both.
         """
         settled = self._settled.get(rollout_id)
         if settled is not None:
@@ -241,6 +246,22 @@ class TrajectoryStore:
             if len(self._settled) > _MAX_SETTLED:
                 self._settled.popitem(last=False)
         return num_accepted, num_finished
+
+    async def acknowledge(self, rollout_id: str, cursor: int) -> None:
+        """Note that a trainer has a rollout's records up to a cursor: the policy may let them go."""
+        await self._writer.run(lambda db: retention.acknowledge(db, rollout_id, cursor))
+
+    async def last_mark(self) -> float:
+        """Return the time of the last mark that `trim` made; 0 if there is none."""
+        return await self._writer.run(retention.last_mark)
+
+    async def trim(self, policy: retention.RetentionPolicy, now: float, unfinished: retention.Unfinished) -> int:
+        """Delete one batch of what the policy lets go. Returns how much that was; 0: there is no more."""
+
+        def forget() -> None:
+            self._settled.clear()
+
+        return await self._writer.run(lambda db: retention.trim(db, policy, now, unfinished), forget)
 
     async def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         """Return the groups that lack records, in order of acceptance, with the samples each still owes."""
@@ -323,6 +344,8 @@ def _is_submitted(db: sqlite3.Connection, rollout_id: str) -> bool:
 
 def _counts(db: sqlite3.Connection, rollout_id: str) -> tuple[int, int]:
     if db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is None:
+        if db.execute("SELECT 1 FROM deleted_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None:
+            raise Gone(f"rollout {rollout_id} was deleted, as the run's retention asks for", param="rollout_id")
         raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
     num_accepted = int(db.execute(_COUNT_GROUPS, (rollout_id,)).fetchone()[0])
     if num_accepted == 0:
@@ -336,7 +359,8 @@ def _read(
 ) -> list[tuple[int, T]]:
     """Return the first `limit` rows after a cursor of which `checked` (seq, data, crc) makes something."""
     rows = db.execute(
-        "SELECT seq, CAST(value AS BLOB), crc FROM trajectories WHERE rollout_id = ? AND seq > ? ORDER BY seq",
+        "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
+        f" WHERE rollout_id = ? AND seq > ? AND {retention.HAS_VALUE} ORDER BY seq",
         (rollout_id, after),
     )
     found: list[tuple[int, T]] = []

@@ -35,7 +35,7 @@ from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, Worker
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
-from agentloop.storage import STORE_NAME, TrajectoryStore
+from agentloop.storage import STORE_NAME, RetentionPolicy, TrajectoryStore
 from agentloop_servers.chat_format import load_chat_format
 from agentloop_servers.config import ServiceConfig, keep_config, located, model_sizes, new_run_dir, run_secret
 from agentloop_servers.coordinator import (
@@ -96,6 +96,7 @@ class CoordinatorDeployment:
                 kv_policy=config.kv_policy,
                 max_queued_trajectories=config.max_queued_trajectories,
                 max_queued_bytes=config.max_queued_mib << 20,
+                retention=RetentionPolicy(*config.retention.bounds),
                 initial_weights=initial_weights(config),
                 weights=weight_config(config),
                 worker_timeout_s=config.workers.silent_after_s,

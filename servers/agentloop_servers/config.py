@@ -173,6 +173,19 @@ class UpdateSettings(_Strict):
     timeout_s: Annotated[float, Field(gt=0)] = 2400.0  # of a whole update; longer than its steps together
 
 
+class RetentionSettings(_Strict):
+    """Records that may be deleted; by default none. See docs/operations.md."""
+
+    delete_acknowledged: bool = False  # what a trainer said that it has
+    max_age_s: Annotated[float, Field(gt=0)] | None = None  # of records of rollouts that are done, read or not
+    max_mib: Annotated[int, Field(ge=1)] | None = None  # of the store; beyond it the oldest of those go
+
+    @property
+    def bounds(self) -> tuple[bool, float | None, int | None]:
+        """The settings as a RetentionPolicy's fields."""
+        return self.delete_acknowledged, self.max_age_s, None if self.max_mib is None else self.max_mib << 20
+
+
 class ServiceConfig(_Strict):
     """A whole service. With `load_format: dummy` replicas take no traffic until weights are pushed."""
 
@@ -197,6 +210,7 @@ class ServiceConfig(_Strict):
     max_pause_s: Annotated[float, Field(gt=0)] = 600.0  # new requests wait so long for a resume, then they get 503
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
     max_queued_mib: Annotated[int, Field(ge=1)] = 1024  # of the tasks in memory: those with unfinished samples
+    retention: RetentionSettings = RetentionSettings()
     min_free_mib: Annotated[int, Field(ge=0)] = 256  # on the run's disk; below it nothing new is accepted
 
     @model_validator(mode="after")

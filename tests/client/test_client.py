@@ -328,3 +328,20 @@ async def test_answers_that_are_not_ours(status: int, text: str, expected: type[
                 await client.status()
     finally:
         await runner.cleanup()
+
+
+async def test_what_was_iterated_is_acknowledged_page_by_page(service: Service) -> None:
+    async with client_of(service) as client:
+        coordinator = service.coordinator
+        rollout = await client.submit(tasks_of(3), num_samples=2)
+        await rollout.acknowledge()  # nothing was read yet
+        assert coordinator.acknowledged == {}
+        async for _ in rollout:
+            await rollout.acknowledge()
+        assert coordinator.acknowledged == {rollout.rollout_ids[0]: 6}
+        status = await client.acknowledge(rollout.rollout_ids[0], 6)
+        assert status.is_done
+        seen = [one async for one in client.finished_sessions(rollout.rollout_ids[0], idle_s=0.0, acknowledge=True)]
+        assert len(seen) == 6
+        with pytest.raises(NotFound):
+            await client.acknowledge("nobody", 1)

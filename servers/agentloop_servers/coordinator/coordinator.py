@@ -146,6 +146,7 @@ class Coordinator:
                 continue  # by our own doing: handle the heartbeats that it held up before judging anyone
             self.replicas.look(now)
             self.rollouts.look(now)
+            self.rollouts.begin_trim(now)
             await self.replicas.sync.settle()
             try:
                 await self.rollouts.write_owed()

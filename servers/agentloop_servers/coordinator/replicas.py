@@ -35,6 +35,7 @@ from agentloop.fleet import (
     WeightConfig,
 )
 from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions
+from agentloop.storage import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
 
 Probe = Callable[[str], Awaitable[None]]
@@ -62,6 +63,8 @@ class CoordinatorConfig:
     probe_timeout_s: float = 10.0
     num_lost_shown: int = 16
     starts: StartConfig = field(default_factory=StartConfig)
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    retention_interval_s: float = 10.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)

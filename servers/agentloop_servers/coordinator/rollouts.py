@@ -8,7 +8,9 @@ must not stop half-way (a submission, a hand-in) runs on, whatever becomes of it
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -18,12 +20,13 @@ from agentloop import codec
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api import SESSIONS_ROLLOUT_ID, EncodedPage, Orders, RolloutStatus, RolloutTerms, WorkerReport
 from agentloop.clock import Clock
-from agentloop.errors import Conflict, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling import COORDINATOR, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
-from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore
+from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
+_TRIM_GAP_S = 0.02  # between two batches of deletions
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
 
@@ -71,6 +74,9 @@ class Rollouts:
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
         self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
         self._grace_until: float | None = None
+        self._trimming: asyncio.Task[None] | None = None
+        self._trim_at = 0.0
+        self._wall_at_0: float | None = None  # seconds since 1970 when the clock was at 0
         self.is_draining = False  # nothing is accepted or given out any more: the service stops
 
     @property
@@ -151,7 +157,8 @@ class Rollouts:
 
     async def _finish(self, worker_id: str, name: str, trajectory: Trajectory) -> bool:
         if not self.queue.is_live(name):
-            await self._store.counts(trajectory.rollout_id)  # raises NotFound; else it is a repeat, and stored
+            with suppress(Gone):  # it was stored, and is deleted
+                await self._store.counts(trajectory.rollout_id)  # raises NotFound; else it is a repeat, and stored
             return True
         if _is_dropped(trajectory):
             if self.queue.drop_stale(worker_id, name, trajectory.attempt):
@@ -186,6 +193,30 @@ class Rollouts:
         if self._grace_until is not None and now >= self._grace_until:
             self._grace_until = None
             self._changed.notify()
+
+    def begin_trim(self, now: float) -> None:
+        """Delete what the retention policy lets go, if it is time to and nobody does."""
+        is_due = now >= self._trim_at and self._config.retention.deletes
+        if is_due and (self._trimming is None or self._trimming.done()):
+            self._trim_at = now + self._config.retention_interval_s
+            self._trimming = self.tasks.start(self._trim())
+
+    async def _trim(self) -> None:
+        """Delete in batches, with what waits for the store between them."""
+        if self._wall_at_0 is None:  # never before the last mark, and from then on by the clock that cannot jump
+            self._wall_at_0 = max(time.time(), await self._store.last_mark()) - self._clock.now()
+        num_deleted = 0
+        while True:
+            live = {one.rollout_id: one for one in self.queue.live}
+            counted = {name for name, one in live.items() if one.budget is not None}
+            now = self._wall_at_0 + self._clock.now()
+            num_freed = await self._store.trim(self._config.retention, now, Unfinished(live, counted))
+            if num_freed == 0:
+                break
+            num_deleted += num_freed
+            await self._clock.sleep(_TRIM_GAP_S)
+        if num_deleted:
+            self._log.info("records_deleted", num_rows_and_pages=num_deleted)
 
     async def write_owed(self) -> None:
         """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
@@ -259,6 +290,11 @@ class Rollouts:
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
                 return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
+
+    @to_its_end
+    async def acknowledge(self, rollout_id: str, cursor: int, reaches: str | None = None) -> None:
+        await self._status(rollout_id, reaches)  # raises NotFound, Gone
+        await self._store.acknowledge(rollout_id, cursor)
 
     @to_its_end
     async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:

@@ -24,6 +24,7 @@ from agentloop.api import (
     MAX_PAGE,
     MAX_WAIT_S,
     SESSIONS_ROLLOUT_ID,
+    AcknowledgeBody,
     FrontPort,
     GenerateBody,
     Page,
@@ -57,9 +58,10 @@ from agentloop_servers.http import (
 
 T = TypeVar("T")
 
-ROLLOUT_BODIES = (GenerateBody, SubmitBody)
+ROLLOUT_BODIES = (GenerateBody, SubmitBody, AcknowledgeBody)
 
 Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
+Acknowledge = Annotated[AcknowledgeBody, Depends(json_body(AcknowledgeBody))]
 Submit = Annotated[SubmitBody, Depends(json_body(SubmitBody))]
 
 RolloutId = Annotated[str, PathParam(pattern=ID_PATTERN)]
@@ -122,6 +124,7 @@ class RolloutRoutes:
         _add(router, "POST", "/rollouts", self.submit, RolloutStatus, takes(SubmitBody))
         _add(router, "GET", rollout, self.rollout, RolloutStatus)
         _add(router, "GET", f"{rollout}/trajectories", self.trajectories, Page)
+        _add(router, "POST", f"{rollout}/acknowledge", self.acknowledge, RolloutStatus, takes(AcknowledgeBody))
         _add(router, "POST", f"{rollout}/cancel", self.cancel, RolloutStatus)
         _add(router, "GET", "/status", self.status, ServiceStatus)
         return router
@@ -187,6 +190,13 @@ class RolloutRoutes:
         if page is None:
             return unread_response()
         return await long_response(request, lambda: codec.encode(page), lambda: _page_json(page.decoded()))
+
+    async def acknowledge(self, request: Request, rollout_id: RolloutId, body: Acknowledge) -> Response:
+        """The caller has the records up to a cursor: where the run's retention says so, they are deleted."""
+        reaches = self._keys.reach_of(request)
+        await self._ask(self._coordinator.acknowledge(rollout_id, body.cursor, reaches))
+        page = await self._ask(self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0, reaches))
+        return json_response(rollout_status(page.status))
 
     async def cancel(self, request: Request, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""

@@ -9,7 +9,16 @@ import pytest
 from agentloop.api import RolloutTerms
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
-from agentloop.errors import CheckpointUnreadable, Conflict, DeadlineExceeded, InvalidRequest, NotFound, Overloaded
+from agentloop.errors import (
+    CheckpointUnreadable,
+    Conflict,
+    DeadlineExceeded,
+    Gone,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+)
+from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.summary import summarize
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import OnStale, StalenessLimit, StopReason
@@ -574,3 +583,31 @@ async def test_a_record_is_held_once_however_often_it_is_offered(site, coordinat
     assert await asyncio.gather(*last) == [True] * 8
     assert site.store.num_commits == 8
     assert (await read_page(coordinator, "r", 0, 10, 0.0)).status.is_done
+
+
+@service(
+    "a", config=replace(CONFIG, retention=RetentionPolicy(deletes_acknowledged=True), retention_interval_s=5.0)
+)
+async def test_what_a_trainer_acknowledges_is_deleted_beside_the_work(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 4),))
+    assignments = (await coordinator.rollouts.take(report(), 1.0)).start
+    for one in assignments[:3]:
+        await coordinator.rollouts.finish("w", record(one))
+    page = await read_page(coordinator, "r", 0, 2, 0.0)
+    await coordinator.rollouts.acknowledge("r", page.cursor)
+    await site.clock.sleep(8.0)
+    left = await read_page(coordinator, "r", 0, 10, 0.0)
+    assert (len(left.trajectories), left.status.num_finished) == (1, 3)
+    assert await coordinator.rollouts.finish("w", record(assignments[0]))  # its answer was lost
+    await coordinator.rollouts.finish("w", record(assignments[3]))
+    page = await read_page(coordinator, "r", left.cursor, 10, 0.0)
+    with pytest.raises(NotFound):
+        await coordinator.rollouts.acknowledge("r", page.cursor, "somebody")
+    await coordinator.rollouts.acknowledge("r", page.cursor)
+    await site.clock.sleep(8.0)
+    for call in (coordinator.rollouts.read("r", 0, 1, 0.0), coordinator.rollouts.acknowledge("r", 1)):
+        with pytest.raises(Gone):
+            await call
+    with pytest.raises(Gone):
+        await coordinator.rollouts.submit("r", (make_group("g", 4),))
+    assert await coordinator.rollouts.finish("w", record(assignments[3]))

@@ -55,6 +55,7 @@ class FakeCoordinator:
         self.groups: dict[str, dict[str, RolloutGroup]] = {}
         self.finished: dict[str, list[Trajectory]] = {}
         self.terms: dict[str, RolloutTerms] = {}
+        self.acknowledged: dict[str, int] = {}
         self.leases: dict[str, Lease] = {}
         self.held: dict[str, Lease] = {}  # session or call -> the last lease it got
         self.num_leased = 0
@@ -149,6 +150,10 @@ class FakeCoordinator:
         found = tuple(self.finished[rollout_id][after : after + limit])
         records = tuple(msgspec.Raw(encode(trajectory)) for trajectory in found)
         return EncodedPage(records, after + len(found), self._status(rollout_id))
+
+    async def acknowledge(self, rollout_id: str, cursor: int, reaches: str | None = None) -> None:
+        self._status(rollout_id, reaches)
+        self.acknowledged[rollout_id] = cursor
 
     async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
         self._status(rollout_id, reaches)

@@ -36,6 +36,9 @@ class MemoryStore:
         self.groups[rollout_id] = list(groups)
         self.rollout_terms[rollout_id] = terms
 
+    async def acknowledge(self, rollout_id: str, cursor: int) -> None:
+        await self._turn()
+
     async def terms(self, rollout_id: str) -> RolloutTerms:
         await self._turn()
         return self.rollout_terms.get(rollout_id, RolloutTerms())

@@ -1,0 +1,162 @@
+"""Retention: which records of a run are deleted, and when; in batches that no hand-in waits long for.
+
+A record is emptied first: its row stays, so that it is counted, and never stored or rolled out again. A rollout
+that is done goes as a whole once all its records are empty, and its name stays as deleted. Rollouts of sessions are
+never done: their empty rows stay. Freed pages are used for what is stored next; where they are more than a quarter
+of the file, it shrinks.
+
+Age is measured by marks: the greatest row number at a time, written now and then, so that rows need no time of
+their own. The time is the caller's, which never goes back.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS acknowledged (
+    rollout_id TEXT PRIMARY KEY, seq INTEGER NOT NULL, emptied INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS record_times (at REAL PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS deleted_rollouts (rollout_id TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+
+MAX_EMPTIED = 64
+"""Records emptied in one transaction."""
+
+HAS_VALUE = "(crc != 0 OR length(value) > 0)"
+"""True of a row of `trajectories` that was not emptied. A damaged one may claim to be a text of no length."""
+
+_VACUUM_PAGES = 256  # given back to the filesystem in one transaction
+_MARKS_PER_AGE = 100  # so much finer than the greatest age are the times told apart
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """Records that may be deleted. By default none: everything is kept.
+
+    Only of rollouts that are done are records deleted by age or size, the oldest first, read or not.
+    """
+
+    deletes_acknowledged: bool = False  # what a trainer said that it has
+    max_age_s: float | None = None
+    max_bytes: int | None = None  # of the store's file, without its free pages
+
+    @property
+    def deletes(self) -> bool:
+        """True unless everything is kept."""
+        return self.deletes_acknowledged or self.max_age_s is not None or self.max_bytes is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Rollouts that are not done, and those among them whose records are needed to count their staleness."""
+
+    live: Collection[str] = field(default_factory=frozenset)
+    counted: Collection[str] = field(default_factory=frozenset)
+
+
+def acknowledge(db: sqlite3.Connection, rollout_id: str, cursor: int) -> None:
+    """Note that a trainer has a rollout's records up to a cursor. An earlier cursor changes nothing."""
+    db.execute(
+        "INSERT INTO acknowledged VALUES (?, ?, 0) ON CONFLICT DO UPDATE SET seq = MAX(seq, excluded.seq)",
+        (rollout_id, cursor),
+    )
+
+
+def last_mark(db: sqlite3.Connection) -> float:
+    """Return the time of the last mark; 0 if there is none."""
+    return float(db.execute("SELECT COALESCE(MAX(at), 0) FROM record_times").fetchone()[0])
+
+
+def trim(db: sqlite3.Connection, policy: RetentionPolicy, now: float, unfinished: Unfinished) -> int:
+    """Do one batch of what the policy asks for. Returns the rows and pages it freed; 0: there is no more."""
+    _mark(db, policy, now)
+    rows = list(_rows_to_empty(db, policy, now, unfinished))
+    db.executemany("UPDATE trajectories SET value = x'', crc = 0 WHERE seq = ?", [(seq,) for seq, _ in rows])
+    for rollout_id in {rollout_id for _, rollout_id in rows} - set(unfinished.live):
+        _delete_if_empty(db, rollout_id)
+    return len(rows) or _shrink(db)
+
+
+def _mark(db: sqlite3.Connection, policy: RetentionPolicy, now: float) -> None:
+    if policy.max_age_s is None or now - last_mark(db) < policy.max_age_s / _MARKS_PER_AGE:
+        return
+    newest = db.execute("SELECT COALESCE(MAX(seq), 0) FROM trajectories").fetchone()[0]
+    db.execute("INSERT OR REPLACE INTO record_times VALUES (?, ?)", (now, newest))
+    db.execute("DELETE FROM record_times WHERE at < ?", (now - 2 * policy.max_age_s,))
+
+
+def _rows_to_empty(
+    db: sqlite3.Connection, policy: RetentionPolicy, now: float, unfinished: Unfinished
+) -> Iterator[tuple[int, str]]:
+    """Yield at most `MAX_EMPTIED` rows and their rollouts."""
+    if policy.deletes_acknowledged:
+        found = _acknowledged(db, unfinished)
+        if found:
+            yield from found
+            return
+    old = 0
+    if policy.max_age_s is not None:
+        statement = "SELECT COALESCE(MAX(seq), 0) FROM record_times WHERE at <= ?"
+        old = db.execute(statement, (now - policy.max_age_s,)).fetchone()[0]
+    if policy.max_bytes is not None and _num_bytes(db) > policy.max_bytes:
+        old = db.execute("SELECT COALESCE(MAX(seq), 0) FROM trajectories").fetchone()[0]
+    num_found = 0
+    for seq, rollout_id in db.execute(
+        f"SELECT seq, rollout_id FROM trajectories WHERE seq <= ? AND {HAS_VALUE} ORDER BY seq", (old,)
+    ):
+        if rollout_id not in unfinished.live:
+            num_found += 1
+            yield seq, rollout_id
+        if num_found == MAX_EMPTIED:
+            break
+
+
+def _acknowledged(db: sqlite3.Connection, unfinished: Unfinished) -> list[tuple[int, str]]:
+    waiting = db.execute("SELECT rollout_id, seq, emptied FROM acknowledged WHERE emptied < seq").fetchall()
+    for rollout_id, cursor, emptied in waiting:
+        if rollout_id in unfinished.counted:
+            continue
+        found: list[tuple[int, str]] = db.execute(
+            "SELECT seq, rollout_id FROM trajectories WHERE rollout_id = ? AND seq > ? AND seq <= ?"
+            " ORDER BY seq LIMIT ?",
+            (rollout_id, emptied, cursor, MAX_EMPTIED),
+        ).fetchall()
+        upto = found[-1][0] if found else cursor
+        db.execute("UPDATE acknowledged SET emptied = ? WHERE rollout_id = ?", (upto, rollout_id))
+        if found:
+            return found
+        if rollout_id not in unfinished.live:
+            _delete_if_empty(db, rollout_id)
+    return []
+
+
+def _delete_if_empty(db: sqlite3.Connection, rollout_id: str) -> None:
+    """Delete a submitted rollout that is done, if none of its records is left."""
+    is_submitted = db.execute("SELECT 1 FROM groups WHERE rollout_id = ? LIMIT 1", (rollout_id,)).fetchone()
+    left = f"SELECT 1 FROM trajectories WHERE rollout_id = ? AND {HAS_VALUE} LIMIT 1"
+    if is_submitted is None or db.execute(left, (rollout_id,)).fetchone() is not None:
+        return
+    for table in ("trajectories", "groups", "rollout_terms", "acknowledged", "rollouts"):
+        db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
+    db.execute("INSERT OR IGNORE INTO deleted_rollouts VALUES (?)", (rollout_id,))
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _num_bytes(db: sqlite3.Connection) -> int:
+    return (_pragma(db, "page_count") - _pragma(db, "freelist_count")) * _pragma(db, "page_size")
+
+
+def _shrink(db: sqlite3.Connection) -> int:
+    """Give free pages back to the filesystem, if they are many. Returns how many went."""
+    num_free = _pragma(db, "freelist_count")
+    if num_free <= _VACUUM_PAGES or 4 * num_free < _pragma(db, "page_count"):
+        return 0
+    for _ in range(_VACUUM_PAGES):  # Python steps such a statement once, which moves one page
+        db.execute("PRAGMA incremental_vacuum(1)")
+    return num_free - _pragma(db, "freelist_count")
