@@ -53,6 +53,7 @@ from agentloop_servers.replica import client
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.protocol import PauseOrder
 from agentloop_servers.replica.server import DataPlaneServer, Replica, ReplicaConfig, StallWatch
+from tests.support.fleet.directory import Directory
 from tests.support.fleet.pushes import Sender, Wire
 
 SPEC = SimulatedSpec(vocab_size=1000, max_context_tokens=512)
@@ -444,28 +445,6 @@ def test_what_is_no_hang(loads, is_frozen):
 def test_the_time_in_which_the_replica_itself_stood_still_does_not_count():
     watch = StallWatch(ReplicaConfig(stall_timeout_s=5.0))
     assert set(looked(watch, [load(3)] * 5, interval_s=100.0)) == {None}
-
-
-class Directory:
-    """The coordinator as a replica needs it."""
-
-    def __init__(self):
-        self.waits = [0.01, 0.01]
-        self.known = {}
-        self.left = []
-
-    async def starting(self, replica_id, slot):
-        return self.waits.pop() if self.waits else 0.0
-
-    async def register(self, registration):
-        self.known[registration.replica_id] = registration
-
-    async def heartbeat(self, replica_id, report):
-        return replica_id in self.known
-
-    async def deregister(self, replica_id, reason=""):
-        if self.known.pop(replica_id, None):
-            self.left.append(reason)
 
 
 async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lost():

@@ -1,0 +1,68 @@
+"""A vLLM engine whose process stops: its replica notices, fails its requests and ends it."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from agentloop.errors import EngineLost
+from agentloop.types import GenerateRequest, SamplingParams
+from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.replica.client import EngineClients
+from agentloop_servers.replica.server import Replica, ReplicaConfig
+from tests.contract.vllm_case import POLICY, vllm_config
+from tests.support.fleet.directory import Directory
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+MODEL = Path(POLICY) / "v0"
+
+
+def is_there(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_stopped_engine_process_is_found_by_its_steps_and_ended():
+    engine, directory = VllmEngine(vllm_config(MODEL)), Directory()
+    limits = ReplicaConfig(heartbeat_interval_s=0.2, stall_timeout_s=8.0, first_step_timeout_s=60.0)
+    replica = Replica("r", engine, directory, "secret", "127.0.0.1", config=limits)
+    clients = EngineClients("secret")
+    children = set(multiprocessing.active_children())
+    await replica.start()
+    try:
+        (core,) = set(multiprocessing.active_children()) - children
+        remote = clients.connect(replica.url)
+        prompt = tuple(range(10, 800))
+        await remote.generate(GenerateRequest("good", prompt, SamplingParams(max_tokens=20)))
+        assert engine.load().num_steps >= 20
+        calls = [
+            asyncio.create_task(
+                remote.generate(
+                    GenerateRequest(f"r{number}", prompt, SamplingParams(max_tokens=200, min_tokens=200))
+                )
+            )
+            for number in range(3)
+        ]
+        while engine.load().num_running < 3:
+            await asyncio.sleep(0.01)
+        os.kill(core.pid, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            for call in calls:
+                with pytest.raises(EngineLost):
+                    await call
+            with pytest.raises(EngineLost, match="hangs: no step for"):
+                await replica.check_health()
+            while is_there(core.pid):
+                core.join(0)
+                await asyncio.sleep(0.1)
+        assert len(directory.left) == 1
+    finally:
+        await replica.close()
+        await clients.close()
