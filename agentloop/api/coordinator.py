@@ -162,6 +162,16 @@ class UpdateReport:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateProgress:
+    """The weight update under way."""
+
+    version: int
+    state: str  # "staging", "switching"
+    num_receivers: int  # workers that may still come through, of replicas that it waits for
+    failures: tuple[str, ...] = ()  # a line for each replica that has failed
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """One line of the fleet table."""
 
@@ -209,6 +219,7 @@ class ServiceStatus:
     num_workers: int
     rollouts: tuple[RolloutStatus, ...]
     updates: tuple[UpdateReport, ...]  # the latest, oldest first; bounded
+    update: UpdateProgress | None = None  # the one under way
     asleep: tuple[MemoryTag, ...] = ()  # the memory that the fleet has given back
     paused_s: float | None = None  # how long the operator's pause holds; None: there is none
     pause_reason: str = ""

@@ -31,7 +31,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, deadline_after
-from agentloop.api import Consistency, UpdateReport
+from agentloop.api import Consistency, UpdateProgress, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import (
@@ -45,7 +45,7 @@ from agentloop.errors import (
 from agentloop.fleet.desired_state import DesiredState, FleetWeights, StandingOrders, UpdateSource
 from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
-from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, UpdateState, WeightConfig
+from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, UpdateState, WeightConfig, awaited_replicas
 from agentloop.types import KVPolicy, PauseMode
 
 Connect = Callable[[str], EngineControl]
@@ -91,6 +91,7 @@ class ReplicaSync:
         self._claimed: set[str] = set()
         self._released = ChangeSignal()  # when a procedure lets go of its replicas
         self._update: FleetUpdate | None = None  # the last one begun
+        self._updating_to = -1  # its version
         self._answer: tuple[str, asyncio.Future[UpdateReport]] | None = None  # of the one under way, by its digest
         self._reports: deque[UpdateReport] = deque(maxlen=self.config.num_reports)
 
@@ -106,6 +107,11 @@ class ReplicaSync:
     @property
     def update_state(self) -> UpdateState:
         return UpdateState.IDLE if self._update is None else self._update.state
+
+    @property
+    def progress(self) -> UpdateProgress | None:
+        """The update under way, if there is one."""
+        return None if self._update is None else self._update.status(self._updating_to)
 
     @property
     def reports(self) -> tuple[UpdateReport, ...]:
@@ -411,6 +417,7 @@ class ReplicaSync:
     ) -> FleetUpdate:
         """Take these replicas through all steps. Of the memory that is asleep, `tags` are woken."""
         run = self._update = FleetUpdate(self._fleet, self.connect, self._clock, self.config, replicas)
+        self._updating_to = source.version
 
         async def serve() -> None:
             await self._record(self._desired.weights.now_serving(source))
@@ -578,21 +585,15 @@ class ReplicaSync:
 
 
 def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:
-    """Return what each replica is told of an update.
-
-    The sender of a push waits for their workers; but not for those in quarantine, which may hang, unless there are
-    no others.
-    """
+    """Return what each replica is told of an update: of a push, for how many workers its sender waits."""
     push = update.push
     if push is None:
         return {one.replica_id: update for one in replicas}
-    doubtful = {one.replica_id for one in replicas if one.state is ReplicaState.QUARANTINED}
-    if len(doubtful) == len(replicas):
-        doubtful = set()
+    awaited = awaited_replicas(replicas)
     sizes = {one.replica_id: one.registration.info.num_workers for one in replicas}
-    num_optional = sum(sizes[replica_id] for replica_id in doubtful)
-    counted = replace(push, num_receivers=sum(sizes.values()) - num_optional, num_optional=num_optional)
+    num_awaited = sum(sizes[replica_id] for replica_id in awaited)
+    counted = replace(push, num_receivers=num_awaited, num_optional=sum(sizes.values()) - num_awaited)
     return {
-        replica_id: replace(update, push=replace(counted, is_optional=replica_id in doubtful))
+        replica_id: replace(update, push=replace(counted, is_optional=replica_id not in awaited))
         for replica_id in sizes
     }

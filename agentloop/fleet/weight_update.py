@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agentloop.api import Consistency
+from agentloop.api import Consistency, UpdateProgress
 from agentloop.clock import Clock
 from agentloop.engine import EngineControl, HeldIn, MemoryTag, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, EngineLost, InvalidRequest, InvariantBroken, WeightUpdateFailed
@@ -204,6 +204,19 @@ class FleetUpdate:
     def end(self) -> None:
         self._move(UpdateState.IDLE)
 
+    def status(self, version: int) -> UpdateProgress | None:
+        """Return how far it has come; None once it is over."""
+        if self._state is UpdateState.IDLE:
+            return None
+        awaited = awaited_replicas([one.replica for one in self.progress])
+        num_receivers = sum(
+            one.replica.registration.info.num_workers
+            for one in unfailed(self.progress)
+            if one.replica.replica_id in awaited
+        )
+        failed = tuple(f"{one.replica.replica_id}: {one.error}" for one in self.progress if one.error is not None)
+        return UpdateProgress(version, self._state, num_receivers, failed)
+
     def _quarantine(self, failed: Sequence[ReplicaProgress]) -> None:
         for one in failed:
             self._fleet.quarantine(one.replica, one.error or "")
@@ -291,6 +304,13 @@ class _Switch:
             self._fleet.quarantine(one.replica, one.error or "")
         else:  # its weights are known: it only has to go on
             self._fleet.rejoin(one.replica, one.error or "")
+
+
+def awaited_replicas(replicas: Sequence[ReplicaRecord]) -> set[str]:
+    """Return the ids of those that the sender of a push waits for: all but those in quarantine, which may hang,
+    unless there are no others."""
+    sound = {one.replica_id for one in replicas if one.state is not ReplicaState.QUARANTINED}
+    return sound or {one.replica_id for one in replicas}
 
 
 def _culprits(failed: Sequence[ReplicaProgress]) -> list[ReplicaProgress]:

@@ -104,6 +104,7 @@ class Coordinator:
             num_workers=self.rollouts.num_workers,
             rollouts=self.rollouts.queue.rollouts,
             updates=replicas.sync.reports,
+            update=replicas.sync.progress,
             asleep=tuple(sorted(desired.asleep)),
             paused_s=max(0.0, now - orders.paused_at) if orders.is_paused else None,
             pause_reason=orders.pause_reason,

@@ -127,6 +127,7 @@ class WeightSender:
         self._connections: list[Connection] = []
         self._offer: _Offer | None = None
         self._cancelled: str | None = None
+        self._expected: int | None = None  # workers that may still come, where less than they were told
         self._run_lock = threading.Lock()
         self._num_attempts = 0  # ever; numbers the attempts
 
@@ -151,7 +152,7 @@ class WeightSender:
         with self._condition:
             if self._listener is None:
                 self._listener = Listener(self._listen_host, self._condition, self._knows, self._add_connection)
-            self._offer, self._cancelled = offer, None
+            self._offer, self._cancelled, self._expected = offer, None, None
             return PushSource((self._listener.address,), offer.token, tensors, names)
 
     def run(
@@ -174,7 +175,7 @@ class WeightSender:
             reason = "the transfer has begun without this worker"
             try:
                 offer = self._open_offer()
-                group.gather(lambda: self._connections)
+                group.gather(lambda: self._connections, lambda: self._expected)
                 group.welcome(self._asked, device_name(self._device), self._bucket_bytes)
                 return self._send(offer, group, before_attempt)
             except Exception as error:
@@ -185,6 +186,12 @@ class WeightSender:
                 raise WeightUpdateFailed(reason) from error
             finally:
                 self._end_offer(reason)
+
+    def expect(self, num_receivers: int) -> None:
+        """Wait for no more than so many workers, from any thread: the others are known to have failed."""
+        with self._condition:
+            self._expected = num_receivers
+            self._condition.notify_all()
 
     def cancel(self, reason: str) -> None:
         """End the offer, from any thread: a `run` in progress raises WeightUpdateFailed, or the next one does."""
@@ -426,9 +433,9 @@ class ReceiverGroup:
         self._void_at = time.monotonic() + self._stall_s
         self.check_attempt()
 
-    def gather(self, connections: Callable[[], Sequence[Connection]]) -> None:
-        """Wait for as many hellos as the workers themselves were told of, and no longer than the grace for the
-        last of them. Those that the transfer can do without get a moment."""
+    def gather(self, connections: Callable[[], Sequence[Connection]], expected: Callable[[], int | None]) -> None:
+        """Wait for as many hellos as the workers themselves were told of, or as are `expected` if that is less, and
+        no longer than the grace for the last of them. Those that the transfer can do without get a moment."""
         patience, moment = Patience(self._late_grace_s), Patience(OPTIONAL_GRACE_S)
         with self._condition:
             while True:
@@ -440,7 +447,9 @@ class ReceiverGroup:
                         patience.arrived()
                         moment.arrived()
                 hellos = [worker.hello for worker in self._workers]
-                wanted = max((hello.num_receivers for hello in hellos), default=1)
+                told = max((hello.num_receivers for hello in hellos), default=1)
+                most = expected()
+                wanted = told if most is None else min(told, max(most, 1))
                 num_optional = sum(hello.is_optional for hello in hellos)
                 num_there = len(hellos) - num_optional
                 is_whole = num_optional >= max((hello.num_optional for hello in hellos), default=0)

@@ -144,6 +144,7 @@ ANSWER_GRACE_S = 30.0  # a sender that failed closes its connections: the servic
 _STOP_TIMEOUT_S = 60.0  # a cancelled sender still loads the rest of its attempt, for the other ranks
 _LET_GO_TIMEOUT_S = 5.0  # of a thread that has returned; the event loop waits
 _MARGIN_S = ANSWER_GRACE_S + _STOP_TIMEOUT_S + 30.0  # the other ranks wait longer than rank 0 can take
+_WATCH_S = 0.5  # between two looks at what became of the receivers
 _GROUP_TIMEOUT_S = 900.0  # of the ranks' own group; longer if an update asks for more
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -163,6 +164,9 @@ class Sender(Protocol):
         late_grace_s: float = RECEIVER_GRACE_S,
     ) -> SendReport:
         """Make one transfer. Blocks."""
+
+    def expect(self, num_receivers: int) -> None:
+        """Wait for no more workers than these."""
 
     def cancel(self, reason: str) -> None:
         """Make `run` raise."""
@@ -314,6 +318,7 @@ class TensorPusher:
         )
         sending = asyncio.ensure_future(_in_thread(run))
         asking = asyncio.ensure_future(self._target.announce(source, options))
+        watching = asyncio.ensure_future(self._watch(sender, options.version))
         try:
             await asyncio.wait((sending, asking), return_when=asyncio.FIRST_COMPLETED)
             is_sent = sending.done() and sending.exception() is None
@@ -323,9 +328,10 @@ class TensorPusher:
                 await asyncio.wait((sending,), timeout=self._answer_grace_s)
         finally:
             asking.cancel()
+            watching.cancel()
             if not sending.done():
                 sender.cancel("the update is over")
-            await run_to_end(_settled(sending, asking))
+            await run_to_end(_settled(sending, asking, watching))
         failure = sending.exception()
         if asking.cancelled():  # nothing from the service: the sender failed by itself
             raise failure or WeightUpdateFailed("the service gave no answer")
@@ -334,6 +340,17 @@ class TensorPusher:
         if (error := asking.exception()) is not None:
             raise error from failure
         return asking.result()
+
+    async def _watch(self, sender: Sender, version: int) -> None:
+        """Tell the sender which replicas have failed as soon as the service knows: it waits for them no more."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                update = (await self._target.status()).update
+            except AgentLoopError:
+                continue  # the sender's grace is there without it
+            if update is not None and update.version == version and update.failures:
+                sender.expect(update.num_receivers)
 
     async def _fleet_dtype(self) -> torch.dtype | None:
         """Return the dtype of all replicas; None if they differ or do not say: tensors then go as they are."""

@@ -92,6 +92,9 @@ class FakeSender:
             self.num_running -= 1
         return SendReport(0, (), 0.0, self.num_attempts, 1)
 
+    def expect(self, num_receivers: int) -> None:
+        """Nobody is awaited here."""
+
     def cancel(self, reason: str) -> None:
         self.reasons.append(reason)
         self._cancelled.set()
