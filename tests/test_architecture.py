@@ -97,6 +97,14 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.config",
         "agentloop_servers.engines.vllm",
     },
+    "agentloop_servers.isolation": {
+        "agentloop.api",
+        "agentloop.generation",
+        "agentloop.rollout",
+        "agentloop_servers.chat_format",
+        "agentloop_servers.config",
+        "agentloop_tools",
+    },
     "agentloop_servers.coordinator": {
         "agentloop.api",
         "agentloop.fleet",
@@ -280,6 +288,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.simulation.engine",
         "agentloop_servers.app",
         "agentloop_servers.deadlines",
+        "agentloop_servers.isolation.processes",
         "agentloop_servers.endpoint.direct_server",
         "agentloop_servers.engines.vllm.engine",
         "agentloop_servers.ingress.app",

@@ -15,7 +15,7 @@ from agentloop.rollout.tool import (
     validated,
 )
 from agentloop.rollout.toolbox import Toolbox, load_tools
-from agentloop.rollout.trajectory_run import WorkerConfig
+from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun, WorkerConfig, unmade_record
 from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
 from agentloop.rollout.worker import Worker
 
@@ -25,12 +25,14 @@ __all__ = [
     "LoopContext",
     "ResumableLoop",
     "RewardFunction",
+    "RunParts",
     "ScoringSession",
     "SingleTurn",
     "SnapshotSession",
     "ToolLoop",
     "ToolSpec",
     "Toolbox",
+    "TrajectoryRun",
     "TurnJournal",
     "Worker",
     "WorkerConfig",
@@ -42,5 +44,6 @@ __all__ = [
     "parameters_schema",
     "score",
     "tool",
+    "unmade_record",
     "validated",
 ]

@@ -13,7 +13,7 @@ import contextvars
 import time
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from structlog.contextvars import bind_contextvars, get_contextvars
@@ -95,6 +95,27 @@ class RunParts:
     loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
     rewards: LoadedOnce[RewardFunction] = field(default_factory=lambda: LoadedOnce(load_reward, param="reward"))
     user_tasks: UserTasks = field(default_factory=lambda: UserTasks("loop"))
+
+
+class AssignedRun(Protocol):
+    """One trajectory as its worker sees it, wherever it runs."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """True of a record that was dropped for its age: its sample is begun anew."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of the turns so far."""
+
+    def cancel(self) -> None:
+        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
+
+    async def to_record(self) -> Trajectory:
+        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
+
+    async def forget(self) -> None:
+        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
 
 
 class TrajectoryRun:
@@ -232,22 +253,9 @@ class TrajectoryRun:
 
     def _failed(self, error: BaseException) -> Trajectory:
         """Return the record of a trajectory that could not be brought to its end, with nothing of what it made."""
-        assignment, text = self._assignment, f"the record cannot be made: {error_line(error)}"
-        self._outcome = _Outcome(StopReason.LOOP_FAILED, text)
-        return Trajectory(
-            task_id=self._task.task_id,
-            group_id=assignment.group_id,
-            sample_index=assignment.sample_index,
-            paths=(),
-            task_messages=self._task.messages,
-            stop_reason=StopReason.LOOP_FAILED,
-            is_complete=False,
-            error=text,
-            attempt=assignment.attempt,
-            rollout_id=assignment.rollout_id,
-            num_stale_attempts=assignment.num_stale_attempts,
-            timings=self._timings(),
-        )
+        self._outcome = _Outcome(StopReason.LOOP_FAILED, f"the record cannot be made: {error_line(error)}")
+        made = unmade_record(self._assignment, self._outcome.stop_reason, self._outcome.error or "", 0.0)
+        return replace(made, timings=self._timings())
 
     def _timings(self) -> Timings:
         ctx = self._ctx
@@ -413,6 +421,24 @@ class TrajectoryRun:
             self._log.error("loop_failed", error=error_line(error), exception=error_trace(error))
             return _Outcome(StopReason.LOOP_FAILED, error_line(error))
         return _Outcome(StopReason.COMPLETED)
+
+
+def unmade_record(assignment: Assignment, stop_reason: StopReason, error: str, total_s: float) -> Trajectory:
+    """Return the terminal record of a trajectory of which nothing else is known."""
+    return Trajectory(
+        task_id=assignment.task.task_id,
+        group_id=assignment.group_id,
+        sample_index=assignment.sample_index,
+        paths=(),
+        task_messages=assignment.task.messages,
+        stop_reason=stop_reason,
+        is_complete=False,
+        error=error,
+        attempt=assignment.attempt,
+        rollout_id=assignment.rollout_id,
+        num_stale_attempts=assignment.num_stale_attempts,
+        timings=Timings(queue_s=assignment.queue_s, total_s=total_s),
+    )
 
 
 def trajectory_seed(assignment: Assignment) -> int:

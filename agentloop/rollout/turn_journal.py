@@ -233,6 +233,10 @@ class TurnJournal:
         if run.is_on_disk:
             await self._in_thread(shutil.rmtree, run.folder, True)
 
+    async def forget_sample(self, assignment_id: str) -> None:
+        """Remove what runs of a sample have written, in whatever process."""
+        await self._in_thread(shutil.rmtree, self._folder_of(assignment_id), True)
+
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
         """Remove what dead workers left of samples that have their records. `unfinished` says which have none."""
         found = await self._in_thread(_names, self._folder)

@@ -8,7 +8,9 @@ for its age is handed in without tokens, and the coordinator has its sample begu
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from structlog.contextvars import bind_contextvars
@@ -21,7 +23,7 @@ from agentloop.generation import Connect, ImagePlacer, TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop.rollout.toolbox import Toolbox
-from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun, WorkerConfig
+from agentloop.rollout.trajectory_run import AssignedRun, RunParts, TrajectoryRun, WorkerConfig
 from agentloop.rollout.turn_journal import TurnJournal
 from agentloop.types import Assignment, Trajectory
 
@@ -34,7 +36,7 @@ START_BATCH = 16  # trajectories started in one pass of the loop: their first re
 @dataclass(slots=True)
 class _Running:
     task: asyncio.Task[None]
-    run: TrajectoryRun | None = None  # None: it has not begun
+    run: AssignedRun | None = None  # None: it has not begun
     is_cancelled: bool = False  # by the client: the trajectory still owes its record
     is_dropped: bool = False  # it says so to the coordinator, which may give it out again before we hear the answer
     again: Assignment | None = None  # the same sample, which came in that moment
@@ -58,8 +60,9 @@ class Worker:
         vocab_size: int,
         takes_images: bool = False,
         journal: TurnJournal | None = None,
+        begin: Callable[[Assignment], AssignedRun] | None = None,
     ) -> None:
-        """`journal` stays the caller's to close."""
+        """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here."""
         self.worker_id = worker_id
         self._coordinator = coordinator
         self._config = config
@@ -77,6 +80,7 @@ class Worker:
             journal=journal,
         )
         self._journal = journal
+        self._begin = begin or partial(TrajectoryRun, self._parts)
         self._running: dict[str, _Running] = {}
         self._wake = asyncio.Event()  # room came up in a full worker, or the end
         self._is_full = False
@@ -202,7 +206,7 @@ class Worker:
             running.again = assignment
             while running.again is not None:
                 next_attempt, running.again, running.is_dropped = running.again, None, False
-                running.run = TrajectoryRun(self._parts, next_attempt)
+                running.run = self._begin(next_attempt)
                 if running.is_cancelled:
                     running.run.cancel()
                 trajectory = await running.run.to_record()

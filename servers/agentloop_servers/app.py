@@ -30,7 +30,7 @@ from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavai
 from agentloop.generation import ImagePlacer, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.plugins import AllowedImports, resolve
+from agentloop.plugins import resolve
 from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions import SessionParts
@@ -59,6 +59,7 @@ from agentloop_servers.endpoint import (
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from agentloop_servers.http import HttpLimits, Keys, error_response
 from agentloop_servers.ingress import ModeRules, create_app
+from agentloop_servers.isolation import IsolatedRuns, Setup
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder
@@ -179,6 +180,7 @@ class AgentLoopWorkerDeployment:
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        config.keys.hide()  # user code runs here
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
         clients = EngineClients(key)
@@ -189,6 +191,14 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(toolbox.close)
         journal = TurnJournal(run_dir / TURNS_FOLDER)
         self._closing.push_async_callback(journal.close)
+        limits = WorkerConfig(
+            capacity=settings.num_at_once, turn_timeout_s=settings.turn_timeout_s, kv_policy=config.kv_policy
+        )
+        isolated = None
+        if settings.isolation == "process":
+            setup = Setup.of(config, run_dir, limits, takes_images=takes_images(config))
+            isolated = IsolatedRuns(setup, client.workers, clients.connect, journal=journal)
+            self._closing.push_async_callback(isolated.close)
         worker = Worker(
             serve.get_replica_context().replica_id.unique_id,
             client.workers,
@@ -196,13 +206,12 @@ class AgentLoopWorkerDeployment:
             chat.renderer,
             chat.parser,
             toolbox,
-            WorkerConfig(
-                capacity=settings.capacity, turn_timeout_s=settings.turn_timeout_s, kv_policy=config.kv_policy
-            ),
+            limits,
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
             takes_images=takes_images(config),
             journal=journal,
+            begin=None if isolated is None else isolated.begin,
         )
         self._closing.callback(LoopWatch().close)
         self._running = asyncio.create_task(worker.run(), name="worker")
@@ -324,7 +333,7 @@ def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClie
         limits=HttpLimits(update_timeout_s=config.updates.timeout_s),
         weight_roots=config.allowed_weight_roots(),
         tool_names=frozenset(tool_names(config)),
-        allowed_imports=allowed_imports(config, keys),
+        allowed_imports=config.workers.imports(has_user_keys=bool(keys.users)),
         rules=mode_rules(config),
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],
@@ -481,14 +490,6 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
         allows_adapters=config.allows_adapters,
         can_sleep=config.can_sleep,
     )
-
-
-def allowed_imports(config: ServiceConfig, keys: Keys) -> AllowedImports:
-    """Return what tasks may import: what the operator lists, else nothing where users have keys."""
-    listed = config.workers.allowed_imports
-    if listed is None:
-        return AllowedImports(() if keys.users else None)
-    return AllowedImports(tuple(listed))
 
 
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from agentloop.errors import InvalidRequest
 from agentloop.logs import LogRotation
+from agentloop.plugins import AllowedImports
 from agentloop.types import KVPolicy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -124,6 +125,8 @@ class WorkerSettings(_Strict):
     replicas: Annotated[int, Field(ge=1)] = 1
     capacity: Annotated[int, Field(ge=1)] = 256
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    isolation: Literal["none", "process"] = "none"  # process: user code harms its own trajectory only
+    max_processes: Annotated[int, Field(ge=1)] = 32  # with isolation, a worker's trajectories at once
     tools: dict[str, str] = {}  # name: import path, beside the shipped ones
     allowed_imports: list[ModuleName] | None = None  # that tasks may name; None: none with user keys, else any
     silent_after_s: Annotated[float, Field(ge=5)] = 15.0  # a worker that vanished is lost after this silence
@@ -135,12 +138,28 @@ class WorkerSettings(_Strict):
             raise ValueError("cut_after_s is at most half of silent_after_s")
         return self
 
+    def imports(self, *, has_user_keys: bool) -> AllowedImports:
+        """Return what tasks may import: what the operator lists, else nothing where users have keys."""
+        if self.allowed_imports is None:
+            return AllowedImports(() if has_user_keys else None)
+        return AllowedImports(tuple(self.allowed_imports))
+
+    @property
+    def num_at_once(self) -> int:
+        """Trajectories that one worker runs at once; with isolation each has a process."""
+        return self.capacity if self.isolation == "none" else min(self.capacity, self.max_processes)
+
 
 class KeysConfig(_Strict):
     """Environment variables that hold bearer keys. Both are optional on loopback and required beyond it."""
 
     user_key_env: str = "AGENTLOOP_KEY"
     admin_key_env: str = "AGENTLOOP_ADMIN_KEY"
+
+    def hide(self) -> None:
+        """Take the keys out of this process's environment, and so out of those that it starts."""
+        for name in (self.user_key_env, self.admin_key_env):
+            os.environ.pop(name, None)
 
 
 class EndpointSettings(_Strict):

@@ -27,8 +27,7 @@ from agentloop.errors import (
 )
 from agentloop.plugins import AllowedImports
 from agentloop.types import KVPolicy, PauseMode
-from agentloop_servers.app import allowed_imports
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config import WorkerSettings
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import ModeRules
@@ -707,15 +706,11 @@ async def test_a_task_names_the_modules_that_the_operator_lists(tmp_path: Path, 
 
 
 def test_user_keys_close_imports_unless_the_operator_lists_some():
-    open_to_all = ServiceConfig.model_validate({"model": "m"})
-    listing = ServiceConfig.model_validate({"model": "m", "workers": {"allowed_imports": ["my_loops"]}})
-    assert allowed_imports(open_to_all, Keys()) == AllowedImports(None)
-    assert allowed_imports(open_to_all, Keys.of(["user-key"])) == AllowedImports(())
-    assert (
-        allowed_imports(listing, Keys())
-        == allowed_imports(listing, Keys.of(["k"]))
-        == AllowedImports(("my_loops",))
-    )
+    listing = WorkerSettings(allowed_imports=["my_loops"])
+    assert WorkerSettings().imports(has_user_keys=False) == AllowedImports(None)
+    assert WorkerSettings().imports(has_user_keys=True) == AllowedImports(())
+    assert listing.imports(has_user_keys=False) == listing.imports(has_user_keys=True)
+    assert listing.imports(has_user_keys=True) == AllowedImports(("my_loops",))
 
 
 # --- owners -----------------------------------------------------------------------------------------------

@@ -1,0 +1,205 @@
+"""A process that runs one trajectory at a time for a worker: `python -m agentloop_servers.isolation.child FD PID`.
+
+It knows no key and no address: engines and the coordinator are behind its one connection. It dies with its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import orjson
+from structlog.contextvars import bind_contextvars
+
+from agentloop.aio import freeze_gc
+from agentloop.api import WorkerPort
+from agentloop.codec import decode, encode
+from agentloop.engine import Delta, OnProgress, TokenEngine
+from agentloop.errors import AgentLoopError, UnsupportedParameter, from_wire
+from agentloop.generation import ImagePlacer, TurnReader
+from agentloop.images import Image, ImageTokens
+from agentloop.logs import configure_logging
+from agentloop.rollout import RunParts, Toolbox, TrajectoryRun, TurnJournal, load_tools
+from agentloop.types import GenerateRequest, Generation, Lease
+from agentloop_servers.chat_format import load_chat_format
+from agentloop_servers.config import ServiceConfig, model_sizes
+from agentloop_servers.isolation.frames import (
+    Answered,
+    Ask,
+    Begin,
+    Cancel,
+    Drop,
+    Frame,
+    HandIn,
+    Heard,
+    Loaded,
+    Refused,
+    Setup,
+    WorkerCall,
+    next_frame,
+    packed,
+)
+from agentloop_tools import SHIPPED_TOOLS
+
+T = TypeVar("T")
+
+_OWN_TASKS = ("frames", "run", "turn-journal")
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_OOM_SCORE = "900"  # of 1000: where memory ends, the kernel takes this process first (proc(5), oom_score_adj)
+
+
+class WorkerLink:
+    """The worker at the other end, as the engine and the coordinator of the trajectory that runs here."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._ids = itertools.count()
+        self._waiting: dict[int, tuple[asyncio.Future[bytes], OnProgress | None]] = {}
+
+    def send(self, value: Frame) -> None:
+        """Send a frame."""
+        self._writer.write(packed(value))
+
+    def hear(self, frame: Answered | Refused | Heard) -> None:
+        """Take in what the worker says of a call."""
+        answer, on_progress = self._waiting.get(frame.call_id, (None, None))
+        if answer is None or answer.done():
+            return
+        match frame:
+            case Answered(body=body):
+                answer.set_result(body)
+            case Refused(error=error, http_status=status):
+                answer.set_exception(from_wire(orjson.loads(error), status))
+            case Heard(progress=progress) if on_progress is not None:
+                try:
+                    on_progress(progress)
+                except AgentLoopError as error:  # it ends the request, and is raised
+                    answer.set_exception(error)
+
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        """Generate, as `TokenEngine.generate` does."""
+        return await self._ask(WorkerCall.GENERATE, request, Generation, on_progress)
+
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
+        """Raises UnsupportedParameter: a loop's turns have no stop strings, so they come whole."""
+        raise UnsupportedParameter("turns of isolated loops are not streamed", param="stop")
+        yield  # an async generator
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        """Ask, as `TokenEngine.image_tokens` does."""
+        return await self._ask(WorkerCall.IMAGE_TOKENS, tuple(images), tuple[ImageTokens, ...])
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, as `TokenEngine.abort` does."""
+        await self._ask(WorkerCall.ABORT, request_id, type(None))
+
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
+        """Ask for another lease, as `WorkerPort.move` does, in place of the one that the worker holds."""
+        return await self._ask(WorkerCall.MOVE, is_failed, Lease)
+
+    async def _ask(
+        self, call: WorkerCall, argument: Any, kind: type[T], on_progress: OnProgress | None = None
+    ) -> T:
+        call_id = next(self._ids)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = answer, on_progress
+        self.send(Ask(call_id, call, encode(argument)))
+        try:
+            return decode(await answer, kind)
+        finally:
+            del self._waiting[call_id]
+            if answer.cancelled() or (answer.done() and answer.exception() is not None):
+                self.send(Drop(call_id))
+
+
+def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts:
+    """Load what trajectories share, as a worker does."""
+    chat, sizes = load_chat_format(config.model_path(), config.chat), model_sizes(config)
+    tools = SHIPPED_TOOLS | config.workers.tools
+    engine = cast(TokenEngine, link)
+    return RunParts(
+        coordinator=cast(WorkerPort, link),
+        connect=lambda url: engine,
+        renderer=chat.renderer,
+        reader=TurnReader(chat.renderer, chat.parser),
+        toolbox=Toolbox(load_tools(sorted(tools), tools)),
+        config=setup.worker,
+        max_context_tokens=sizes.max_context_tokens,
+        vocab_size=sizes.vocab_size,
+        placer=ImagePlacer(takes_images=setup.takes_images),
+        journal=TurnJournal(Path(setup.turns_folder)) if setup.turns_folder else None,
+    )
+
+
+async def serve(connection: socket.socket) -> None:
+    """Run trajectories, one after the other, until the worker hangs up."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    link = WorkerLink(writer)
+    setup = await next_frame(reader)
+    if not isinstance(setup, Setup):
+        return
+    config = ServiceConfig.model_validate_json(setup.config)
+    configure_logging(Path(setup.log_path) if setup.log_path else None, rotation=config.log.rotation)
+    parts = run_parts(setup, config, link)
+    freeze_gc()
+    link.send(Loaded())
+    run: TrajectoryRun | None = None
+    running: asyncio.Task[None] | None = None
+    cast("asyncio.Task[None]", asyncio.current_task()).set_name("frames")
+    while (frame := await next_frame(reader)) is not None:
+        match frame:
+            case Begin():
+                parts.newest.value = frame.newest_version
+                run = TrajectoryRun(parts, frame.assignment)
+                bind_contextvars(task=frame.assignment.assignment_id)
+                running = asyncio.create_task(_hand_in(run, parts, link), name="run")
+            case Cancel() if run is not None and running is not None and not running.done():
+                run.cancel()
+            case Answered() | Refused() | Heard():
+                link.hear(frame)
+
+
+async def _hand_in(run: TrajectoryRun, parts: RunParts, link: WorkerLink) -> None:
+    record = await run.to_record()
+    if parts.journal is not None:
+        await parts.journal.flush()  # or it would be written after the worker has removed it
+    await asyncio.sleep(0)  # what was cancelled just now ends
+    num_left = parts.user_tasks.num_abandoned + parts.toolbox.num_abandoned
+    left = [task for task in asyncio.all_tasks() if task.get_name() not in _OWN_TASKS]
+    is_clean = num_left + len(left) == 0
+    link.send(HandIn(encode(record), run.is_dropped, is_clean))
+
+
+def main() -> None:
+    """Serve the connection that the worker has passed."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that
+        sys.exit(1)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    status = 1
+    try:
+        asyncio.run(serve(socket.socket(fileno=descriptor)))
+        status = 0
+    except SystemExit as error:  # of user code, in a task of its own
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)  # at once: no thread of user code may hold the process up
+
+
+if __name__ == "__main__":
+    main()

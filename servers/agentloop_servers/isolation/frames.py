@@ -1,0 +1,142 @@
+"""The frames between a worker and a process that runs one of its trajectories: bounded, and never pickle.
+
+A frame is its kind (one byte), the length of its body (four, big-endian), and the codec's bytes of one value. The
+worker keeps leases, addresses and keys. What the process asks of it are the calls in `WorkerCall`, for its own
+trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeAlias
+
+from agentloop.codec import decode, encode
+from agentloop.engine import Progress
+from agentloop.errors import InvalidRequest
+from agentloop.logs import LOG_NAME
+from agentloop.rollout import TURNS_FOLDER, WorkerConfig
+from agentloop.types import Assignment
+from agentloop_servers.config import ServiceConfig
+
+_FRAME = struct.Struct(">BI")
+MAX_MESSAGE_BYTES = 256 * 2**20  # as of a record in a call of the coordinator
+
+
+class WorkerCall(StrEnum):
+    """A call that a process makes through its worker. The body is the codec's bytes of its one argument."""
+
+    GENERATE = "generate"  # GenerateRequest -> Generation
+    IMAGE_TOKENS = "image_tokens"  # tuple[Image, ...] -> tuple[ImageTokens, ...]
+    ABORT = "abort"  # str -> None
+    MOVE = "move"  # bool, that the replica failed -> Lease without its address
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first frame to a process: what it needs to load the same as its worker."""
+
+    config: str  # of the service, as JSON
+    worker: WorkerConfig
+    takes_images: bool = False
+    log_path: str = ""  # none: it logs nothing
+    turns_folder: str = ""  # of the journals of turns; none: there are none
+
+    @classmethod
+    def of(cls, config: ServiceConfig, run_dir: Path, worker: WorkerConfig, *, takes_images: bool) -> Setup:
+        """Return the setup of a worker's processes."""
+        log_path, turns_folder = str(run_dir / LOG_NAME), str(run_dir / TURNS_FOLDER)
+        return cls(config.model_dump_json(), worker, takes_images, log_path, turns_folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A process has loaded what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A trajectory to run. Its lease has no address."""
+
+    assignment: Assignment
+    newest_version: int | None  # of weights, that the worker has heard of
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End the loop, by the client's wish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A call of the process."""
+
+    call_id: int
+    call: WorkerCall
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nobody waits for a call any more."""
+
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Progress of a generation under way."""
+
+    call_id: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer to a call: the codec's bytes of what it returned."""
+
+    call_id: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The error that a call ended with, as JSON."""
+
+    call_id: int
+    error: bytes
+    http_status: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandIn:
+    """The trajectory's record, encoded. A process that `is_clean` holds nothing of it any more."""
+
+    record: bytes
+    is_dropped: bool
+    is_clean: bool
+
+
+Frame: TypeAlias = Setup | Loaded | Begin | Cancel | Ask | Drop | Heard | Answered | Refused | HandIn
+_KINDS: tuple[type[Frame], ...] = (Setup, Loaded, Begin, Cancel, Ask, Drop, Heard, Answered, Refused, HandIn)
+
+
+def packed(value: Frame) -> bytes:
+    """Return a value as a frame."""
+    body = encode(value)
+    return _FRAME.pack(_KINDS.index(type(value)), len(body)) + body
+
+
+async def next_frame(reader: asyncio.StreamReader) -> Frame | None:
+    """Return the next value; None at the end. Raises InvalidRequest for what is no frame, or too long a one."""
+    try:
+        kind, length = _FRAME.unpack(await reader.readexactly(_FRAME.size))
+        if kind >= len(_KINDS) or length > MAX_MESSAGE_BYTES:
+            raise InvalidRequest(f"no frame: kind {kind}, {length} bytes")
+        value: Frame = decode(await reader.readexactly(length), _KINDS[kind])
+        return value
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

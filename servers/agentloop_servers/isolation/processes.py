@@ -1,0 +1,358 @@
+"""The worker's side of isolated trajectories: their processes, what these may ask for, and how they end.
+
+Invariants: a process runs one trajectory at a time, and one that did not end well is never used again. However a
+process ends, its trajectory has its record, which names the signal or the exit status, and nobody else's has. A
+process that is discarded is killed with its process group. It asks for turns of its own trajectory only, under the
+lease that the worker holds for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import orjson
+import structlog
+
+from agentloop.api import WorkerPort
+from agentloop.codec import decode, encode
+from agentloop.engine import Progress, TokenEngine
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, error_line
+from agentloop.generation import Connect, NewestVersion
+from agentloop.images import Image
+from agentloop.rollout import TurnJournal, unmade_record
+from agentloop.types import FAILURES, Assignment, GenerateRequest, StopReason, Trajectory
+from agentloop_servers.isolation.frames import (
+    Answered,
+    Ask,
+    Begin,
+    Cancel,
+    Drop,
+    Frame,
+    HandIn,
+    Heard,
+    Loaded,
+    Refused,
+    Setup,
+    WorkerCall,
+    next_frame,
+    packed,
+)
+
+CHILD_MODULE = "agentloop_servers.isolation.child"
+MAX_CALLS_AT_ONCE = 64  # of one trajectory at once; more is no loop of ours
+
+_log = structlog.stdlib.get_logger("isolation")
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationConfig:
+    """Bounds of processes. All finite."""
+
+    start_timeout_s: float = 120.0
+    max_starts: int = 4  # at once: each takes a core for a second and more
+    max_idle: int = 32  # kept for the next trajectories
+    look_s: float = 1.0  # between two looks at the deadlines of a silent process
+    cancel_grace_s: float = 15.0  # until a process that was told to end its loop is killed
+    allowance_s: float = (
+        240.0  # beyond the task's `timeout_s`: loading, scoring, closing; then a silent one is killed
+    )
+
+
+class ProcessEnded(AgentLoopError):
+    """A process ended, or was ended, before its trajectory."""
+
+    code = "process_ended"
+
+
+class _Child:
+    """One process and its connection."""
+
+    def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process = process
+        self.reader = reader
+        self._writer = writer
+
+    def send(self, value: Frame) -> None:
+        """Send a frame; what a process does not read is bounded by what it asked for."""
+        if not self._writer.is_closing():
+            self._writer.write(packed(value))
+
+    async def end(self) -> str:
+        """Kill it with its group, unless it has ended by itself, and say how it ended."""
+        try:
+            if self.reader.at_eof():  # it has closed its end: its status is about to come
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self.process.wait()
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self._writer.close()
+        return _ending(await self.process.wait())
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    with suppress(ValueError):
+        return f"signal {-status} ({signal.Signals(-status).name})"
+    return f"signal {-status}"
+
+
+class IsolatedRuns:
+    """The processes of one worker. Give `begin` to the worker, and close it after the worker."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        coordinator: WorkerPort,
+        connect: Connect,
+        config: IsolationConfig = IsolationConfig(),
+        *,
+        journal: TurnJournal | None = None,
+    ) -> None:
+        """`journal` is that of the folder in `setup`."""
+        self.config = config
+        self.coordinator = coordinator
+        self.connect = connect
+        self.journal = journal
+        self.newest = NewestVersion()
+        self.num_started = 0
+        self._setup = setup
+        self._idle: list[_Child] = []
+        self._busy: set[_Child] = set()
+        self._starting = asyncio.Semaphore(config.max_starts)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that run now."""
+        return len(self._idle) + len(self._busy)
+
+    def begin(self, assignment: Assignment) -> ProcessRun:
+        """Return the run of an assignment, not begun."""
+        return ProcessRun(self, assignment)
+
+    async def take(self) -> _Child:
+        """Return a process that has loaded everything. Raises ProcessEnded if none can be started."""
+        while self._idle:
+            child = self._idle.pop()
+            self._busy.add(child)
+            if child.process.returncode is None and not child.reader.at_eof():
+                return child
+            await self.discard(child)
+        async with self._starting:
+            return await self._started()
+
+    def give_back(self, child: _Child) -> bool:
+        """Keep a process for the next trajectory. False: there are enough, and it is to be discarded."""
+        if len(self._idle) >= self.config.max_idle:
+            return False
+        self._busy.discard(child)
+        self._idle.append(child)
+        return True
+
+    async def discard(self, child: _Child) -> str:
+        """End a process, and say how it ended."""
+        try:
+            return await child.end()
+        finally:
+            self._busy.discard(child)
+
+    async def close(self) -> None:
+        """End all processes. Idempotent."""
+        children, self._idle = [*self._idle, *self._busy], []
+        await asyncio.gather(*(self.discard(child) for child in children))
+
+    async def _started(self) -> _Child:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", CHILD_MODULE, str(theirs.fileno()), str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        child = _Child(process, reader, writer)
+        self._busy.add(child)
+        self.num_started += 1
+        child.send(self._setup)
+        ready = None
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                ready = await next_frame(reader)
+        except (TimeoutError, AgentLoopError) as error:
+            _log.warning("process_not_started", error=error_line(error))
+        finally:
+            if not isinstance(ready, Loaded):
+                ending = await self.discard(child)
+        if not isinstance(ready, Loaded):
+            raise ProcessEnded(f"a process for the trajectory did not start: {ending}")
+        return child
+
+
+class ProcessRun:
+    """One trajectory in a process of its own, as the worker sees it."""
+
+    def __init__(self, runs: IsolatedRuns, assignment: Assignment) -> None:
+        self.is_dropped = False
+        self.num_sampled_tokens = 0
+        self._runs = runs
+        self._assignment = assignment
+        self._lease = assignment.lease
+        self._started = time.perf_counter()
+        self._child: _Child | None = None
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._active_at = 0.0  # in the event loop's time: the last frame, or the end of the last call
+        self._cancelled_at: float | None = None
+
+    def cancel(self) -> None:
+        """End the loop, by the client's wish: the trajectory still owes its record. Idempotent."""
+        if self._cancelled_at is None:
+            self._cancelled_at = asyncio.get_running_loop().time()
+            if self._child is not None:
+                self._child.send(Cancel())
+
+    async def to_record(self) -> Trajectory:
+        """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
+        try:
+            child = await self._runs.take()
+        except AgentLoopError as error:
+            return self._unmade(StopReason.LOOP_FAILED, str(error))
+        is_reusable, reason = False, ""
+        try:
+            self._child = child
+            done = await self._driven(child)
+            record = self._own(decode(done.record, Trajectory))
+            is_reusable = done.is_clean and record.stop_reason not in FAILURES and self._runs.give_back(child)
+            self.is_dropped = done.is_dropped
+            return record
+        except AgentLoopError as error:
+            reason = error.message
+        finally:
+            for call in self._calls.values():
+                call.cancel()
+            self._child = None
+            ending = "" if is_reusable else await self._runs.discard(child)
+        if self._cancelled_at is not None:
+            return self._unmade(StopReason.CANCELLED, reason)
+        _log.warning("process_ended", task=self._assignment.assignment_id, ending=ending, reason=reason)
+        return self._unmade(StopReason.LOOP_FAILED, f"{reason or 'its process ended'}: {ending}")
+
+    async def forget(self) -> None:
+        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
+        if self._runs.journal is not None:
+            await self._runs.journal.forget_sample(self._assignment.assignment_id)
+
+    async def _driven(self, child: _Child) -> HandIn:
+        """Serve the process until it hands in a record. Raises AgentLoopError if it ends before that."""
+        blank = replace(self._assignment, lease=replace(self._lease, url=""))
+        child.send(Begin(blank, self._runs.newest.value))
+        if self._cancelled_at is not None:
+            child.send(Cancel())
+        while True:
+            frame = await self._next(child)
+            match frame:
+                case HandIn():
+                    return frame
+                case Ask(call_id=call_id) if len(self._calls) < MAX_CALLS_AT_ONCE and call_id not in self._calls:
+                    self._calls[call_id] = asyncio.create_task(
+                        self._answer(child, frame), name=f"call {frame.call}"
+                    )
+                case Drop(call_id=call_id) if call_id in self._calls:
+                    self._calls[call_id].cancel()
+                case Drop():
+                    pass  # it was answered meanwhile
+                case None:
+                    raise ProcessEnded("its process ended")
+                case _:
+                    raise InvalidRequest(f"a {type(frame).__name__} from a trajectory's process")
+
+    async def _next(self, child: _Child) -> Frame | None:
+        """Return the next frame. Raises ProcessEnded for a process that must be killed."""
+        loop, config = asyncio.get_running_loop(), self._runs.config
+        silence_s = self._assignment.task.limits.timeout_s + config.allowance_s
+        self._active_at = loop.time()
+        reading = asyncio.create_task(next_frame(child.reader), name="frame")
+        try:
+            while not reading.done():
+                await asyncio.wait({reading}, timeout=config.look_s if self._cancelled_at is None else 0.25)
+                if reading.done():
+                    break
+                if self._cancelled_at is not None and loop.time() > self._cancelled_at + config.cancel_grace_s:
+                    raise ProcessEnded("it did not end within the grace after its cancellation")
+                if not self._calls and loop.time() > self._active_at + silence_s:
+                    raise ProcessEnded(f"it was silent for {silence_s:g} s")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def _answer(self, child: _Child, ask: Ask) -> None:
+        """Perform a call, and send its answer or its error."""
+        try:
+            child.send(Answered(ask.call_id, await self._performed(child, ask)))
+        except Exception as error:
+            ours = error if isinstance(error, AgentLoopError) else AgentLoopError(error_line(error))
+            child.send(Refused(ask.call_id, orjson.dumps(ours.to_wire()), ours.http_status))
+        finally:
+            self._active_at = asyncio.get_running_loop().time()
+            self._calls.pop(ask.call_id, None)
+
+    async def _performed(self, child: _Child, ask: Ask) -> bytes:
+        engine = self._runs.connect(self._lease.url)
+        match ask.call:
+            case WorkerCall.GENERATE:
+                return await self._generated(engine, ask, lambda progress: child.send(Heard(ask.call_id, progress)))
+            case WorkerCall.IMAGE_TOKENS:
+                return encode(await engine.image_tokens(decode(ask.body, tuple[Image, ...])))
+            case WorkerCall.ABORT:
+                request_id = decode(ask.body, str)
+                self._check(request_id)
+                await engine.abort(request_id)
+                return encode(None)
+            case WorkerCall.MOVE:
+                is_failed = decode(ask.body, bool)
+                self._lease = await self._runs.coordinator.move(
+                    self._assignment.assignment_id, self._lease, is_failed
+                )
+                return encode(replace(self._lease, url=""))
+
+    async def _generated(self, engine: TokenEngine, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
+        request = decode(ask.body, GenerateRequest)
+        self._check(request.request_id)
+        generation = await engine.generate(request, tell)
+        self._runs.newest.see(generation)
+        self.num_sampled_tokens += len(generation.token_ids)
+        return encode(generation)
+
+    def _check(self, request_id: str) -> None:
+        """Raises Forbidden for a request that is not this trajectory's."""
+        if not request_id.startswith(f"{self._assignment.assignment_id}@{self._assignment.attempt}:"):
+            raise Forbidden(f"{request_id!r} is no request of {self._assignment.assignment_id}")
+
+    def _own(self, record: Trajectory) -> Trajectory:
+        """Return a record under this trajectory's own name, whatever it says."""
+        assignment = self._assignment
+        return replace(
+            record,
+            task_id=assignment.task.task_id,
+            group_id=assignment.group_id,
+            sample_index=assignment.sample_index,
+            rollout_id=assignment.rollout_id,
+            attempt=assignment.attempt,
+            num_stale_attempts=assignment.num_stale_attempts,
+        )
+
+    def _unmade(self, stop_reason: StopReason, text: str) -> Trajectory:
+        return unmade_record(self._assignment, stop_reason, text, time.perf_counter() - self._started)

@@ -1,0 +1,167 @@
+"""Trajectories in processes of their own: their records are those of a worker's process, and deaths stay theirs."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentloop.parsers.by_name import get_parser
+from agentloop.rollout import Toolbox, Worker, WorkerConfig
+from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
+from agentloop_servers.config import KeysConfig, ServiceConfig
+from agentloop_servers.isolation import IsolatedRuns, IsolationConfig, Setup
+from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, scripted_engine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.fleet.worker import running_worker, task
+
+CALL = call("calculator", expression="2 + 3")
+ANSWER = "The answer is 5."
+HERE = "tests.servers.isolation.poison"
+
+
+@asynccontextmanager
+async def isolated_worker(feeder, engine, *, config: IsolationConfig = IsolationConfig(), capacity: int = 4):  # noqa: B008
+    """A worker whose trajectories have processes; yields these."""
+    await engine.start()
+    service = {
+        "model": str(POLICY),
+        "engine": {"kind": "simulated"},
+        "workers": {"tools": {"dies": f"{HERE}:dies"}},
+    }
+    limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5)
+    setup = Setup(ServiceConfig.model_validate(service).model_dump_json(), limits)
+    runs = IsolatedRuns(setup, feeder, {"sim://a": engine}.__getitem__, config)
+    worker = Worker(
+        "w",
+        feeder,
+        {"sim://a": engine}.__getitem__,
+        RENDERER,
+        get_parser("hermes"),
+        Toolbox([]),
+        limits,
+        max_context_tokens=SPEC.max_context_tokens,
+        vocab_size=RENDERER.vocab_size,
+        begin=runs.begin,
+    )
+    running = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(120):
+            yield runs
+    finally:
+        worker.close()
+        await running
+        await runs.close()
+        await engine.close()
+        assert runs.num_processes == 0
+
+
+async def one(asked, *replies: str, **options):
+    feeder = FakeCoordinator([asked])
+    async with isolated_worker(feeder, scripted_engine(*replies), **options):
+        await feeder.is_done.wait()
+    return feeder.records[f"{asked.task_id}/0"]
+
+
+async def test_a_record_is_that_of_the_workers_own_process_and_processes_are_used_again():
+    tasks = [task(f"t{n}", seed=7) for n in range(4)]
+    feeder, own = FakeCoordinator(tasks), FakeCoordinator(tasks)
+    async with isolated_worker(feeder, scripted_engine(CALL, ANSWER), capacity=1) as runs:
+        await feeder.is_done.wait()
+        assert runs.num_started == 1
+    async with running_worker(own, {"sim://a": scripted_engine(CALL, ANSWER)}), asyncio.timeout(60):
+        await own.is_done.wait()
+    for name, expected in own.records.items():
+        found = feeder.records[name]
+        assert (found.stop_reason, found.reward, found.num_tool_calls) == (StopReason.COMPLETED, 1.0, 1)
+        assert found.messages == expected.messages
+        assert found.path.response_ids.tolist() == expected.path.response_ids.tolist()
+        assert found.path.logprobs.tolist() == expected.path.logprobs.tolist()
+        assert [turn.replica_id for turn in found.path.turns] == [turn.replica_id for turn in expected.path.turns]
+
+
+@pytest.mark.slow
+async def test_a_death_is_one_trajectorys_and_names_its_signal_or_status():
+    deaths = {
+        "exit": "exit status 7",
+        "segfault": "signal 11 (SIGSEGV)",
+        "kill": "signal 9 (SIGKILL)",
+        "exit in a task": "exit status 3",
+    }
+    bad = [task(name, loop=f"{HERE}:Dies", reference=name) for name in deaths]
+    poisoned = task("tool", tools=("dies",), limits=Limits(max_turns=2))
+    feeder = FakeCoordinator([*bad, *(task(f"good{n}", tools=()) for n in range(8)), poisoned])
+    async with isolated_worker(feeder, scripted_engine(call("dies"), ANSWER)):
+        await feeder.is_done.wait()
+    for name, ending in deaths.items():
+        assert feeder.records[f"{name}/0"].stop_reason is StopReason.LOOP_FAILED
+        assert feeder.records[f"{name}/0"].error == f"its process ended: {ending}"
+    assert feeder.records["tool/0"].error == "its process ended: exit status 9"
+    assert all(feeder.records[f"good{n}/0"].is_complete for n in range(8))
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "late"])
+async def test_a_process_that_blocks_is_killed_with_its_group(tmp_path, is_cancelled: bool):
+    told = tmp_path / "pids"
+    bad = task("bad", loop=f"{HERE}:Blocks", reference=str(told), limits=Limits(timeout_s=0.5))
+    feeder = FakeCoordinator([bad])
+    allowance_s = 60.0 if is_cancelled else 0.5
+    config = IsolationConfig(cancel_grace_s=0.2, allowance_s=allowance_s, look_s=0.2)
+    async with isolated_worker(feeder, scripted_engine(ANSWER), config=config) as runs:
+        while not told.exists() or not told.read_text():
+            await asyncio.sleep(0.02)
+        if is_cancelled:
+            feeder.cancel_next = ["bad/0"]
+        await feeder.is_done.wait()
+        assert runs.num_processes == 0
+    found = feeder.records["bad/0"]
+    assert found.stop_reason is (StopReason.CANCELLED if is_cancelled else StopReason.LOOP_FAILED)
+    if not is_cancelled:
+        assert found.error == "it was silent for 1 s: signal 9 (SIGKILL)"
+    for pid in map(int, told.read_text().split()):
+        while _is_alive(pid):
+            await asyncio.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+async def test_what_a_trajectory_leaves_behind_ends_its_process():
+    feeder = FakeCoordinator([task(f"t{n}", loop=f"{HERE}:Leaves") for n in range(2)])
+    async with isolated_worker(feeder, scripted_engine(ANSWER), capacity=1) as runs:
+        await feeder.is_done.wait()
+        assert runs.num_started == 2
+    assert all(record.stop_reason is StopReason.COMPLETED for record in feeder.records.values())
+
+
+async def test_a_process_knows_no_key_and_no_address_and_asks_for_its_own_trajectory_only(monkeypatch):
+    monkeypatch.setenv("AGENTLOOP_ADMIN_KEY", "the-secret")
+    KeysConfig().hide()  # as a worker does
+    found = await one(task("bad", loop=f"{HERE}:Pries", tools=()), ANSWER)
+    assert found.stop_reason is StopReason.COMPLETED, found.error
+    said = [message.content for message in found.messages[1:-1]]
+    assert "the-secret" not in said[0]
+    assert all(text.startswith("Forbidden: 'other/0@0:0' is no request of bad/0") for text in said[1:3])
+    assert said[3] == "lease: ''"
+
+
+async def test_an_update_and_a_shutdown_reach_processes():
+    """A turn that an operator's abort cuts goes on; a worker that closes kills what runs."""
+    engine = scripted_engine(" ".join(["word"] * 300), decode_s=0.005)
+    feeder = FakeCoordinator([task("long", tools=(), limits=Limits(max_tokens_per_turn=2000))])
+    async with isolated_worker(feeder, engine):
+        while engine.load().num_running == 0:
+            await asyncio.sleep(0.01)
+        await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)
+        await engine.resume()
+        await feeder.is_done.wait()
+    assert feeder.records["long/0"].stop_reason is StopReason.COMPLETED
+    engine, feeder = scripted_engine(ANSWER, decode_s=5.0), FakeCoordinator([task("cut")])
+    async with isolated_worker(feeder, engine):
+        while engine.load().num_running == 0:
+            await asyncio.sleep(0.01)
+    assert feeder.records == {}
