@@ -331,6 +331,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.endpoint.session_store",
         "agentloop_servers.engines.vllm.images",
         "agentloop_servers.http.connections",
+        "agentloop_servers.http.bodies",
         "agentloop_servers.http.docs_page",
         "agentloop_servers.chat_format.library_renderer",
         "agentloop_servers.engines.vllm.parsers",

@@ -8,6 +8,7 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
 from fastapi import FastAPI, Request
 from ray import serve
 from ray.exceptions import RayError
@@ -242,6 +244,9 @@ class IngressDeployment:
         configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # as Ray tells the processes of a cluster that has a token
+            log = structlog.stdlib.get_logger(__name__)
+            log.warning("ray_without_token", because="who reaches Ray's ports runs code here: docs/operations.md")
         self._url = url_of(config.host, config.port)
         context = serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))

@@ -21,7 +21,7 @@ import structlog
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
-from agentloop.errors import ServiceUnavailable
+from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator import CoordinatorClient
@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 SERVICE_START_TIMEOUT_S = 600.0
 WEIGHTS_GRACE_S = 10.0  # for replicas to bring, or load, the weights of a run that goes on
+AUTH_MODE = "RAY_AUTH_MODE"
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Request|Unreadable|Unavailable|Broken|Stable|Mismatch)\b.*: ")
 
 _log = structlog.get_logger("local")
@@ -62,7 +63,12 @@ async def running_service(
 
 
 def start_ray(run_dir: Path) -> None:
-    """A new local Ray, quiet, whatever cluster the environment names."""
+    """Start a new local Ray, quiet, whatever cluster the environment names. Its ports ask for Ray's token.
+
+    Raises InvalidRequest if the environment says that they shall not, and ServiceUnavailable if they do not.
+    """
+    if os.environ.get(AUTH_MODE, "token") != "token":
+        raise InvalidRequest(f"{AUTH_MODE} is set to another mode than token: Ray's ports would be open")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -73,6 +79,8 @@ def start_ray(run_dir: Path) -> None:
         logging_level=logging.ERROR,
         configure_logging=False,
     )
+    if os.environ.get(AUTH_MODE) != "token":  # which Ray has set, for all that it starts
+        raise ServiceUnavailable("this Ray does not ask for its token: its ports are open")
     link = run_dir / RAY_LINK
     link.unlink(missing_ok=True)  # a run that goes on has one of its last start
     link.symlink_to(Path(context.address_info["session_dir"]) / "logs")

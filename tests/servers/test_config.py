@@ -21,6 +21,7 @@ from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_size
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
 from agentloop_servers.deadlines import weight_config
 from agentloop_servers.http.auth import Keys
+from agentloop_servers.local import start_ray
 from tests.support.records.model_folder import write_folder
 
 SERVERS = Path(__file__).parents[2] / "servers"
@@ -229,6 +230,12 @@ def test_no_way_to_construct_a_service_goes_round_the_keys(tmp_path, monkeypatch
                 construct()
     monkeypatch.setenv("AGENTLOOP_KEY", "user")
     build(document)
+
+
+def test_a_ray_whose_ports_are_open_is_not_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(InvalidRequest, match="RAY_AUTH_MODE"):
+        start_ray(tmp_path)
 
 
 def test_a_service_that_is_deployed_has_a_port_of_its_own(tmp_path):

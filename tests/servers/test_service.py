@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+import ray
 from ray import serve
 
 from agentloop.client.client import RolloutClient
@@ -109,6 +110,26 @@ async def test_a_redeploy_refuses_no_connection(client, url, run_dir):
             )
             messages = [{"role": "user", "content": "Hi"}]
             await session.openai.chat.completions.create(model="default", messages=messages)
+
+
+# As a stranger on the network would: without the token that this user's Ray has.
+ASK_FOR_NODES = """
+import sys, grpc
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+nodes = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(grpc.insecure_channel(sys.argv[1]))
+try:
+    print(len(nodes.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=30).node_info_list))
+except grpc.RpcError as error:
+    print(error.code().name)
+"""
+
+
+async def test_62_a_ray_of_the_services_own_answers_nobody_without_its_token(url):
+    assert url
+    address = ray.get_runtime_context().gcs_address
+    stranger = [sys.executable, "-c", ASK_FOR_NODES, address]
+    ran = await asyncio.to_thread(subprocess.run, stranger, capture_output=True, text=True, timeout=100, check=True)
+    assert ran.stdout.strip() == "UNAUTHENTICATED"
 
 
 async def test_token_in_token_out(client):

@@ -118,6 +118,7 @@ def examine() -> list[Check]:
         _probed("memory", _memory),
         _probed("disk", _disk),
         _probed("sandbox", _sandbox),
+        _ray_token(),
         _probed("a free port", _port),
     ]
 
@@ -125,6 +126,17 @@ def examine() -> list[Check]:
 def _python() -> Check:
     version = platform.python_version()
     return Check("python", (3, 11) <= sys.version_info[:2] < (3, 14), version)
+
+
+def _ray_token() -> Check:
+    """Say whether a Ray that is started or joined from here asks for its token: its ports run anybody's code."""
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if mode is None:
+        return Check(
+            "ray's token", True, "asked for by a Ray of the service's own; a cluster must have its own", False
+        )
+    detail = "asked for" if mode == "token" else f"not asked for: RAY_AUTH_MODE is {mode}, Ray's ports are open"
+    return Check("ray's token", mode == "token", detail, is_needed=False)
 
 
 def _package(name: str, *, is_needed: bool = True) -> Check:

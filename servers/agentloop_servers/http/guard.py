@@ -32,15 +32,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentloop.api import invalid_request, parse_body
 from agentloop.checks import is_loopback
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound
+from agentloop_servers.http.bodies import LONG_BODY_BYTES, LongBodies
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 
 Envelope: TypeAlias = Callable[[AgentLoopError], Any]
 """Writes the body of an error answer, as something `orjson` takes."""
-
-LONG_BODY_BYTES = 256 << 10
-"""Longer bodies are parsed in a thread: the event loop has other requests to serve."""
 
 _BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins
 
@@ -50,6 +48,7 @@ _FOR_THIS_MACHINE = (
     "this service has no keys, so it is only for this machine: call it as localhost or 127.0.0.1, not from "
     "another site's page; or start it with a user key and an admin key (AGENTLOOP_KEY, AGENTLOOP_ADMIN_KEY)"
 )
+_WHITE_SPACE = " \t"  # that may stand around a header's value
 _HOST = re.compile(r"[A-Za-z0-9._\-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 
 _log = structlog.stdlib.get_logger(__name__)
@@ -98,6 +97,7 @@ class HttpLimits:
     max_header_bytes: int = 64 << 10
     max_headers: int = 256
     max_body_bytes: int = 32 << 20
+    max_bytes_of_bodies: int = 256 << 20  # of long bodies that are read and parsed at once; others wait their turn
     body_timeout_s: float = 60.0
     max_direct_calls: int = 1024  # concurrent `POST /generate`; the next one gets 429
     coordinator_timeout_s: float = 60.0
@@ -129,7 +129,12 @@ async def read_json_body(request: Request, parse: Callable[[bytes], T]) -> T:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("compressed bodies are not taken", param="content-encoding")
     body = await request.body()
-    return await asyncio.to_thread(parse, body) if len(body) > LONG_BODY_BYTES else parse(body)
+    if len(body) <= LONG_BODY_BYTES:
+        return parse(body)
+    try:
+        return await asyncio.to_thread(parse, body)
+    finally:
+        request.scope["state"]["release_body"]()
 
 
 # --- errors -----------------------------------------------------------------------------------------------
@@ -263,6 +268,7 @@ class HttpGuard:
         self._limits = limits
         self._is_local_only = is_local_only
         self._limiter = TickLimiter(_BEGUN_AT_ONCE)
+        self._bodies = LongBodies(limits.max_bytes_of_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -270,24 +276,29 @@ class HttpGuard:
             return
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        guarded = _GuardedRequest(_request_id(headers), self._limits, receive, send, state)
+        guarded = _GuardedRequest(_request_id(headers), self._limits, self._bodies, receive, send, state)
         state["request_id"] = guarded.request_id
+        state["release_body"] = guarded.release_body
         with structlog.contextvars.bound_contextvars(request_id=guarded.request_id):
             refusal = self._refusal(headers)
             if refusal is not None:
                 await error_response(refusal)(scope, receive, guarded.send)
                 return
+            if "content-length" in headers:
+                guarded.length = int(headers["content-length"].strip(_WHITE_SPACE))
             await self._limiter.enter()
             try:
                 await self._app(scope, guarded.receive, guarded.send)
             except ClientDisconnect:
-                _log.info("client_left", path=scope["path"])
+                _log.debug("client_left", path=scope["path"])
             except Exception as error:
                 _log.exception("request_failed", path=scope["path"], method=scope["method"])
                 if guarded.is_started:
                     raise  # the server cuts the connection: the client sees that the answer is not whole
                 known = error if isinstance(error, AgentLoopError) else AgentLoopError("internal error")
                 await error_response(known, envelope=envelope_of(scope))(scope, receive, guarded.send)
+            finally:
+                guarded.release_body()
 
     def _refusal(self, headers: Headers) -> AgentLoopError | None:
         limits, raw = self._limits, headers.raw
@@ -301,7 +312,7 @@ class HttpGuard:
             origins = [origin.rpartition("://")[2] for origin in headers.getlist("origin")]
             if not all(map(_is_local, (*hosts, *origins))):
                 return NotLocal(_FOR_THIS_MACHINE, param="origin" if all(map(_is_local, hosts)) else "host")
-        length = headers.get("content-length", "0").strip(" \t")
+        length = headers.get("content-length", "0").strip(_WHITE_SPACE)
         if not length.isdecimal() or (int(length[:20]) > self._limits.max_body_bytes):
             return _too_large(self._limits.max_body_bytes)
         return None
@@ -311,9 +322,18 @@ class _GuardedRequest:
     """One request's receive and send, counting what comes in and stamping what goes out."""
 
     def __init__(
-        self, request_id: str, limits: HttpLimits, receive: Receive, send: Send, state: dict[str, Any]
+        self,
+        request_id: str,
+        limits: HttpLimits,
+        bodies: LongBodies,
+        receive: Receive,
+        send: Send,
+        state: dict[str, Any],
     ) -> None:
         self._state = state
+        self._bodies = bodies
+        self.length: int | None = None  # of the body, where it is told
+        self._release: Callable[[], None] | None = None
         self.request_id = request_id
         self.is_started = False
         self._limits = limits
@@ -325,6 +345,10 @@ class _GuardedRequest:
     async def receive(self) -> Message:
         if self._body_deadline_at is None:
             return await self._receive()
+        expected = self._num_bytes if self.length is None else self.length
+        if self._release is None and expected > LONG_BODY_BYTES:
+            whole = self._limits.max_body_bytes if self.length is None else self.length
+            self._release = await self._bodies.admit(whole, self._body_deadline_at)
         try:
             async with asyncio.timeout_at(self._body_deadline_at):
                 message = await self._receive()
@@ -337,6 +361,11 @@ class _GuardedRequest:
             if not message.get("more_body", False):
                 self._body_deadline_at = None  # what comes next is the client's leaving
         return message
+
+    def release_body(self) -> None:
+        """Leave the place of a long body to another: it has been parsed, or is given up. Idempotent."""
+        if self._release is not None:
+            self._release()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -34,7 +34,7 @@ from agentloop.api import (
     generation_answer,
     rollout_status,
 )
-from agentloop.errors import Forbidden, InvalidRequest, Overloaded, UnsupportedParameter
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, Overloaded, UnsupportedParameter
 from agentloop.generation import SessionLeases
 from agentloop.plugins import AllowedImports
 from agentloop.rollout import load_loop, load_reward
@@ -58,6 +58,9 @@ from agentloop_servers.http import (
 
 T = TypeVar("T")
 
+READINESS_AGE_S = 1.0
+READINESS_TIMEOUT_S = 2.0
+
 ROLLOUT_BODIES = (GenerateBody, SubmitBody, AcknowledgeBody)
 
 Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
@@ -75,6 +78,36 @@ class Health:
     """The answer to a health check: a replica takes traffic, or none does."""
 
     is_ready: bool
+
+
+class Readiness:
+    """The fleet's readiness, asked of the coordinator once a second at most, however many want to know."""
+
+    def __init__(self, coordinator: FrontPort) -> None:
+        self._coordinator = coordinator
+        self._asked: asyncio.Task[bool] | None = None
+        self._answered_at = 0.0
+
+    async def known(self) -> bool:
+        """Return what was true a second ago or later; False also while the coordinator does not answer."""
+        loop = asyncio.get_running_loop()
+        if self._asked is None or (self._asked.done() and loop.time() - self._answered_at > READINESS_AGE_S):
+            self._asked = asyncio.create_task(self._ask(), name="readiness")
+        return await asyncio.shield(self._asked)
+
+    async def close(self) -> None:
+        """Ask no more. Idempotent."""
+        if self._asked is not None:
+            self._asked.cancel()
+            await asyncio.gather(self._asked, return_exceptions=True)
+
+    async def _ask(self) -> bool:
+        try:
+            return (await in_time(self._coordinator.status(), READINESS_TIMEOUT_S, "no answer")).is_ready
+        except AgentLoopError:
+            return False
+        finally:
+            self._answered_at = asyncio.get_running_loop().time()
 
 
 class RolloutRoutes:
@@ -100,6 +133,7 @@ class RolloutRoutes:
         self._tool_names = tool_names
         self._num_direct_calls = 0
         self._leases = leases
+        self._readiness = Readiness(coordinator)
 
     def open_routes(self) -> APIRouter:
         """Return the routes that need no key."""
@@ -131,9 +165,13 @@ class RolloutRoutes:
 
     async def health(self) -> Response:
         """200 once a replica takes traffic, 503 before."""
-        status = await self._ask(self._coordinator.status())
-        headers = {} if status.is_ready else {"retry-after": str(self._limits.retry_after_s)}
-        return json_response(Health(status.is_ready), 200 if status.is_ready else 503, headers)
+        is_ready = await self._readiness.known()
+        headers = {} if is_ready else {"retry-after": str(self._limits.retry_after_s)}
+        return json_response(Health(is_ready), 200 if is_ready else 503, headers)
+
+    async def close(self) -> None:
+        """End what is asked for health checks. Idempotent."""
+        await self._readiness.close()
 
     async def status(self, request: Request) -> Response:
         """Replicas, the caller's rollouts and weight updates at this moment."""

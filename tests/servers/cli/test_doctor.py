@@ -124,3 +124,15 @@ def test_the_doctor_needs_neither_ray_nor_an_engine(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "self-test" in result.stdout
     assert result.stdout.rstrip().endswith("[]")
+
+
+@pytest.mark.parametrize(("mode", "is_ok"), [(None, True), ("token", True), ("disabled", False)])
+def test_62_a_ray_without_its_token_is_flagged(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None, is_ok: bool
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    [check] = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "ray's token"]
+    assert check["is_ok"] is is_ok

@@ -291,6 +291,29 @@ async def test_35_an_answer_that_nobody_takes_is_given_up(tmp_path: Path) -> Non
         await check_good(service)
 
 
+async def test_37_long_bodies_wait_for_each_other_and_short_ones_do_not(tmp_path: Path) -> None:
+    """Two of three fit: the third is read once one of them has been, has left, or was too slow."""
+    long = orjson.dumps({**BODY, "messages": [{"role": "user", "content": "x" * 400_000}]})
+    head = request(JSON, f"Content-Length: {len(long)}", is_last=False)
+    http = replace(BOUNDS.http, max_body_bytes=1 << 20, max_bytes_of_bodies=2 * len(long), body_timeout_s=20.0)
+    async with chat_service(tmp_path, bounds=replace(BOUNDS, http=http)) as service:
+        opened = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(3)]
+        for _, writer in opened[:2]:
+            writer.write(head + long[:-1])
+            await writer.drain()
+        await check_good(service)  # time for both to be begun
+        opened[2][1].write(head + long)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await opened[2][0].readline()
+        await check_good(service)
+        opened[0][1].close()  # it left
+        async with asyncio.timeout(20):
+            assert (await opened[2][0].readline()).startswith(b"HTTP/1.1 400 ")  # longer than the context
+        for _, writer in opened:
+            writer.close()
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "deflate", "br", "GZIP", "identity, gzip"])
 async def test_38_compressed_bodies_are_not_taken(service: ChatService, encoding: str) -> None:
     bomb = gzip.compress(bytes(100_000_000), 9)

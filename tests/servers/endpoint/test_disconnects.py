@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from agentloop.types import PauseMode
 from agentloop_servers.endpoint.endpoint import EndpointLimits
 from tests.support.endpoint.chat_service import MODEL, Bounds, ChatService, chat_service
+from tests.support.endpoint.raw_requests import JSON, request
 
 PATHS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 3000},
@@ -69,6 +74,24 @@ async def _call_for_ever(service: ChatService, path: str, is_streaming: bool) ->
         assert answer.status == 200
         async for _ in answer.content.iter_any():
             pass
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_14_a_client_that_leaves_a_stream_is_no_error(service: ChatService, path: str) -> None:
+    with capture_logs() as logs:
+        for _ in range(10):
+            async with service.http.post(service.url + path, json=body_of(path, stream=True)) as answer:
+                await answer.content.readany()
+            await until_running(service, False)
+        reset = socket.create_connection(("127.0.0.1", service.port))  # and one that is cut, not closed
+        data = orjson.dumps(body_of(path, stream=True))
+        reset.sendall(request(JSON, f"Content-Length: {len(data)}", target=path, body=data))
+        await asyncio.to_thread(reset.recv, 100)
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reset.close()
+        await until_running(service, False)
+    assert [log for log in logs if log["log_level"] not in ("debug", "info")] == []
+    assert [log["event"] for log in logs if log["log_level"] == "info"] == []
 
 
 async def test_14_a_retry_that_waits_too_keeps_the_call(service: ChatService) -> None:

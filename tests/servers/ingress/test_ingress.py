@@ -227,8 +227,25 @@ async def test_status_and_health(door: Door) -> None:
     assert (status["is_ready"], status["replicas"][0]["replica_id"]) == (True, "replica-1")
     assert (await door.call("GET", "/health"))[:2] == (200, {"is_ready": True})
     door.coordinator.is_ready = False
+    await asyncio.sleep(1.1)  # what is known is a second old at most
     status, body, headers = await door.call("GET", "/health")
     assert (status, body, headers["retry-after"]) == (503, {"is_ready": False}, "1")
+
+
+async def test_health_checks_ask_the_coordinator_once_a_second_at_most(door: Door) -> None:
+    """What they say is true all the same, a second later; a coordinator that hangs is not ready."""
+    asked = door.coordinator.num_status_calls
+    assert {(await door.call("GET", "/health"))[0] for _ in range(100)} == {200}
+    await asyncio.gather(*(door.call("GET", "/health") for _ in range(100)))
+    assert door.coordinator.num_status_calls - asked <= 5  # of which time takes its share
+    door.coordinator.is_ready = False
+    async with asyncio.timeout(30):
+        while (await door.call("GET", "/health"))[0] == 200:
+            await asyncio.sleep(0.1)
+    door.coordinator.is_ready = True
+    door.coordinator.status_delay_s = 3600.0
+    await asyncio.sleep(1.1)
+    assert (await door.call("GET", "/health"))[:2] == (503, {"is_ready": False})
 
 
 async def test_admin_routes_reach_the_fleet(door: Door) -> None:

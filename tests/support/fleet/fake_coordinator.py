@@ -69,6 +69,8 @@ class FakeCoordinator:
         self.replica_error: str | None = None
         self.on_update: Callable[[WeightUpdate], Awaitable[None]] | None = None  # plays the engines
         self.is_ready = True
+        self.num_status_calls = 0
+        self.status_delay_s = 0.0
         self.is_holding = False
         self.is_cancelled = False
         self.num_queue_groups = 1_000_000
@@ -247,6 +249,8 @@ class FakeCoordinator:
         return 0, 0
 
     async def status(self) -> ServiceStatus:
+        self.num_status_calls += 1
+        await asyncio.sleep(self.status_delay_s)
         self._raise_next()
         replicas = tuple(
             ReplicaStatus(
