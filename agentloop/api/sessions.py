@@ -138,7 +138,7 @@ class FinishBody(ScoreBody):
 
 
 class NewSessionAnswer(BaseModel):
-    """The place of a new session. `direct_url` leads to its process without a proxy, from this host only."""
+    """The place of a new session. `direct_url` leads to its process, past others, from its host only."""
 
     session_id: str
     base_url: str

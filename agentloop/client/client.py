@@ -109,7 +109,7 @@ class RolloutClient:
                 while True:
                     try:
                         await self._transport.exchange("GET", "/health")
-                    except (Retryable, NotFound):  # before its app is up, a Serve proxy says 404
+                    except (Retryable, NotFound):  # a proxy before it may say 404
                         await asyncio.sleep(_FIRST_WAIT_S)
                     else:
                         return

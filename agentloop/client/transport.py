@@ -151,7 +151,7 @@ def _failure(status: int, content: bytes) -> AgentLoopError:
         body = None
     has_envelope = isinstance(body, dict) and isinstance(body.get("error"), dict)
     if status >= 500 and not has_envelope:
-        # Not from our front door but from the proxy before it, while that has nobody to pass the call to.
+        # Not from our front door but from a proxy before it, while that has nobody to pass the call to.
         return ServiceUnavailable(f"HTTP {status}: {content[:200].decode(errors='replace')}")
     return from_wire(body, status)
 

@@ -8,7 +8,6 @@ awaits an `async __init__`, which mypy does not know, and calls `__del__` also o
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 
-import structlog
 from fastapi import FastAPI, Request
 from ray import serve
 from ray.exceptions import RayError
@@ -64,7 +62,7 @@ from agentloop_servers.ingress import ModeRules, create_app
 from agentloop_servers.isolation import IsolatedRuns, Setup
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
-from agentloop_servers.public_port import PublicPort, keeper_finder
+from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica import EngineClients, Replica, ReplicaConfig
 from agentloop_servers.tcp import url_of
 from agentloop_tools import SHIPPED_TOOLS
@@ -244,9 +242,7 @@ class IngressDeployment:
         configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
-        if os.environ.get("RAY_AUTH_MODE") != "token":  # as Ray tells the processes of a cluster that has a token
-            log = structlog.stdlib.get_logger(__name__)
-            log.warning("ray_without_token", because="who reaches Ray's ports runs code here: docs/operations.md")
+        warn_of_open_ray()
         self._url = url_of(config.host, config.port)
         context = serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
@@ -311,7 +307,8 @@ class IngressProcess:
         closing.push_async_callback(server.close)
         url = await server.start(shard.port, public)
         shard.set_port(int(url.rpartition(":")[2]))
-        endpoint.direct_url = url
+        # The one process is on the public port too, where a call waits while it is started again.
+        endpoint.direct_url = url if config.ingress_replicas > 1 else None
         closing.push_async_callback(router.close)
         await router.start(url)
         self._health_checks = [sessions.check_health, server.check_health, router.check_health]

@@ -13,6 +13,7 @@ the socket or by `no` and a reason, or `give`, with the socket. It stays connect
 from __future__ import annotations
 
 import asyncio
+import os
 import selectors
 import shutil
 import socket
@@ -225,6 +226,12 @@ def keeper_finder(host: str, port: int, app_name: str) -> Callable[[], Awaitable
         return path
 
     return find
+
+
+def warn_of_open_ray() -> None:
+    """Log that this process's cluster does not ask for Ray's token, if so: its ports are open beside ours."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":  # Ray sets it for the processes of a cluster that has a token
+        _log.warning("ray_without_token", because="who reaches Ray's ports runs code here: docs/operations.md")
 
 
 def end_this_actor() -> None:

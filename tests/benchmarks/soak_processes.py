@@ -23,7 +23,7 @@ KINDS = {
 }
 """What is killed, and what the command lines of such processes have in them."""
 
-OTHERS = {"serve controller": "ServeController", "serve proxy": "ProxyActor", "raylet": "raylet/raylet"}
+OTHERS = {"serve controller": "ServeController", "port keeper": "PortKeeper", "raylet": "raylet/raylet"}
 WARM_UP_S = 30.0  # of a process, before its size counts
 
 

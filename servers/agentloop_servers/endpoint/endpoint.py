@@ -47,7 +47,7 @@ class Endpoint:
     created_at: int = 0  # seconds since 1970, as `GET /v1/models` tells
     unix_time: Callable[[], float] = time.time
     router: ShardRouter | None = None  # to the endpoint's other processes, if there are any
-    direct_url: str | None = None  # this process's own, where this host reaches it without a proxy
+    direct_url: str | None = None  # this process's own, on this host; None if there is but one
     live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
     takes_images: bool = False
     num_open_calls: int = field(default=0, init=False)

@@ -30,7 +30,7 @@ REFUSALS = [400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 431]
 CONFIG = {
     "seed": 7,
     "generation": {"max-examples": 3, "deterministic": True, "database": "none"},
-    "phases": {"stateful": {"enabled": False}},
+    "phases": {"stateful": {"enabled": True, "max-steps": 8, "generation": {"max-examples": 40}}},
     "headers": {"Authorization": "Bearer admin-1"},
     "checks": {
         "negative_data_rejection": {"expected-statuses": REFUSALS},
@@ -89,6 +89,7 @@ def faults_of(schema: BaseSchema, num_checked: dict[str, int]) -> Iterator[Fault
             yield Fault(getattr(event, "label", ""), "run", repr(error))
         if not isinstance(event, events.ScenarioFinished):
             continue
+        num_checked[f"phase {event.phase.value}"] = num_checked.get(f"phase {event.phase.value}", 0) + 1
         for case_id, checks in event.recorder.checks.items():
             label = event.recorder.label
             num_checked[label] = num_checked.get(label, 0) + 1
@@ -114,6 +115,7 @@ async def test_the_document_is_true(tmp_path: Path) -> None:
         num_checked: dict[str, int] = {}
         faults = await asyncio.to_thread(lambda: list(faults_of(schema, num_checked)))
         assert not faults, "\n\n".join(f"{one.check}: {one.operation}\n{one.detail}" for one in faults)
+        print(num_checked)
         operations = {f"{method.upper()} {path}" for path, item in document["paths"].items() for method in item}
         assert set(num_checked) == operations
         assert sum(num_checked.values()) > 2000
