@@ -219,7 +219,6 @@ class ServiceStatus:
     num_workers: int
     rollouts: tuple[RolloutStatus, ...]
     updates: tuple[UpdateReport, ...]  # the latest, oldest first; bounded
-    update: UpdateProgress | None = None  # the one under way
     asleep: tuple[MemoryTag, ...] = ()  # the memory that the fleet has given back
     paused_s: float | None = None  # how long the operator's pause holds; None: there is none
     pause_reason: str = ""
@@ -228,6 +227,7 @@ class ServiceStatus:
     starting: tuple[StartingReplica, ...] = ()
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
     degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each
+    update: UpdateProgress | None = None  # the one under way
 
 
 class ReplicaPort(Protocol):
