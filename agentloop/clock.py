@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -47,6 +47,22 @@ class RealClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+class SteadyTime:
+    """Seconds since 1970 that pass as a monotonic clock does: the wall clock is looked at once, its jumps are not
+    followed."""
+
+    def __init__(self, wall_s: Callable[[], float], now: Callable[[], float]) -> None:
+        self._now = now
+        self._at_0 = wall_s() - now()
+
+    def __call__(self) -> float:
+        return self._at_0 + self._now()
+
+    def not_before(self, unix_s: float) -> None:
+        """Go on from `unix_s` at the earliest: what was written then was written before now."""
+        self._at_0 = max(self._at_0, unix_s - self._now())
 
 
 class VirtualClock:

@@ -19,7 +19,7 @@ from structlog.typing import FilteringBoundLogger
 from agentloop import codec
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api import SESSIONS_ROLLOUT_ID, EncodedPage, Orders, RolloutStatus, RolloutTerms, WorkerReport
-from agentloop.clock import Clock
+from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling import COORDINATOR, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
@@ -76,7 +76,7 @@ class Rollouts:
         self._grace_until: float | None = None
         self._trimming: asyncio.Task[None] | None = None
         self._trim_at = 0.0
-        self._wall_at_0: float | None = None  # seconds since 1970 when the clock was at 0
+        self._time = SteadyTime(time.time, clock.now)  # of ages
         self.is_draining = False  # nothing is accepted or given out any more: the service stops
 
     @property
@@ -203,14 +203,12 @@ class Rollouts:
 
     async def _trim(self) -> None:
         """Delete in batches, with what waits for the store between them."""
-        if self._wall_at_0 is None:  # never before the last mark, and from then on by the clock that cannot jump
-            self._wall_at_0 = max(time.time(), await self._store.last_mark()) - self._clock.now()
+        self._time.not_before(await self._store.last_mark())
         num_deleted = 0
         while True:
             live = {one.rollout_id: one for one in self.queue.live}
             counted = {name for name, one in live.items() if one.budget is not None}
-            now = self._wall_at_0 + self._clock.now()
-            num_freed = await self._store.trim(self._config.retention, now, Unfinished(live, counted))
+            num_freed = await self._store.trim(self._config.retention, self._time(), Unfinished(live, counted))
             if num_freed == 0:
                 break
             num_deleted += num_freed

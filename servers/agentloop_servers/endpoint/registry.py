@@ -27,6 +27,7 @@ import structlog
 
 from agentloop.aio import KeyedLocks, run_to_end
 from agentloop.api import ID_PATTERN, SESSIONS_ROLLOUT_ID, FrontPort
+from agentloop.clock import SteadyTime
 from agentloop.errors import (
     AgentLoopError,
     Conflict,
@@ -66,6 +67,7 @@ class SessionLimits:
     ttl_s: float = 3600.0  # without use, until a session expires; also how long a finished one can be read
     one_off_ttl_s: float = 600.0
     max_ttl_s: float = 7 * 86_400.0
+    restart_grace_s: float = 300.0  # that a session lives at least, after a start of its process
     watch_interval_s: float = 1.0
     record_timeout_s: float = 60.0
 
@@ -206,7 +208,8 @@ class Sessions:
         self._new_id = new_id
         self._keys = SessionKeys(secret)
         self._parts = parts
-        self._store = SessionStore(store_path, parts.unix_time, executor, min_free_bytes=min_free_bytes)
+        self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
+        self._store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
         self._cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         self._leases = SessionLeases(
             coordinator, connect, vocab_size=parts.vocab_size, clock=parts.clock, config=leases
@@ -218,6 +221,8 @@ class Sessions:
     async def start(self) -> None:
         """Open the file, and begin to watch. Raises InvalidRequest if the file is no session store."""
         self._num_open = await self._store.start()
+        self._time.not_before(await self._store.last_use())
+        await self._store.spare(self._limits.restart_grace_s)
         self._watching = asyncio.create_task(self._watch(), name="sessions-watch")
 
     async def close(self) -> None:
@@ -398,7 +403,7 @@ class Sessions:
             raise _not_found(session_id)
         if stored.state is SessionState.GONE:
             raise _gone(session_id)
-        if stored.expires_at <= self._parts.unix_time():
+        if stored.expires_at <= self._time():
             await self._expire(session_id, self._restored(session_id, stored))
             raise _gone(session_id)
         self._make_room()

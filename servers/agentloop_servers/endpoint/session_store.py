@@ -227,6 +227,21 @@ class SessionStore:
 
         return await self._run(work, lambda: self._log.end_all(session_id))
 
+    async def last_use(self) -> float:
+        """Return when a live session was last used, about; 0 if there is none."""
+        statement = (
+            "SELECT COALESCE(MAX(expires_at - ttl_s * ?), 0) FROM sessions WHERE state IN ('open', 'finished')"
+        )
+        return await self._run(lambda db: float(db.execute(statement, (1 + _EXPIRY_SLACK,)).fetchone()[0]))
+
+    async def spare(self, grace_s: float) -> None:
+        """Let every live session live for `grace_s`, or its whole time, from now: nobody could use it before."""
+        statement = (
+            "UPDATE sessions SET expires_at = MAX(expires_at, ? + MIN(ttl_s, ?))"
+            " WHERE state IN ('open', 'finished')"
+        )
+        await self._run(lambda db: db.execute(statement, (self._wall_s(), grace_s)).rowcount)
+
     async def expired(self, limit: int) -> list[str]:
         """Return up to `limit` live sessions whose time is over, the oldest first."""
         statement = (

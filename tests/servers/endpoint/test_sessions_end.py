@@ -18,6 +18,7 @@ from agentloop.errors import (
     ServiceUnavailable,
     SessionFinished,
     SessionNotFound,
+    StorageFull,
 )
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionState
@@ -194,9 +195,9 @@ async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: SessionSite, s
         for index in range(200):
             await sessions.find_or_create(f"new{index}", "")
 
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(StorageFull):
         await say_much()
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(StorageFull):
         await make_many()
     await site.disk(1_000_000)
     await say(session, *history, Message("user", "again"))
@@ -285,3 +286,30 @@ async def test_a_call_that_the_engines_failed_is_lost_until_its_retry(
     assert not session.is_complete
     await say(session, Message("user", "hello"), retry_count=1)
     assert (await sessions.finish("s", "")).is_complete
+
+
+@virtually()
+async def test_a_clock_that_jumps_on_ends_no_session(site: SessionSite, sessions: Sessions) -> None:
+    await lives_its_time(site, sessions, 7200.0)
+
+
+@virtually()
+async def test_a_clock_that_jumps_back_keeps_no_session(site: SessionSite, sessions: Sessions) -> None:
+    await lives_its_time(site, sessions, -7200.0)
+
+
+async def lives_its_time(site: SessionSite, sessions: Sessions, jump_s: float) -> None:
+    await sessions.create(NewSession("s", ttl_s=100.0), "")
+    site.wall_jump_s = jump_s
+    await site.clock.sleep(50.0)
+    await talk(await sessions.find("s", ""), 1)
+    await site.clock.sleep(60.0)
+    await sessions.find("s", "")
+    await site.stop()
+    sessions = await site.start()  # which reads the wrong clock
+    await site.clock.sleep(90.0)
+    await sessions.find("s", "")
+    await site.clock.sleep(120.0)
+    with pytest.raises(Gone):
+        await sessions.find("s", "")
+    assert site.recorded == [("s", "deadline", False)]

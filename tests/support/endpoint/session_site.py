@@ -77,6 +77,7 @@ class SessionSite:
         self.clock, self.path, self.limits = clock, path, limits
         self.coordinator, self.talker = FakeCoordinator(), Talker()
         self.executor = Inline if is_virtual else lambda: None
+        self.wall_jump_s = 0.0
         self.talker.gate.set()
 
     async def start(self) -> Sessions:
@@ -89,7 +90,7 @@ class SessionSite:
             max_context_tokens=100_000,
             vocab_size=RENDERER.vocab_size,
             clock=self.clock,
-            unix_time=lambda: EPOCH_S + self.clock.now(),
+            unix_time=lambda: EPOCH_S + self.wall_jump_s + self.clock.now(),
         )
         self.sessions = Sessions(
             self.path / "sessions.sqlite",
