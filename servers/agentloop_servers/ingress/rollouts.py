@@ -75,9 +75,10 @@ WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The answer to a health check: a replica takes traffic, or none does."""
+    """The answer to a health check: a replica takes traffic, or none does; `GET /status` says what is degraded."""
 
     is_ready: bool
+    is_degraded: bool
 
 
 class Readiness:
@@ -85,11 +86,11 @@ class Readiness:
 
     def __init__(self, coordinator: FrontPort) -> None:
         self._coordinator = coordinator
-        self._asked: asyncio.Task[bool] | None = None
+        self._asked: asyncio.Task[Health] | None = None
         self._answered_at = 0.0
 
-    async def known(self) -> bool:
-        """Return what was true a second ago or later; False also while the coordinator does not answer."""
+    async def known(self) -> Health:
+        """Return what was true a second ago or later; not ready also while the coordinator does not answer."""
         loop = asyncio.get_running_loop()
         if self._asked is None or (self._asked.done() and loop.time() - self._answered_at > READINESS_AGE_S):
             self._asked = asyncio.create_task(self._ask(), name="readiness")
@@ -101,11 +102,12 @@ class Readiness:
             self._asked.cancel()
             await asyncio.gather(self._asked, return_exceptions=True)
 
-    async def _ask(self) -> bool:
+    async def _ask(self) -> Health:
         try:
-            return (await in_time(self._coordinator.status(), READINESS_TIMEOUT_S, "no answer")).is_ready
+            status = await in_time(self._coordinator.status(), READINESS_TIMEOUT_S, "no answer")
+            return Health(status.is_ready, not status.is_ready or bool(status.degraded))
         except AgentLoopError:
-            return False
+            return Health(is_ready=False, is_degraded=True)
         finally:
             self._answered_at = asyncio.get_running_loop().time()
 
@@ -165,9 +167,9 @@ class RolloutRoutes:
 
     async def health(self) -> Response:
         """200 once a replica takes traffic, 503 before."""
-        is_ready = await self._readiness.known()
-        headers = {} if is_ready else {"retry-after": str(self._limits.retry_after_s)}
-        return json_response(Health(is_ready), 200 if is_ready else 503, headers)
+        health = await self._readiness.known()
+        headers = {} if health.is_ready else {"retry-after": str(self._limits.retry_after_s)}
+        return json_response(health, 200 if health.is_ready else 503, headers)
 
     async def close(self) -> None:
         """End what is asked for health checks. Idempotent."""

@@ -225,11 +225,11 @@ async def test_a_read_waits_for_the_first_trajectory(door: Door) -> None:
 async def test_status_and_health(door: Door) -> None:
     status = (await door.call("GET", "/status"))[1]
     assert (status["is_ready"], status["replicas"][0]["replica_id"]) == (True, "replica-1")
-    assert (await door.call("GET", "/health"))[:2] == (200, {"is_ready": True})
+    assert (await door.call("GET", "/health"))[:2] == (200, {"is_ready": True, "is_degraded": False})
     door.coordinator.is_ready = False
     await asyncio.sleep(1.1)  # what is known is a second old at most
     status, body, headers = await door.call("GET", "/health")
-    assert (status, body, headers["retry-after"]) == (503, {"is_ready": False}, "1")
+    assert (status, body, headers["retry-after"]) == (503, {"is_ready": False, "is_degraded": True}, "1")
 
 
 async def test_health_checks_ask_the_coordinator_once_a_second_at_most(door: Door) -> None:
@@ -245,7 +245,7 @@ async def test_health_checks_ask_the_coordinator_once_a_second_at_most(door: Doo
     door.coordinator.is_ready = True
     door.coordinator.status_delay_s = 3600.0
     await asyncio.sleep(1.1)
-    assert (await door.call("GET", "/health"))[:2] == (503, {"is_ready": False})
+    assert (await door.call("GET", "/health"))[:2] == (503, {"is_ready": False, "is_degraded": True})
 
 
 async def test_admin_routes_reach_the_fleet(door: Door) -> None:
