@@ -154,6 +154,37 @@ async def test_every_sample_has_one_record_though_agents_fail(service: FakeSessi
         assert record.reward == (float(record.task_id[1:]) if is_good else None)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(4)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (KeyboardInterrupt(), "raised KeyboardInterrupt"),
+        (BaseExceptionGroup("several", [SystemExit(1)]), "raised BaseExceptionGroup"),
+        (Unspeakable(), "Unspeakable"),
+        (ValueError("caf\udce9.txt"), "ValueError: caf\\udce9.txt"),
+    ],
+    ids=["interrupt", "group", "unspeakable", "surrogate"],
+)
+async def test_whatever_an_agent_raises_is_its_own_failure(
+    service: FakeSessions, raised: BaseException, says: str, is_async: bool
+) -> None:
+    async def asynchronously(task, base_url, api_key):
+        raise raised
+
+    def plainly(task, base_url, api_key):
+        raise raised
+
+    run, records = await roll_out(service, AgentProgram.of(asynchronously if is_async else plainly), tasks_of(2))
+    assert [record.error for record in records] == [says] * 2
+    assert run.num_failed == 2
+    assert {record.stop_reason for record in service.records} == {StopReason.LOOP_FAILED}
+
+
 async def test_an_agent_that_cancels_itself_has_failed(service: FakeSessions) -> None:
     _, [record] = await roll_out(service, AgentProgram.load(f"{AGENTS}:cancels_itself"), tasks_of(1))
     assert record.error == "raised CancelledError"
