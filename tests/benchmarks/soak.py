@@ -59,6 +59,7 @@ SESSION_TURNS = 5
 AGENT_RETRIES = 30  # of the OpenAI client, whose waits grow to 8 s: longer than any part takes to come back
 SETTLE_S = 300.0  # for all that was accepted to end, once the kills are over
 STOPPED_FOR_GOOD_S = 120.0  # then nobody has noticed
+MAX_RETURN_S = 120.0  # of a replica, after the load has ended
 MEAN_LOGPROB_TOLERANCE = 0.02
 NUM_RECOMPUTED = 200
 
@@ -134,17 +135,23 @@ class Soak:
             _, late = await asyncio.wait(load, timeout=SETTLE_S)
             if late:
                 self.problems.append(f"{len(late)} clients had not ended {SETTLE_S:g} s after the last kill")
+            await self._until_whole()
             for task in (*late, *watching):
                 task.cancel()
         return time.monotonic() - started
+
+    async def _until_whole(self) -> None:
+        """Wait for the last ones that were killed to be there again."""
+        until = time.monotonic() + MAX_RETURN_S
+        while self._sights[-1].num_ready < NUM_REPLICAS and time.monotonic() < until:
+            await asyncio.sleep(0.5)
 
     # --- the service ---
 
     @contextlib.asynccontextmanager
     async def _service(self) -> AsyncIterator[tuple[str, Tree]]:
         document = yaml.safe_load(CONFIG.read_text())
-        document["http_options"]["port"] = 0
-        document["applications"][0]["args"]["model"] = str(POLICY / "v0")
+        document["applications"][0]["args"].update(port=0, model=str(POLICY / "v0"))
         config = self._out / "soak.yaml"
         config.write_text(yaml.safe_dump(document))
         arguments = ["-m", "agentloop_servers.cli", "serve", "--config", str(config), "--out", str(self._out)]
@@ -267,6 +274,7 @@ class Soak:
         until = time.monotonic() + min(stop_s, STOPPED_FOR_GOOD_S)
         while time.monotonic() < until and victim.is_running():
             await asyncio.sleep(0.2)
+        kill.over_at_s = time.monotonic()
         is_for_good = stop_s == float("inf")
         if release(kill, is_killed=is_for_good) and is_for_good:
             self._unnoticed += 1
@@ -404,21 +412,16 @@ class Soak:
     def _recovered_s(self, kill: Kill) -> float | None:
         before = next((one for one in reversed(self._sights) if one.at_s < kill.at_s), None)
         num_before = 1 if before is None else max(1, before.num_processes[kill.kind])
-        stop_s = 0.5 if kill.stop_s is None else min(kill.stop_s, 0.5)
-        num_delivered: int | None = None
-        was_missed = False
+        was_missed, num_delivered = kill.process.is_running(), None
         for sight in self._sights:
-            if sight.at_s < kill.at_s + stop_s:
+            if sight.at_s <= kill.over_at_s:
                 continue
-            num_there = sight.num_processes[kill.kind]
-            was_missed |= num_there < num_before or sight.num_ready < NUM_REPLICAS or sight.status is None
-            if num_there < num_before or sight.num_ready < NUM_REPLICAS:
-                continue
-            if kill.stop_s is None and not was_missed:
-                continue  # the killed one still counts
+            is_whole = sight.num_processes[kill.kind] >= num_before and sight.num_ready >= NUM_REPLICAS
+            was_missed |= not is_whole or sight.status is None
+            if not is_whole or not was_missed:
+                continue  # at first the dead one still counts
             if kill.kind == "worker":
-                if num_delivered is None:
-                    num_delivered = sight.num_delivered
+                num_delivered = sight.num_delivered if num_delivered is None else num_delivered
                 if sight.num_delivered == num_delivered:
                     continue
             return sight.at_s - kill.at_s

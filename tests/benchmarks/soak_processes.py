@@ -27,14 +27,15 @@ OTHERS = {"serve controller": "ServeController", "port keeper": "PortKeeper", "r
 WARM_UP_S = 30.0  # of a process, before its size counts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Kill:
-    """One process that was killed, or stopped for a while; `until_s` None: it is not made to go on."""
+    """One process that was killed, or stopped for a while."""
 
     kind: str
     process: psutil.Process
     at_s: float
     stop_s: float | None  # how long it was to stand still; None: SIGKILL
+    over_at_s: float  # when it was dead, or went on
 
     @property
     def name(self) -> str:
@@ -136,7 +137,8 @@ class Tree:
 def strike(kind: str, process: psutil.Process, stop_s: float | None) -> Kill:
     """Kill a process, or stop it; whoever asked makes it go on."""
     process.send_signal(signal.SIGKILL if stop_s is None else signal.SIGSTOP)
-    return Kill(kind, process, time.monotonic(), stop_s)
+    now = time.monotonic()
+    return Kill(kind, process, now, stop_s, now)
 
 
 def release(kill: Kill, *, is_killed: bool = False) -> bool:

@@ -140,6 +140,8 @@ def tool_problems(world: WholeWorld) -> Iterator[str]:
     }
     everyone = (*world.workers, *world.dead)
     for dead in world.dead:
+        if not dead.has_good_disk:
+            continue  # a journal that could not be written has ended
         kept = {(one.trajectory_id, one.key) for one in dead.tool.calls if one.ended_at < dead.died_at - SETTLED_S}
         for other in everyone:
             for one in other.tool.calls if other is not dead else ():
@@ -159,5 +161,5 @@ async def restart_problems(world: WholeWorld) -> list[str]:
 
 def file_problems(world: WholeWorld) -> Iterator[str]:
     """Journals of trajectories that have ended."""
-    if left := [path.name for path in world.turns.iterdir()]:
+    if left := [path for path in world.turns.rglob("*") if path.is_file() and path.stat().st_size]:
         yield f"journals are left: {left}"

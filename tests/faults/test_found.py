@@ -9,9 +9,11 @@ from agentloop.errors import ServiceUnavailable
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.worker import Worker, WorkerConfig
-from agentloop.types import Trajectory
+from agentloop.types import RolloutGroup, Trajectory
+from agentloop_servers.coordinator.coordinator import Coordinator
 from tests.support.engine.scripted import RENDERER, SPEC, scripted_engine, started
 from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.fleet.service import Service, service
 from tests.support.fleet.worker import task
 
 
@@ -47,3 +49,11 @@ def test_a_worker_ends_while_its_record_is_refused() -> None:
                 await running
 
     clock.run(main())
+
+
+@service("a")
+async def test_a_submission_that_is_sent_twice_at_once_is_one(site: Service, coordinator: Coordinator) -> None:
+    groups = (RolloutGroup("g", task(), 2),)
+    first, second = await asyncio.gather(*(coordinator.rollouts.submit("r", groups) for _ in range(2)))
+    assert first == second
+    assert first.num_accepted == 2

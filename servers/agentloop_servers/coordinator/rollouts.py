@@ -17,7 +17,7 @@ import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from agentloop import codec
-from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, is_set_by, to_its_end
+from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api import SESSIONS_ROLLOUT_ID, EncodedPage, Orders, RolloutStatus, RolloutTerms, WorkerReport
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
@@ -72,6 +72,7 @@ class Rollouts:
         self._polls: dict[str, _Poll] = {}
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
+        self._submitting = KeyedLocks()  # by rollout id
         self._readers: dict[str, asyncio.Event] = {}  # live rollouts that somebody reads
         self._grace_until: float | None = None
         self._trimming: asyncio.Task[None] | None = None
@@ -236,6 +237,12 @@ class Rollouts:
     ) -> RolloutStatus:
         if self.is_draining:
             raise ServiceUnavailable("the service is stopping")
+        async with self._submitting.of(rollout_id):  # a repeat waits until the first is durable, and is told of it
+            return await self._submit(rollout_id, groups, terms)
+
+    async def _submit(
+        self, rollout_id: str, groups: tuple[RolloutGroup, ...], terms: RolloutTerms
+    ) -> RolloutStatus:
         num_new = sum(group.num_samples for group in groups)
         try:
             known = await self._status(rollout_id)

@@ -21,6 +21,10 @@ class Disk:
         self.slowness_s = 0.0
         self.is_full = False
 
+    @property
+    def is_good(self) -> bool:
+        return self.slowness_s == 0.0 and not self.is_full
+
     def executor(self) -> DiskThread:
         """The thread of one file."""
         return DiskThread(self)
@@ -53,6 +57,8 @@ class DiskThread(Executor):
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 if self.is_dead:
                     raise OSError("injected: a dead process writes nothing")

@@ -218,6 +218,8 @@ class World:
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task])
+            elif not task.cancelled():
+                task.exception()  # seen, whether or not its caller is there
         if task.cancelled():
             raise ServiceUnavailable("the coordinator died")
         await self.stall.passed()

@@ -71,6 +71,7 @@ class WorkerProcess:
     thread: DiskThread
     task: asyncio.Task[None]
     died_at: float = inf
+    has_good_disk: bool = True  # all its life
 
 
 @dataclass(slots=True)
@@ -166,6 +167,7 @@ class WholeWorld(World):
         )
         task = asyncio.create_task(worker.run(), name=name)
         self.workers.append(WorkerProcess(name, worker, port, stall, tool, toolbox, journal, thread, task))
+        self._note_disk()
 
     async def start_ingress(self, path: Path) -> None:
         stall = Stall(self.clock)
@@ -363,9 +365,15 @@ class WholeWorld(World):
 
     async def _fill_disk(self, process: Process) -> None:
         self.disk.is_full = self.rng.random() < 0.7
+        self._note_disk()
 
     async def _slow_disk(self, process: Process) -> None:
         self.disk.slowness_s = self.rng.choice((0.0, 0.05, 0.7, 6.0))
+        self._note_disk()
+
+    def _note_disk(self) -> None:
+        for worker in self.workers:
+            worker.has_good_disk &= self.disk.is_good
 
     async def heal(self) -> None:
         await super().heal()

@@ -1,0 +1,512 @@
+"""The table of faults and bad input: what must happen in each case, and the tests that make it happen.
+
+python -m tests.faults.matrix     # writes docs/faults.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "faults.md"
+_SCHEDULES = "faults/test_schedules.py::test_schedules"
+_SERVICE = "servers/test_service.py::test_"
+_BAD_REQUESTS = "servers/endpoint/test_bad_requests.py::test_"
+_BAD_INPUT = "servers/endpoint/test_bad_input.py::test_"
+_KEYS = "servers/http/test_bad_keys.py::test_"
+_DISCONNECTS = "servers/endpoint/test_disconnects.py::test_"
+_ENDPOINT = "servers/endpoint/test_endpoint_service.py::test_"
+_REPLICA = "servers/replica/test_replica.py::test_"
+_REPLICAS = "servers/coordinator/test_replicas.py::test_"
+_COORDINATOR = "servers/coordinator/test_coordinator.py::test_"
+_RESTART = "servers/coordinator/test_restart.py::test_"
+_LEASED = "generation/test_leased_engine.py::test_"
+_UPDATE = "fleet/test_weight_update.py::test_"
+_TOOLBOX = "rollout/test_toolbox.py::test_"
+_USER_CODE = "rollout/test_user_code.py::test_"
+_JOURNAL = "rollout/test_turn_journal.py::test_"
+_WORKER = "rollout/test_worker.py::test_"
+_PYTHON = "tools/test_python.py::test_"
+_HERMES = "parsers/test_hermes.py::test_"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case. `tests` are names under `tests/`; without any, `why_not` says the reason."""
+
+    case: str
+    expected: str
+    tests: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "SIGKILL of a replica while it decodes, not streamed",
+        "the turn goes on at another replica with the same prompt ids; one committed turn; others untouched",
+        (
+            f"{_WORKER}a_lost_replica_costs_a_retry_elsewhere",
+            f"{_SERVICE}a_killed_part_costs_no_accepted_task",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "the same, streamed, after some tokens",
+        "it goes on from the ids that were given out; no token twice",
+        (f"{_LEASED}a_cut_stream_goes_on_without_a_token_more_or_less", _SCHEDULES),
+    ),
+    Row(
+        "SIGKILL of a worker",
+        "its trajectories go on at their last turn; no tool whose answer was kept runs again; `attempt` counts",
+        (
+            f"{_JOURNAL}it_goes_on_after_every_death",
+            f"{_JOURNAL}a_trajectory_goes_on_at_its_last_turn_and_runs_no_tool_again",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "SIGKILL of ingress or coordinator",
+        "new requests wait or are refused with 503; sessions and accepted work are intact",
+        (
+            f"{_ENDPOINT}a_killed_ingress_process_loses_nothing_that_was_answered",
+            f"{_COORDINATOR}a_restart_loses_nothing_and_adopts_what_runs",
+            f"{_SERVICE}a_killed_part_costs_no_accepted_task",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "all replicas dead",
+        "503 with Retry-After; work stays queued, bounded; it recovers unaided",
+        (
+            f"{_COORDINATOR}without_a_replica_work_stays_queued",
+            f"{_REPLICAS}a_lost_replicas_trajectories_move",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "an engine hangs: no tokens, its port open",
+        "a watchdog ends it, its requests fail as lost and go on elsewhere",
+        (
+            f"{_REPLICA}a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lost",
+            f"{_REPLICAS}a_replica_that_accepts_everything_and_answers_nothing_is_taken_out",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "pause (keep) during many turns, then resume",
+        "no error, no token lost or repeated; spans show both versions",
+        (
+            "fleet/test_weight_update.py::test_with_simulated_engines",
+            f"{_SERVICE}an_update_under_load_loses_nothing",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "pause while a client streams for longer than its read timeout",
+        "keep-alive comments; the client survives",
+        (f"{_DISCONNECTS}08_comments_keep_a_stream_alive_through_a_pause",),
+    ),
+    Row(
+        "a pause that nobody ends",
+        "after a while new calls get 503, health says so, held calls are bounded",
+        (f"{_REPLICA}a_pause_that_nobody_ends_refuses_new_requests_and_holds_those_it_has",),
+    ),
+    Row(
+        "pause twice, resume twice, resume without a pause",
+        "idempotent",
+        ("fleet/test_replica_sync.py::test_operator_pause_and_resume_are_idempotent",),
+    ),
+    Row(
+        "a weight update fails on one of several replicas",
+        "that one is fenced; the fleet's version is told truthfully",
+        (f"{_UPDATE}one_replica_fails_and_the_others_go_on", _SCHEDULES),
+    ),
+    Row(
+        "a crash between pause and resume",
+        "a replica takes traffic again only with the right version",
+        (
+            f"{_REPLICAS}a_coordinator_that_dies_after_the_first_commit_brings_the_others_after_it",
+            f"{_UPDATE}an_update_cut_short_leaves_no_replica_in_between",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "a stale replica answers with an old version",
+        "its spans say so; what a run's staleness limit forbids is refused",
+        (
+            "fleet/test_registry.py::test_a_suspect_that_missed_an_update_does_not_come_back_with_old_weights",
+            f"{_LEASED}a_continuation_never_goes_back_in_weight_versions",
+            f"{_WORKER}finish_ends_a_stale_trajectory_with_what_it_has",
+        ),
+    ),
+    Row(
+        "a client disconnects, streamed or not",
+        "the engine's request ends within a second; no task is left; the session says so",
+        (
+            f"{_DISCONNECTS}14_a_client_that_leaves_frees_the_engine",
+            f"{_ENDPOINT}a_client_that_leaves_ends_the_call_in_the_engine_through_either_process",
+        ),
+    ),
+    Row(
+        "an SDK's timeout, then its automatic retry",
+        "the stored answer, or the call that runs; exactly one turn",
+        (
+            f"{_BAD_REQUESTS}15_a_retry_gets_the_stored_answer_and_makes_no_turn",
+            f"{_BAD_REQUESTS}15_a_retry_joins_the_call_that_runs",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "two equal prompts at once, neither a retry",
+        "two siblings",
+        (f"{_BAD_REQUESTS}16_equal_calls_that_are_no_retries_are_siblings",),
+    ),
+    Row(
+        "200 turns at once in one session",
+        "no corruption, no deadlock",
+        (f"{_BAD_REQUESTS}17_two_hundred_calls_at_once_in_one_session",),
+    ),
+    Row(
+        "a network to the engine that drops, delays and cuts",
+        "deadlines hold; retries are bounded",
+        (
+            "faults/test_engine_link.py::test_18_connections_that_are_cut_cost_retries_within_their_bound",
+            f"{_LEASED}attempts_end",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "a half-open connection to the engine",
+        "noticed by keep-alive and by silence",
+        (
+            "servers/private_http/test_private_http.py::test_both_ends_of_a_connection_notice_a_vanished_peer",
+            f"{_REPLICA}a_replica_that_falls_silent_is_lost",
+        ),
+    ),
+    Row(
+        "an engine answers with wrong lengths, impossible logprobs or ids",
+        "`malformed_engine_response`; never stored as trainable",
+        (
+            "test_checks.py::test_a_malformed_generation_is_refused",
+            f"{_LEASED}malformed_pieces_are_never_given_out",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "an engine's text differs from its ids",
+        "the ids win",
+        why_not="engines are asked for ids alone; no text of theirs is read, so none can differ.",
+    ),
+    Row(
+        "a tool raises, times out, is killed, prints without end, forks",
+        "a tool message with the error; caps hold; the worker is healthy",
+        (
+            f"{_USER_CODE}what_a_tool_raises_is_an_answer",
+            f"{_USER_CODE}a_huge_answer_is_cut_before_it_is_encoded",
+            f"{_TOOLBOX}a_timeout_is_an_error_and_the_next_call_gets_a_new_session",
+            f"{_PYTHON}a_worker_that_dies_is_replaced",
+            f"{_PYTHON}runaway_code_is_stopped_and_the_next_call_works",
+        ),
+    ),
+    Row(
+        "a tool ignores its cancellation",
+        "it is abandoned after a grace, its slot is free",
+        (f"{_TOOLBOX}a_tool_that_ignores_cancellation_is_abandoned_and_frees_its_slot",),
+    ),
+    Row(
+        "a tool's output has control tokens, fake calls, ANSI, NUL",
+        "plain text: no control token, no extra role",
+        (
+            "rendering/test_tokenizer.py::test_content_is_encoded_as_the_text_it_is",
+            "rendering/test_tokenizer.py::test_nul_and_escape_codes_pass_exactly",
+            f"{_TOOLBOX}odd_text_stays_plain_and_becomes_valid_utf_8",
+        ),
+    ),
+    Row(
+        "a tool's output tells the agent to call admin or file URLs",
+        "only declared tools can be called",
+        (
+            f"{_TOOLBOX}an_undeclared_tool_is_as_unknown_as_one_that_does_not_exist",
+            f"{_PYTHON}nothing_of_the_host_is_reachable",
+        ),
+    ),
+    Row(
+        "an unknown tool, bad arguments, ten thousand calls in a turn",
+        "an error message for each call; a cap on calls; no exception",
+        (
+            f"{_WORKER}an_unknown_tool_and_bad_arguments_are_answered",
+            f"{_HERMES}calls_beyond_the_cap_are_reported_as_one",
+            "rollout/test_budget.py::test_excess_calls_are_answered_or_stop",
+        ),
+    ),
+    Row(
+        "the model repeats the same call",
+        "limits of turns, calls and time end the trajectory with their reason",
+        (
+            f"{_WORKER}each_limit_has_its_stop_reason",
+            "rollout/test_budget.py::test_the_trajectory_has_a_budget_of_calls",
+        ),
+    ),
+    Row(
+        "the disk is full, or read-only",
+        "new work is refused with 507; what runs is not lost; it goes on when there is room",
+        (
+            "storage/test_full_disk.py::test_what_finds_no_room_is_refused_and_later_written",
+            "servers/endpoint/test_sessions_end.py::test_a_full_disk_fails_calls_and_then_all_goes_on",
+            _SCHEDULES,
+        ),
+    ),
+    Row(
+        "a torn tail, a flipped byte",
+        "dropped and counted under a checksum; everything else is served",
+        (
+            "storage/test_trajectory_store.py::test_a_corrupt_row_is_counted_and_the_others_are_served",
+            "servers/endpoint/test_open_calls_log.py::test_a_damaged_line_is_counted_and_a_last_one_that_was_cut_off_is_not",
+            f"{_JOURNAL}a_torn_or_flipped_file_gives_the_turns_before_the_damage",
+        ),
+    ),
+    Row(
+        "the wall clock jumps by an hour",
+        "no deadline moves; a coordinator's orders stay in order",
+        (f"{_REPLICA}a_new_process_outranks_the_one_before_it", _SCHEDULES),
+    ),
+    Row(
+        "the event loop is blocked for seconds",
+        "what blocks it is named in the log; nobody is judged by the time in which it stood still",
+        (
+            f"{_USER_CODE}what_blocks_the_event_loop_is_named",
+            f"{_REPLICA}the_time_in_which_the_replica_itself_stood_still_does_not_count",
+            f"{_COORDINATOR}a_worker_that_stalls_again_and_again_keeps_its_work",
+        ),
+    ),
+    Row(
+        "memory or connections run out",
+        "load is shed, and it recovers",
+        (
+            "servers/endpoint/test_registry.py::test_memory_that_is_all_in_use_is_an_overload",
+            f"{_BAD_REQUESTS}36_the_oldest_connections_make_room",
+            "servers/endpoint/test_routes_openai.py::test_calls_beyond_the_bound_are_refused_and_their_places_come_back",
+        ),
+    ),
+    Row(
+        "SIGTERM under load",
+        "nothing new begins, running work ends within its grace, the rest can be resumed",
+        (
+            f"{_RESTART}a_service_that_stops_begins_nothing_and_leaves_the_rest_to_the_next",
+            f"{_SERVICE}ctrl_c_leaves_no_process",
+        ),
+    ),
+    Row("a redeploy under load", "no connection is refused", (f"{_SERVICE}a_redeploy_refuses_no_connection",)),
+    Row(
+        "a client that reads one byte a second",
+        "it is cut off; others do not wait",
+        (
+            f"{_BAD_REQUESTS}35_who_does_not_read_is_cut_off_and_others_do_not_wait",
+            f"{_BAD_REQUESTS}35_an_answer_that_nobody_takes_is_given_up",
+        ),
+    ),
+    Row(
+        "headers or a body that do not come",
+        "closed at a deadline",
+        (
+            f"{_BAD_REQUESTS}36_headers_that_do_not_come_are_not_waited_for",
+            f"{_BAD_REQUESTS}36_a_body_that_does_not_come_is_not_waited_for",
+        ),
+    ),
+    Row(
+        "a body beyond the limit, chunked too",
+        "413 before more than the limit is held",
+        (f"{_BAD_REQUESTS}37_a_body_beyond_the_bound", f"{_BAD_REQUESTS}37_a_body_without_a_length"),
+    ),
+    Row("a compressed bomb", "415", (f"{_BAD_REQUESTS}38_compressed_bodies_are_not_taken",)),
+    Row(
+        "headers of 64 KB, ten thousand headers",
+        "431 or 400; the process lives",
+        (
+            f"{_BAD_REQUESTS}39_too_many_headers",
+            f"{_BAD_REQUESTS}39_what_has_no_end_is_not_listened_to",
+            f"{_BAD_REQUESTS}39_lines_are_counted_while_they_come",
+        ),
+    ),
+    Row(
+        "malformed, truncated or empty JSON, a wrong media type",
+        "400 in the envelope",
+        (f"{_BAD_INPUT}what_is_no_json", f"{_BAD_INPUT}40_the_wrong_media_type_is_named"),
+    ),
+    Row("nesting of 100,000, an integer of 5,000 digits", "400", (f"{_BAD_INPUT}what_is_no_json",)),
+    Row(
+        "NaN, Infinity, 1e999",
+        "400 that names the field",
+        (f"{_BAD_INPUT}what_is_no_json", f"{_BAD_INPUT}bad_bodies"),
+    ),
+    Row("a lone surrogate", "400", (f"{_BAD_INPUT}what_is_no_json", f"{_BAD_INPUT}bad_bodies")),
+    Row(
+        "UTF-16, invalid UTF-8, names twice, NUL",
+        "400; of names that occur twice the last counts; NUL passes exactly",
+        (
+            f"{_BAD_INPUT}what_is_no_json",
+            f"{_BAD_INPUT}44_of_duplicate_names_the_last_counts",
+            f"{_BAD_INPUT}44_nul_and_control_characters_pass_exactly",
+        ),
+    ),
+    Row("a body with thousands of errors", "a few are told", (f"{_BAD_INPUT}bad_bodies",)),
+    Row(
+        "a wrong type, a number beyond bounds, lists without end",
+        "400 that names the field",
+        (f"{_BAD_INPUT}bad_bodies", f"{_BAD_INPUT}46_what_is_harmless_is_accepted"),
+    ),
+    Row(
+        "a prompt longer than the context, odd `max_tokens`",
+        "400 `context_length_exceeded`; more than there is room for is cut",
+        (
+            f"{_BAD_INPUT}47_more_than_the_context_holds_is_clamped",
+            f"{_BAD_INPUT}bad_bodies",
+            f"{_SERVICE}a_prompt_longer_than_the_context_is_a_record_of_its_own",
+        ),
+    ),
+    Row(
+        "a catastrophic pattern, grammar or schema",
+        "refused, or compiled where it holds up nobody",
+        (
+            f"{_BAD_INPUT}48_a_pattern_that_is_catastrophic_to_match_does_not_hold_up_others",
+            "sessions/test_refusals.py::test_what_cannot_be_constrained_is_refused",
+        ),
+    ),
+    Row(
+        "hostile output of the model, for each parser",
+        "linear time; content is kept",
+        (
+            f"{_HERMES}hostile_text_takes_linear_time",
+            "parsers/test_qwen3_xml.py::test_hostile_text_takes_linear_time",
+            "parsers/test_families.py::test_a_turn_cut_anywhere_has_no_call_that_was_not_written",
+        ),
+    ),
+    Row(
+        "an unknown model, an unknown or expired session",
+        "404; 410",
+        (
+            f"{_BAD_REQUESTS}50_a_session_that_expired_is_gone",
+            f"{_BAD_REQUESTS}50_a_finished_session_takes_no_call_and_a_deleted_one_never_was",
+            "servers/endpoint/test_routes_openai.py::test_refusals",
+        ),
+    ),
+    Row(
+        "no key, a wrong key, two keys",
+        "401 in the envelope",
+        (f"{_KEYS}51_without_a_good_key", f"{_KEYS}51_accepted_forms"),
+    ),
+    Row(
+        "a Host or a path that lies",
+        "keys are asked for on every route",
+        (
+            f"{_KEYS}52_a_bad_host_opens_nothing",
+            f"{_KEYS}52_no_spelling_of_a_path_goes_round_the_key",
+            f"{_KEYS}52_without_keys_this_machine_is_served_by_its_names",
+        ),
+    ),
+    Row(
+        "requests that can be read in two ways",
+        "400, and closed",
+        (f"{_KEYS}53_requests_of_two_readings_are_refused",),
+    ),
+    Row(
+        "an admin route with a user's key",
+        "403",
+        (
+            f"{_KEYS}54_a_users_key_and_a_sessions_key_have_their_bounds",
+            "servers/ingress/test_ingress.py::test_a_users_key_does_not_open_admin_routes",
+        ),
+    ),
+    Row(
+        "weights from outside the roots, or not safetensors",
+        "400",
+        (
+            "servers/ingress/test_ingress.py::test_weights_come_from_under_the_roots_only",
+            "test_checks.py::test_a_broken_checkpoint_is_refused",
+        ),
+    ),
+    Row(
+        "pickle bytes to every open port",
+        "never unpickled; closed",
+        (
+            f"{_REPLICA}foreign_bytes_are_refused",
+            "servers/weight_transfer/test_protocol.py::test_a_stranger_is_dropped_and_disturbs_nobody",
+            f"{_BAD_INPUT}what_is_no_json",
+        ),
+    ),
+    Row(
+        "image URLs to private addresses",
+        "nothing is fetched: images come as data, or as files under the roots",
+        (
+            "test_images.py::test_what_is_no_image_is_refused",
+            "test_images.py::test_local_files_are_read_within_their_roots_only",
+        ),
+    ),
+    Row(
+        "code in the sandbox that reads the host, forks, fills the disk",
+        "denied; quotas hold",
+        (
+            f"{_PYTHON}nothing_of_the_host_is_reachable",
+            f"{_PYTHON}sixteen_trajectories_share_two_workers_past_hostile_ones",
+        ),
+    ),
+    Row(
+        "a chat template in a request, arguments with loops",
+        "the template is refused; only arguments that the model's template reads count",
+        (
+            f"{_BAD_INPUT}bad_bodies",
+            "servers/endpoint/test_client_habits.py::test_every_dialect_gives_arguments_to_the_template",
+        ),
+    ),
+    Row(
+        "another key's session or rollout",
+        "404",
+        (
+            f"{_KEYS}60_nobody_sees_another_keys_session",
+            "servers/ingress/test_ingress.py::test_a_key_reaches_its_own_rollouts_and_the_admin_all",
+        ),
+    ),
+    Row(
+        "newlines and secrets in headers",
+        "escaped; keys are not logged",
+        (
+            f"{_KEYS}61_a_request_id_that_could_write_logs_is_replaced",
+            f"{_KEYS}61_keys_are_not_logged",
+            "test_logs.py::test_secrets_never_reach_the_file",
+        ),
+    ),
+    Row(
+        "Ray's ports without its token",
+        "refused",
+        why_not="it is Ray's own door: the service starts Ray with token authentication and without its dashboard.",
+    ),
+    Row(
+        "a long run under random kills",
+        "every accepted call is committed once or has failed openly; no token is mislabelled; memory is flat",
+        why_not="`make soak` is that run, 20 minutes on both cores; its output: `tests/benchmarks/RESULTS.md`.",
+    ),
+)
+
+
+def page() -> str:
+    """Return the page: every case, what must happen, and the tests or the reason why there is none."""
+    lines = [
+        "# Faults and bad input",
+        "",
+        "Each case is a test; `python -m tests.faults.matrix` writes this page. `make test-faults` runs a thousand",
+        'seeded schedules of faults over the whole service in virtual time (`ARGS="--count 10000"` for more,',
+        '`ARGS="--seed 17"` for one again), `make soak` kills processes of the real one.',
+        "",
+        "| # | case | expected | tests |",
+        "|---:|---|---|---|",
+    ]
+    for number, row in enumerate(ROWS, 1):
+        names = [name.rpartition("/")[2].replace(".py::test_", ": ") for name in row.tests]
+        found = "<br>".join(f"`{name}`" for name in names)
+        lines.append(f"| {number} | {row.case} | {row.expected} | {found or row.why_not} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,31 @@
+"""The table of faults is whole, names tests that exist, and is what its page shows."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.faults.matrix import PAGE, ROWS, page
+
+TESTS = Path(__file__).parents[1]
+NUM_ROWS = 63
+
+
+def test_every_row_has_tests_or_a_reason() -> None:
+    assert len(ROWS) == NUM_ROWS
+    for number, row in enumerate(ROWS, 1):
+        assert bool(row.tests) != bool(row.why_not), f"row {number}: {row.case}"
+
+
+def test_every_test_that_is_named_exists() -> None:
+    known: dict[str, set[str]] = {}
+    for name in {name for row in ROWS for name in row.tests}:
+        file, _, test = name.partition("::")
+        if file not in known:
+            nodes = ast.parse((TESTS / file).read_text()).body
+            known[file] = {one.name for one in nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert test in known[file], name
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run `python -m tests.faults.matrix`"
