@@ -171,7 +171,7 @@ ROWS: tuple[Row, ...] = (
         "a network to the engine that drops, delays and cuts",
         "deadlines hold; retries are bounded",
         (
-            "faults/test_engine_link.py::test_18_connections_that_are_cut_cost_retries_within_their_bound",
+            "servers/endpoint/test_cut_connections.py::test_no_turn_is_doubled_or_lost_when_connections_are_cut",
             f"{_LEASED}attempts_end",
             _SCHEDULES,
         ),
