@@ -254,7 +254,7 @@ class LoopContext:
         fresh = [call for call in calls if call.id not in kept]
         ran = iter(await self._tools.run(fresh, self.task.limits.max_tool_response_bytes, keep))
         if self._journal is not None and not self._tools.can_resume:
-            self._journal.drop()
+            self._journal.forget()
         return [kept[call.id] if call.id in kept else next(ran) for call in calls]
 
     def _keep_turn(self) -> None:

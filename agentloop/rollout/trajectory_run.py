@@ -352,9 +352,9 @@ class TrajectoryRun:
         return journal
 
     async def forget(self) -> None:
-        """Remove what was journalled of the trajectory, and of earlier runs of its sample."""
+        """Remove, soon, what was journalled of the trajectory, and of earlier runs of its sample."""
         if self._journal is not None:
-            await self._journal.forget()
+            self._journal.forget()
 
     async def _looped(self, ctx: LoopContext) -> _Outcome:
         """Run the loop in a task of its own, and name how it ended."""

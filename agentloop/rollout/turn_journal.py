@@ -1,9 +1,9 @@
 """The turn journal: the finished turns of running trajectories, in files that a worker which dies leaves behind.
 
-Ownership: each run of a trajectory (one attempt on one worker) writes one file of its own, in its sample's folder;
+Ownership: each run of a trajectory (one attempt on one worker) writes one file of its own, named by its sample;
 nobody else ever writes to it, so a worker that was given up for lost cannot spoil what its successor writes. The
-folder goes when the sample's record is durable. What is older than `FLUSH_S` survives the end of the process, in
-whatever way; not a power cut, since nothing is synced.
+sample's files go when its record is durable. What is older than `FLUSH_S`, in a trajectory older than `YOUNG_S`,
+survives the end of the process in whatever way; not a power cut, since nothing is synced.
 
 A file is a list of frames: length, CRC-32, a kind, and the codec's bytes of one value; first the run's header, then
 its turns and the answers of tools. What follows a damaged or torn frame is dropped, counted and logged.
@@ -12,9 +12,10 @@ its turns and the answers of tools. What follows a damaged or torn frame is drop
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import math
 import os
-import shutil
 import struct
 import time
 import zlib
@@ -38,10 +39,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TURNS_FOLDER = "turns"
-FLUSH_S = 0.05  # between two writes: a trajectory that ends within that is never written
+FLUSH_S = 0.2  # between two writes
+YOUNG_S = 2.0  # a trajectory younger than that is not written: it costs nothing, and would be little to lose
 MAX_NAMES_A_CALL = 1000
 MAX_HEADER_BYTES = 4096
-STRAY_AFTER_S = 3600.0  # a folder without a readable file goes at this age
+STRAY_AFTER_S = 3600.0  # a file without a readable header goes at this age
 
 _FRAME = struct.Struct("<II")
 _log = structlog.stdlib.get_logger(__name__)
@@ -114,14 +116,15 @@ class KeptTurns:
 class RunJournal:
     """The journal of one run. `kept` is what it goes on from; None: it begins at the start."""
 
-    def __init__(self, journal: TurnJournal, folder: Path, header: Callable[[], RunHeader]) -> None:
+    def __init__(self, journal: TurnJournal, path: Path, header: Callable[[], RunHeader]) -> None:
         self.kept: KeptTurns | None = None
+        self.path = path
+        self.earlier: tuple[Path, ...] = ()  # the files of earlier runs of its sample
         self.is_over = False
-        self.is_on_disk = os.path.isdir(folder)  # it, or an earlier run of its sample
-        self.folder = folder
+        self.is_on_disk = False  # or on its way there
+        self.begun_at = asyncio.get_running_loop().time()
         self._journal = journal
         self._header = header
-        self._path = folder / f"{time.time_ns():020d}-{os.urandom(4).hex()}"
         self._is_made = False
 
     def append(self, entry: FinishedTurn | ToolAnswers) -> None:
@@ -129,49 +132,47 @@ class RunJournal:
         if not self.is_over:
             self._journal.add(self, entry)
 
-    def drop(self) -> None:
-        """End the journal before its run: a lost worker's trajectory begins at the start again. Idempotent."""
-        if not self.is_over:
-            self.is_over = True
-            self._journal.drop(self)
-
-    async def forget(self) -> None:
-        """Remove all that was journalled of the sample: nobody may go on from it any more."""
+    def forget(self) -> None:
+        """Remove, soon, all that was journalled of the sample: nobody may go on from it any more. Idempotent."""
         self.is_over = True
-        await self._journal.forget(self)
+        self._journal.forget(self)
 
     # --- the thread's side ---
 
     def write(self, entries: Sequence[FinishedTurn | ToolAnswers]) -> None:
         """Append entries to the file, which is made for the first ones. Raises OSError."""
         frames = [_frame(entry) for entry in entries]
-        if not self._is_made:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            frames[:0] = [_frame(self._header()), b"" if self.kept is None else self.kept.frames]
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        made = 0 if self._is_made else os.O_CREAT | os.O_EXCL  # one that is gone later was removed with its sample
-        fd = os.open(self._path, flags | made, 0o600)
+        if not self._is_made:  # a file that is gone later was removed with its sample
+            flags |= os.O_CREAT | os.O_EXCL
+            frames[:0] = [_frame(self._header()), b"" if self.kept is None else self.kept.frames]
+        fd = os.open(self.path, flags, 0o600)
         self._is_made = True
         try:
             data = b"".join(frames)
             if os.write(fd, data) != len(data):
-                raise OSError("the disk is full")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(fd)
-
-    def remove(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
 
 
 class TurnJournal:
     """The journals of one worker process. Close it in the end."""
 
-    def __init__(self, folder: Path, flush_s: float = FLUSH_S, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flush_s: float = FLUSH_S,
+        young_s: float = YOUNG_S,
+        executor: Executor | None = None,
+    ) -> None:
         """`executor` runs one call at a time; a thread of its own by default."""
         self._folder = folder
+        self._young_s = young_s
         self._flush_s = flush_s
         self._pending: dict[RunJournal, list[FinishedTurn | ToolAnswers]] = {}
+        self._doomed: list[Path] = []
+        self._left_behind: set[str] = set()  # marks of samples that other workers had a file of, at the last look
         self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix="turn-journal")
         self._flushing: asyncio.Task[None] | None = None
         self._is_failing = False
@@ -182,69 +183,81 @@ class TurnJournal:
         Finds what lost workers left of the trajectory: of several runs the one with the most sampled tokens, the
         latest of equals. A file that cannot be read, or is of another task or model, counts for nothing.
         """
-        name, folder = assignment.assignment_id, self._folder_of(assignment.assignment_id)
+        name = assignment.assignment_id
+        mark = _mark(name)
 
         def header() -> RunHeader:
             return RunHeader(name, assignment.attempt, fingerprint())
 
-        run = RunJournal(self, folder, header)
-        if run.is_on_disk:
-            try:
-                run.kept = await self._in_thread(_found, folder, name, fingerprint)
-            except OSError as error:
-                _log.error("journal_unreadable", assignment=name, error=repr(error))
-        if (kept := run.kept) is not None:
+        path = self._folder / f"{mark}.{time.time_ns():020d}.{os.urandom(3).hex()}"
+        run = RunJournal(self, path, header)
+        if assignment.attempt == 0 and mark not in self._left_behind:
+            return run
+        try:
+            await self.flush()  # an earlier run of ours may have ended this moment
+            run.earlier, run.kept = await self._in_thread(_found, self._folder, mark, name, fingerprint)
+        except OSError as error:
+            _log.error("journal_unreadable", error=repr(error))
+        if (kept := run.kept) is None:
+            _log.info("trajectory_begins_again", attempt=assignment.attempt, reason="no usable journal here")
+        else:
             num_turns, num_tokens = len(kept.turns), kept.num_sampled
             _log.info("trajectory_resumes", num_turns=num_turns, num_tokens=num_tokens, of_attempt=kept.attempt)
-        elif run.is_on_disk or assignment.attempt:
-            _log.info("trajectory_begins_again", attempt=assignment.attempt, reason="no usable journal here")
         return run
 
     def add(self, run: RunJournal, entry: FinishedTurn | ToolAnswers) -> None:
         """Write an entry with the next batch."""
-        self._pending.setdefault(run, []).append(entry)
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush_soon(), name="turn-journal")
+        waiting = self._pending.setdefault(run, [])
+        if isinstance(entry, FinishedTurn) and waiting:  # which has the answers that came before it
+            waiting[:] = [one for one in waiting if isinstance(one, FinishedTurn) or one.states]
+        waiting.append(entry)
+        self._flush_later()
 
-    def drop(self, run: RunJournal) -> None:
-        """Take back what a run has written."""
+    def forget(self, run: RunJournal) -> None:
+        """Remove the files of a run and of the earlier ones of its sample with the next batch."""
         self._pending.pop(run, None)
+        self._doomed += run.earlier
         if run.is_on_disk:
-            self._thread.submit(_quietly, run.remove)
+            self._doomed.append(run.path)
+        run.earlier, run.is_on_disk = (), False
+        if self._doomed:
+            self._flush_later()
 
-    async def flush(self) -> None:
-        """Write what waits. Failures are logged, and end the journals that they are of."""
-        batch, self._pending = self._pending, {}
-        if batch:
-            for run in batch:
-                run.is_on_disk = True
-            failed = await self._in_thread(_write_all, list(batch.items()))
-            for run, error in failed:
-                run.is_over = True
-                if not isinstance(error, FileNotFoundError) and not self._is_failing:  # that one's sample has ended
-                    _log.error(
-                        "journal_not_written", error=repr(error), consequence="lost workers' work begins anew"
-                    )
-            self._is_failing = bool(failed)
-
-    async def forget(self, run: RunJournal) -> None:
-        """Remove what a run and the earlier ones of its sample have written."""
-        self._pending.pop(run, None)
-        if run.is_on_disk:
-            await self._in_thread(shutil.rmtree, run.folder, True)
+    async def flush(self, *, spares_young: bool = False) -> None:
+        """Write and remove what waits. Failures are logged, and end the journals that they are of."""
+        born_by = asyncio.get_running_loop().time() - self._young_s if spares_young else math.inf
+        batch = {run: waits for run, waits in self._pending.items() if run.is_on_disk or run.begun_at <= born_by}
+        for run in batch:
+            del self._pending[run]
+        doomed, self._doomed = self._doomed, []
+        if not batch and not doomed:
+            return
+        for run in batch:
+            run.is_on_disk = True
+        failed = await self._in_thread(_write_all, self._folder, list(batch.items()), doomed)
+        for run, error in failed:
+            run.is_over = True
+            if not isinstance(error, FileNotFoundError) and not self._is_failing:  # that one's sample has ended
+                _log.error("journal_not_written", error=repr(error), consequence="lost workers' work begins anew")
+        self._is_failing = bool(failed)
 
     async def forget_sample(self, assignment_id: str) -> None:
         """Remove what runs of a sample have written, in whatever process."""
-        await self._in_thread(shutil.rmtree, self._folder_of(assignment_id), True)
+        self._doomed += await self._in_thread(_files_of, self._folder, _mark(assignment_id))
+        await self.flush()
 
     async def sweep(self, unfinished: Callable[[tuple[str, ...]], Awaitable[tuple[str, ...]]]) -> None:
         """Remove what dead workers left of samples that have their records. `unfinished` says which have none."""
         found = await self._in_thread(_names, self._folder)
         names = list(found)
+        left_behind: set[str] = set()
         for start in range(0, len(names), MAX_NAMES_A_CALL):
             some = tuple(names[start : start + MAX_NAMES_A_CALL])
-            for name in set(some) - set(await unfinished(some)):
-                await self._in_thread(shutil.rmtree, found[name], True)
+            owed = set(await unfinished(some))
+            left_behind.update(path.name.partition(".")[0] for name in owed for path in found[name])
+            self._doomed += [path for name in set(some) - owed for path in found[name]]
+        self._left_behind = left_behind
+        await self.flush()
 
     async def close(self) -> None:
         """Write what waits, and end the thread. Idempotent."""
@@ -255,13 +268,14 @@ class TurnJournal:
             await self.flush()
         self._thread.shutdown(wait=False)
 
-    async def _flush_soon(self) -> None:
-        while self._pending:
-            await asyncio.sleep(self._flush_s)
-            await self.flush()
+    def _flush_later(self) -> None:
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush_soon(), name="turn-journal")
 
-    def _folder_of(self, assignment_id: str) -> Path:
-        return self._folder / hashlib.blake2b(assignment_id.encode(), digest_size=16).hexdigest()
+    async def _flush_soon(self) -> None:
+        while self._pending or self._doomed:
+            await asyncio.sleep(self._flush_s)
+            await self.flush(spares_young=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
@@ -304,30 +318,54 @@ def _entries(data: bytes) -> Iterator[tuple[int, Entry]]:
 
 
 def _write_all(
-    batch: Sequence[tuple[RunJournal, Sequence[FinishedTurn | ToolAnswers]]],
+    folder: Path, batch: Sequence[tuple[RunJournal, Sequence[FinishedTurn | ToolAnswers]]], doomed: Sequence[Path]
 ) -> list[tuple[RunJournal, OSError]]:
-    """Write each run's entries. Returns those that failed."""
-    failed = []
+    """Write each run's entries, and remove files. Returns the runs that failed."""
+    failed: list[tuple[RunJournal, OSError]] = []
+    for path in doomed:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("journal_not_removed", error=repr(error))
     for run, entries in batch:
         try:
-            run.write(entries)
+            try:
+                run.write(entries)
+            except FileNotFoundError:
+                if folder.is_dir():
+                    raise
+                folder.mkdir(parents=True, exist_ok=True)
+                run.write(entries)
         except OSError as error:
             failed.append((run, error))
     return failed
 
 
-def _quietly(work: Callable[[], None]) -> None:
-    try:
-        work()
-    except OSError as error:
-        _log.warning("journal_not_removed", error=repr(error))
+def _mark(name: str) -> str:
+    """Return the beginning of the names of a sample's files."""
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
-def _found(folder: Path, name: str, fingerprint_now: Callable[[], bytes]) -> KeptTurns | None:
-    """Return the best that lost workers left of a sample. Raises OSError."""
-    wanted = fingerprint_now()
-    kept = [found for path in sorted(folder.iterdir()) if (found := _kept(path, name, wanted)) is not None]
-    return max(reversed(kept), key=lambda found: found.num_sampled, default=None)
+def _files_of(folder: Path, mark: str) -> list[Path]:
+    files = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return [folder / file for file in files if file.startswith(mark)]
+
+
+def _found(
+    folder: Path, mark: str, name: str, fingerprint_now: Callable[[], bytes]
+) -> tuple[tuple[Path, ...], KeptTurns | None]:
+    """Return the files that lost workers left of a sample, and the best of what is in them. Raises OSError."""
+    paths = _files_of(folder, mark)
+    wanted, best = fingerprint_now(), None
+    for path in paths:
+        try:
+            kept = _kept(path, name, wanted)
+        except OSError as error:
+            _log.error("journal_unreadable", assignment=name, error=repr(error))
+            continue
+        if kept is not None and (best is None or kept.num_sampled >= best.num_sampled):
+            best = kept
+    return tuple(paths), best
 
 
 def _kept(path: Path, name: str, wanted: bytes) -> KeptTurns | None:
@@ -367,17 +405,16 @@ def _kept(path: Path, name: str, wanted: bytes) -> KeptTurns | None:
     )
 
 
-def _names(folder: Path) -> dict[str, Path]:
-    """Return the folders of samples by the ids of the assignments. One that nobody can read goes when it is old."""
-    found: dict[str, Path] = {}
-    for sample in sorted(folder.iterdir()) if folder.is_dir() else ():
+def _names(folder: Path) -> dict[str, list[Path]]:
+    """Return the files by the ids of their assignments. One that nobody can read goes when it is old."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # its record became durable meanwhile
-            headers = (_header(path) for path in sample.iterdir())
-            name = next((header.assignment_id for header in headers if header is not None), None)
-            if name is not None:
-                found[name] = sample
-            elif time.time() - sample.stat().st_mtime > STRAY_AFTER_S:
-                shutil.rmtree(sample, ignore_errors=True)
+            header = _header(path)
+            if header is not None:
+                found.setdefault(header.assignment_id, []).append(path)
+            elif time.time() - path.stat().st_mtime > STRAY_AFTER_S:
+                path.unlink()
     return found
 
 

@@ -95,7 +95,8 @@ class Worker:
         """Poll for work until `close`; then cancel what runs, and give it back to the coordinator."""
         try:
             async with asyncio.TaskGroup() as group:
-                sweeping = group.create_task(self._sweep(), name="turn-journal-sweep")
+                await self._sweep()  # before the first work: it may be what a dead worker has left
+                sweeping = group.create_task(self._keep_sweeping(), name="turn-journal-sweep")
                 while not self._is_closing:
                     await self._poll(group)
                     await asyncio.sleep(self._config.poll_gap_s)
@@ -183,13 +184,17 @@ class Worker:
             self._log.warning("leave_failed", error=repr(error))
 
     async def _sweep(self) -> None:
-        """Now and then remove the journals that dead workers left of trajectories with a record."""
-        while self._journal is not None:
+        """Remove the journals that dead workers left of trajectories with a record."""
+        if self._journal is not None:
             try:
                 await self._journal.sweep(self._coordinator.unfinished)
             except (AgentLoopError, OSError) as error:
                 self._log.warning("journal_not_swept", error=repr(error))
+
+    async def _keep_sweeping(self) -> None:
+        while True:
             await asyncio.sleep(self._config.sweep_s)
+            await self._sweep()
 
     def _cancel(self, assignment_id: str) -> None:
         running = self._running.get(assignment_id)
@@ -212,8 +217,9 @@ class Worker:
                 trajectory = await running.run.to_record()
                 running.is_dropped = running.run.is_dropped
                 running.is_handing_in = True
-                if running.is_dropped:
-                    await running.run.forget()  # before the sample can be given out again
+                if running.is_dropped and self._journal is not None:  # before its sample can be given out again
+                    await running.run.forget()
+                    await self._journal.flush()
                 if await self._hand_in(trajectory):
                     await running.run.forget()
                 running.is_handing_in = False

@@ -33,6 +33,7 @@ class _OpenTurn:
     split: Split | None = None
     reply: Reply | None = None
     images: tuple[ImageSpan, ...] = ()  # offsets into `observed_ids`
+    node: Node | None = None  # what it becomes, once somebody asked after its reply
 
 
 class GrowingPath:
@@ -229,7 +230,7 @@ class GrowingPath:
         """Return the open turn as the node that it becomes."""
         if turn.reply is None:
             raise InvariantBroken("a node of a turn that was not sampled")
-        return Node(
+        turn.node = turn.node or Node(
             node_id=self._next_id,
             call_id=self._next_id,
             choice_index=0,
@@ -240,6 +241,7 @@ class GrowingPath:
             split=turn.split,
             images=turn.images,
         )
+        return turn.node
 
     @property
     def _next_id(self) -> str:

@@ -3,8 +3,8 @@
     make bench                                   # the table
     make bench ARGS="--trajectories 4000 --repeat 5"
 
-Rows: `in process` is the worker alone (loop, renderer, parser, tool, builder); `over HTTP` adds the data plane,
-with the simulated engine in a process of its own, as in a service. Ratios within one run are what to compare: two
+Rows: `in process` is the worker alone (loop, renderer, parser, tool, builder, journal); `no journal` is the same
+without that; `over HTTP` adds the data plane, with the simulated engine in a process of its own, as in a service. Ratios within one run are what to compare: two
 busy cores make absolute times pessimistic. CPU is the worker's process alone.
 """
 
@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import structlog
 from rich.console import Console
@@ -28,6 +30,7 @@ from rich.table import Table
 
 from agentloop.aio import freeze_gc
 from agentloop.engine import Engine
+from agentloop.rollout.turn_journal import TurnJournal
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.support.engine.scripted import call, scripted_engine
@@ -59,7 +62,9 @@ async def lag_probe(lags_ms: list[float]) -> None:
         lags_ms.append(max(0.0, (time.perf_counter() - before - LAG_PROBE_S) * 1000))
 
 
-async def measure(engines: Mapping[str, Engine], num_trajectories: int, *, owns_engines: bool) -> Figures:
+async def measure(
+    engines: Mapping[str, Engine], num_trajectories: int, *, owns_engines: bool, is_journalled: bool = True
+) -> Figures:
     """Roll out, with everything started before the clock."""
     tasks = [task(f"t{n}", reference="413") for n in range(num_trajectories)]
     coordinator = FakeCoordinator(tasks, urls=list(engines))
@@ -69,9 +74,13 @@ async def measure(engines: Mapping[str, Engine], num_trajectories: int, *, owns_
     probe = asyncio.create_task(lag_probe(lags_ms))
     cpu, wall = time.process_time(), time.perf_counter()
     started = engines if owns_engines else {url: _Started(engine) for url, engine in engines.items()}
-    async with running_worker(coordinator, started, capacity=1000), asyncio.timeout(600):
-        await coordinator.is_done.wait()
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    with TemporaryDirectory() as folder:
+        journal = TurnJournal(Path(folder)) if is_journalled else None
+        async with running_worker(coordinator, started, capacity=1000, journal=journal), asyncio.timeout(600):
+            await coordinator.is_done.wait()
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        if journal is not None:
+            await journal.close()
     probe.cancel()
     num_turns = sum(len(record.path.turns) for record in coordinator.records.values())
     assert num_turns == num_trajectories * NUM_TURNS, "every trajectory takes all its turns"
@@ -102,6 +111,12 @@ class _Started:
 def in_process(num_trajectories: int) -> Figures:
     """The engine in the worker's own event loop: its simulated steps count as the worker's CPU."""
     return asyncio.run(measure({"sim://a": scripted_engine(*REPLIES)}, num_trajectories, owns_engines=True))
+
+
+def unjournalled(num_trajectories: int) -> Figures:
+    """The same without the turn journal, from which trajectories go on when their worker dies."""
+    engines = {"sim://a": scripted_engine(*REPLIES)}
+    return asyncio.run(measure(engines, num_trajectories, owns_engines=True, is_journalled=False))
 
 
 def over_http(num_trajectories: int) -> Figures:
@@ -153,7 +168,7 @@ def main() -> None:
     table = Table(title=f"{options.trajectories} trajectories of {NUM_TURNS} turns in one worker")
     for column in ("", "turns/s", "turns/s per core", "CPU ms/turn", "loop lag p99 ms", "peak MiB"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, run in (("in process", in_process), ("over HTTP", over_http)):
+    for name, run in (("in process", in_process), ("no journal", unjournalled), ("over HTTP", over_http)):
         runs = [spawned(run, options.trajectories) for _ in range(options.repeat)]
         table.add_row(name, *(_spread([getattr(figures, field) for figures in runs]) for field in _FIELDS))
     console = Console()

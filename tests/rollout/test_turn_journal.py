@@ -100,20 +100,20 @@ class Lookup:
         return lookup
 
 
-def folders(folder):
+def files(folder):
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 async def written(folder) -> None:
     """Wait until the journal has something on disk, and some more for what came with it."""
-    while not folders(folder):
+    while not files(folder):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
 
 
 @asynccontextmanager
-async def at_work(feeder, engine, folder, flush_s: float = 0.05, **options):
-    journal = TurnJournal(folder, flush_s)
+async def at_work(feeder, engine, folder, flush_s: float = 0.02, **options):
+    journal = TurnJournal(folder, flush_s, young_s=0.0)
     try:
         async with running_worker(feeder, {"sim://a": engine}, journal=journal, **options), asyncio.timeout(60):
             yield
@@ -160,7 +160,7 @@ async def test_a_trajectory_goes_on_at_its_last_turn_and_runs_no_tool_again(tmp_
     assert noted.words == ["one", "two", "three"]
     expected = await undisturbed(rollout_task, LOOKUPS, tools=[Lookup().as_tool()])
     assert_same(feeder.records["t/0"], expected, num_resumed_turns=2)
-    assert folders(tmp_path) == []
+    assert files(tmp_path) == []
 
 
 async def test_answers_that_were_there_are_used_and_the_other_calls_run_again(tmp_path):
@@ -212,7 +212,7 @@ async def test_what_had_ended_when_its_worker_died_ends_the_same_way(tmp_path, l
     feeder.refuses = set(StopReason)
     async with at_work(feeder, HangingEngine(*replies), tmp_path, tools=[noted.as_tool()]):
         await feeder.is_refused.wait()
-    assert len(folders(tmp_path)) == 1, "a record that is not taken is no end"
+    assert len(files(tmp_path)) == 1, "a record that is not taken is no end"
     feeder.refuses = set()
     feeder.lose_worker()
     engine = HangingEngine(*replies)
@@ -281,7 +281,7 @@ async def test_a_users_loop_goes_on_if_it_can(tmp_path, loop, num_resumed):
         await engine.is_hanging.wait()
         if num_resumed:
             await written(tmp_path)
-    assert len(folders(tmp_path)) == (1 if num_resumed else 0)
+    assert len(files(tmp_path)) == (1 if num_resumed else 0)
     feeder.lose_worker()
     async with at_work(feeder, HangingEngine(*replies), tmp_path):
         await feeder.is_done.wait()
@@ -372,7 +372,7 @@ async def test_variables_of_the_python_tool_are_carried_over(tmp_path):
 async def test_what_is_dropped_for_its_age_is_not_gone_on_from(tmp_path):
     class Older(Relay):
         async def finish(self, worker_id, trajectory):
-            assert folders(tmp_path) == [], "the sample may be given out again at once"
+            assert files(tmp_path) == [], "the sample may be given out again at once"
             return await super().finish(worker_id, trajectory)
 
     class Updated(HangingEngine):
@@ -447,7 +447,7 @@ async def test_a_torn_or_flipped_file_gives_the_turns_before_the_damage(tmp_path
         for entry in finished_turns(3):
             run.append(entry)
         await journal.flush()
-        ((file,),) = [list(folder.iterdir()) for folder in folders(tmp_path)]
+        (file,) = files(tmp_path)
         data, found = file.read_bytes(), []
         for size in range(0, len(data) + 1, 11):
             file.write_bytes(data[:size])
@@ -491,10 +491,11 @@ async def test_a_worker_that_was_given_up_for_lost_spoils_nothing(tmp_path):
         lost.append(entries[2])  # torn: it is stopped in the middle of writing it
         await old.flush()
         assert len((await begun(new, 2)).kept.turns) == 3
-        await run.forget()
+        run.forget()
+        await new.flush()
         lost.append(entries[3])
         await old.flush()
-        assert folders(tmp_path) == [], "what it writes late makes no file"
+        assert files(tmp_path) == [], "what it writes late makes no file"
         assert lost.is_over
 
 
@@ -504,8 +505,7 @@ async def test_what_cannot_be_gone_on_from_begins_again(tmp_path, change):
         run = await begun(journal)
         run.append(finished_turns(1)[0])
         await journal.flush()
-        (folder,) = folders(tmp_path)
-        (file,) = folder.iterdir()
+        (file,) = files(tmp_path)
         if change != "another task":
             file.unlink()
         if change == "a folder in its place":
@@ -536,9 +536,12 @@ async def test_a_sweep_removes_what_has_its_record(tmp_path):
             run = await journal.begin(replace(ASSIGNMENT, assignment_id=f"r/g/{index}"), lambda: b"task")
             run.append(finished_turns(1)[0])
         await journal.flush()
-        await journal.sweep(unfinished)
-        assert len(folders(tmp_path)) == 2
-        assert (await journal.begin(replace(ASSIGNMENT, assignment_id="r/g/1"), lambda: b"task")).kept is None
+        async with journal_at(tmp_path) as other:  # of a worker that knows of no attempt, as after two restarts
+            await other.sweep(unfinished)
+            assert len(files(tmp_path)) == 2
+            for index, is_kept in enumerate((True, False, True)):
+                run = await other.begin(replace(ASSIGNMENT, assignment_id=f"r/g/{index}"), lambda: b"task")
+                assert (run.kept is not None) == is_kept
 
 
 async def test_time_that_was_spent_counts_and_time_in_which_nobody_ran_it_does_not(tmp_path):
