@@ -298,7 +298,7 @@ def _frame(entry: Entry) -> bytes:
     return _FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
-def _entries(data: bytes) -> Iterator[tuple[int, Entry]]:
+def read_entries(data: bytes) -> Iterator[tuple[int, Entry]]:
     """Yield the entries of a file, each with the offset behind it, up to the first that is damaged or torn."""
     end = 0
     while len(data) >= (start := end + _FRAME.size):
@@ -377,7 +377,7 @@ def _kept(path: Path, name: str, wanted: bytes) -> KeptTurns | None:
     states: dict[str, bytes | None] = {}
     left_s: float | None = None
     begins_at = ends_at = 0
-    for ends_at, entry in _entries(data):
+    for ends_at, entry in read_entries(data):
         if isinstance(entry, RunHeader):
             header, begins_at = entry, ends_at
         elif isinstance(entry, FinishedTurn):
@@ -420,5 +420,5 @@ def _names(folder: Path) -> dict[str, list[Path]]:
 
 def _header(path: Path) -> RunHeader | None:
     with path.open("rb") as file:
-        _, header = next(_entries(file.read(MAX_HEADER_BYTES)), (0, None))
+        _, header = next(read_entries(file.read(MAX_HEADER_BYTES)), (0, None))
     return header if isinstance(header, RunHeader) else None

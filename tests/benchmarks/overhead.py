@@ -4,8 +4,9 @@
     make bench ARGS="--trajectories 4000 --repeat 5"
 
 Rows: `in process` is the worker alone (loop, renderer, parser, tool, builder, journal); `no journal` is the same
-without that; `over HTTP` adds the data plane, with the simulated engine in a process of its own, as in a service. Ratios within one run are what to compare: two
-busy cores make absolute times pessimistic. CPU is the worker's process alone.
+without that; `over HTTP` adds the data plane, with the simulated engine in a process of its own, as in a service.
+Ratios within one run are what to compare: two busy cores make absolute times pessimistic. CPU is the worker's
+process alone.
 """
 
 from __future__ import annotations
