@@ -30,13 +30,17 @@ REFUSALS = [400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 431]
 CONFIG = {
     "seed": 7,
     "generation": {"max-examples": 3, "deterministic": True, "database": "none"},
-    "phases": {"stateful": {"enabled": True, "max-steps": 8, "generation": {"max-examples": 40}}},
     "headers": {"Authorization": "Bearer admin-1"},
     "checks": {
         "negative_data_rejection": {"expected-statuses": REFUSALS},
         "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", 504]},  # a timeout_s of next to nothing
     },
 }
+CHAINS = {
+    **{phase: {"enabled": False} for phase in ("examples", "coverage", "fuzzing")},
+    "stateful": {"enabled": True, "max-steps": 6, "generation": {"max-examples": 10}},
+}
+"""Calls that are made with what the ones before answered: the ids of sessions and rollouts above all."""
 RULES = {
     "a rule between fields": r"give either|needs |above the maximum|differ|two sessions|different sessions|"
     r"exactly one|must be|without tools|there is no tool|two tools|holds no |is empty|twice|exclude each other|"
@@ -68,8 +72,8 @@ def without_large_bounds(value: Any) -> Any:
     return [without_large_bounds(item) for item in value] if isinstance(value, list) else value
 
 
-def loaded(document: dict[str, Any], url: str) -> BaseSchema:
-    config = SchemathesisConfig.from_dict({**CONFIG, "base-url": url})
+def loaded(document: dict[str, Any], url: str, phases: dict[str, Any]) -> BaseSchema:
+    config = SchemathesisConfig.from_dict({**CONFIG, "base-url": url, "phases": phases})
     schema = schemathesis.openapi.from_dict(without_large_bounds(document), config=config)
 
     @schema.hook
@@ -89,7 +93,6 @@ def faults_of(schema: BaseSchema, num_checked: dict[str, int]) -> Iterator[Fault
             yield Fault(getattr(event, "label", ""), "run", repr(error))
         if not isinstance(event, events.ScenarioFinished):
             continue
-        num_checked[f"phase {event.phase.value}"] = num_checked.get(f"phase {event.phase.value}", 0) + 1
         for case_id, checks in event.recorder.checks.items():
             label = event.recorder.label
             num_checked[label] = num_checked.get(label, 0) + 1
@@ -111,12 +114,25 @@ async def test_the_document_is_true(tmp_path: Path) -> None:
     spec = replace(SPEC, max_context_tokens=128)
     async with chat_service(tmp_path, keys=Keys.of(["user-1"], "admin-1"), spec=spec) as service:
         _, document, _ = await service.call("GET", "/openapi.json")
-        schema = loaded(document, service.url)
+        schema = loaded(document, service.url, {"stateful": {"enabled": False}})
         num_checked: dict[str, int] = {}
         faults = await asyncio.to_thread(lambda: list(faults_of(schema, num_checked)))
         assert not faults, "\n\n".join(f"{one.check}: {one.operation}\n{one.detail}" for one in faults)
-        print(num_checked)
         operations = {f"{method.upper()} {path}" for path, item in document["paths"].items() for method in item}
         assert set(num_checked) == operations
         assert sum(num_checked.values()) > 2000
+        assert (service.engine.load().num_running, service.engine.load().num_waiting) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+async def test_the_document_is_true_of_calls_that_follow_from_each_other(tmp_path: Path) -> None:
+    spec = replace(SPEC, max_context_tokens=128)
+    async with chat_service(tmp_path, keys=Keys.of(["user-1"], "admin-1"), spec=spec) as service:
+        _, document, _ = await service.call("GET", "/openapi.json")
+        schema = loaded(document, service.url, CHAINS)
+        num_checked: dict[str, int] = {}
+        faults = await asyncio.to_thread(lambda: list(faults_of(schema, num_checked)))
+        assert not faults, "\n\n".join(f"{one.check}: {one.operation}\n{one.detail}" for one in faults)
+        assert sum(num_checked.values()) > 20
         assert (service.engine.load().num_running, service.engine.load().num_waiting) == (0, 0)
