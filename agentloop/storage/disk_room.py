@@ -28,7 +28,9 @@ _FULL_CODES = frozenset(
         sqlite3.SQLITE_IOERR_SHMSIZE,
     }
 )
-_PRIMARY_CODE = 0xFF  # the bits of an extended result code that name its kind
+
+PRIMARY_CODE = 0xFF
+"""The bits of an extended result code of SQLite that name its kind."""
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -37,7 +39,7 @@ def is_full(error: Exception) -> bool:
     """Tell if an error means that the disk cannot be written: it is full, over its quota, or read-only."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", 0)
-        return code in _FULL_CODES or code & _PRIMARY_CODE == sqlite3.SQLITE_READONLY
+        return code in _FULL_CODES or code & PRIMARY_CODE == sqlite3.SQLITE_READONLY
     return isinstance(error, OSError) and error.errno in _FULL
 
 

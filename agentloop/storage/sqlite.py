@@ -20,7 +20,7 @@ import structlog
 
 from agentloop import codec
 from agentloop.errors import AgentLoopError, InvalidRequest, ServiceUnavailable, StorageFull
-from agentloop.storage.disk_room import is_full
+from agentloop.storage.disk_room import PRIMARY_CODE, is_full
 
 MAX_WAL_BYTES = 64 << 20
 """Size to which a write-ahead log is cut when it has been copied into its file."""
@@ -157,6 +157,7 @@ class BatchWriter:
         self._waiting: list[_Piece] = []
         self._is_writing = False
         self._is_closed = False
+        self._is_damaged = False
         self._is_full = False  # the last that was to be written found no room
 
     async def run(self, work: Work[T], on_committed: Callable[[], None] | None = None) -> T:
@@ -231,6 +232,8 @@ class BatchWriter:
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))
                 problem = StorageFull(f"the disk of the {self._kind} is full or cannot be written")
+            elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
+                self._note_damage(repr(error))
             elif isinstance(error, sqlite3.Error):
                 _log.error("not_written", store=self._kind, num_pieces=len(works), error=repr(error))
         return [problem] if len(works) == 1 else [self._outcomes([work], is_part=True)[0] for work in works]
@@ -242,6 +245,17 @@ class BatchWriter:
         elif self._is_full and not is_full:
             _log.info("storage_has_room_again", store=self._kind)
         self._is_full = is_full
+
+    def _note_damage(self, reason: str) -> None:
+        """Log once what SQLite finds wrong with the file. What lies on its sound pages is served on."""
+        if self._is_damaged:
+            return
+        self._is_damaged = True
+        try:
+            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        except sqlite3.Error as error:
+            found = repr(error)
+        _log.error("store_damaged", store=self._kind, reason=reason, quick_check=found)
 
 
 def _outcome(work: Work[Any], db: sqlite3.Connection) -> Any:

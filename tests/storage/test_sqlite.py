@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from agentloop.errors import InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, open_database, packed
@@ -137,3 +138,35 @@ def test_damaged_rows_are_counted_once_and_left_out() -> None:
         assert rows.data("numbers", 2, data[:-1], crc) is None
         assert rows.value("numbers", int, 3, data, crc) is None
     assert rows.num_corrupt_rows == 3
+
+
+def spoil(path: Path, offset: int) -> None:
+    """Overwrite one page of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 4096] = b"\xff" * 4096
+    path.write_bytes(bytes(data))
+
+
+async def test_a_damaged_page_is_told_once_and_the_others_are_served(path: Path) -> None:
+    schema = Schema("test store", 3, "CREATE TABLE IF NOT EXISTS blobs (n INTEGER PRIMARY KEY, b BLOB);", "NORMAL")
+    writer = BatchWriter(open_database(path, schema), schema.kind, Counting(), max_batch=100)
+    for number in range(200):
+        await writer.run(
+            lambda db, n=number: db.execute("INSERT INTO blobs VALUES (?, ?)", (n, bytes(3000))).rowcount
+        )
+    await writer.close()
+    spoil(path, 4096 * 150)
+    writer = BatchWriter(open_database(path, schema), schema.kind, Counting(), max_batch=100)
+
+    def read_all(db: sqlite3.Connection) -> int:
+        return len(db.execute("SELECT n, b FROM blobs").fetchall())
+
+    with capture_logs() as logs:
+        for _ in range(3):
+            with pytest.raises(sqlite3.DatabaseError, match="malformed"):
+                await writer.run(read_all)
+        earlier = await writer.run(lambda db: db.execute("SELECT n FROM blobs WHERE n < 100").fetchall())
+    assert len(earlier) == 100
+    [entry] = [entry for entry in logs if entry["event"] == "store_damaged"]
+    assert entry["quick_check"] != "ok"
+    await writer.close()
