@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from agentloop.rollout import tool
@@ -18,7 +19,8 @@ class Dies:
     """Ends its process in the way that its task's reference names."""
 
     async def run(self, task, ctx):
-        await ctx.sample()
+        with suppress(Exception):  # a limit, which would end the trajectory before
+            await ctx.sample()
         match task.reference:
             case "exit":
                 os._exit(7)
