@@ -475,13 +475,18 @@ class TokenPath:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds spent by one trajectory; `queue_s` is before a worker took it."""
+    """Seconds spent by one trajectory; `queue_s` is before a worker took it.
+
+    In `standstill_s` of them the service itself stood still, which counts against no deadline; `generate_s` and
+    `total_s` contain them.
+    """
 
     queue_s: float = 0.0
     generate_s: float = 0.0
     tool_s: float = 0.0
     reward_s: float = 0.0
     total_s: float = 0.0
+    standstill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The JSON of our answers, and its schemas for the OpenAPI page, both made from the dataclasses themselves.
 
 An answer is what `codec.to_builtins` writes, with the two differences that stand here: a rollout's status tells
-`is_done` too, and a generation does not tell the engine's load.
+`is_done` too, and a generation does not tell the engine's load and stand-still.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agentloop.types import Generation
 SCHEMA_PREFIX = "#/components/schemas/"
 
 _OWNER_LABEL_CHARS = 12
+_UNSAID = ("load", "standstill_s")  # of a generation
 
 _ANSWERS = (Generation, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
 
@@ -31,7 +32,8 @@ def rollout_status(status: RolloutStatus) -> dict[str, Any]:
 def generation_answer(generation: Generation) -> dict[str, Any]:
     """Return a generation as plain JSON."""
     answer: dict[str, Any] = codec.to_builtins(generation)
-    del answer["load"]
+    for name in _UNSAID:
+        del answer[name]
     return answer
 
 
@@ -45,7 +47,8 @@ def answer_schemas() -> dict[str, Any]:
     """Return the schema of every answer by the name of its dataclass."""
     _, schemas = _schemas(_ANSWERS)
     schemas["RolloutStatus"]["properties"]["is_done"] = {"type": "boolean"}
-    del schemas["Generation"]["properties"]["load"]
+    for name in _UNSAID:
+        del schemas["Generation"]["properties"][name]
     for schema in schemas.values():
         if "properties" in schema:
             schema["required"] = list(schema["properties"])  # a field with a default is written too

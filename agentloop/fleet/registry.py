@@ -134,17 +134,6 @@ class Fleet:
         states = (ReplicaState.JOINING, ReplicaState.QUARANTINED)
         return tuple(replica for replica in self._replicas.values() if replica.state in states)
 
-    def may_recover_soon(self) -> bool:
-        """True if waiting a moment can make a replica placeable.
-
-        One is silent, updating, asleep or joining at the fleet's version.
-        """
-        return any(
-            replica.state in (ReplicaState.UPDATING, ReplicaState.SUSPECT, ReplicaState.ASLEEP)
-            or (replica.state is ReplicaState.JOINING and self.is_current(replica))
-            for replica in self._replicas.values()
-        )
-
     def is_current(self, replica: ReplicaRecord) -> bool:
         """Return whether it holds the fleet's weights, as far as is known."""
         return replica.weight_version is not None and replica.weight_version == self._weight_version

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from agentloop.generation.deadline import Deadline
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
-from agentloop.generation.leased_engine import LATE_GRACE_S, Connect, LeasedEngine, NewestVersion
+from agentloop.generation.leased_engine import TURN_GRACE_S, Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
 from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
@@ -11,10 +12,11 @@ from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 
 __all__ = [
-    "LATE_GRACE_S",
+    "TURN_GRACE_S",
     "AssignedLease",
     "CallDelta",
     "Connect",
+    "Deadline",
     "ImageAsker",
     "ImagePlacer",
     "LeaseConfig",

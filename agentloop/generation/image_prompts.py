@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.images import MAX_IMAGES, Image, ImageSpan, ImageTokens, expanded
 from agentloop.types import GenerateRequest, IntArray, Message, SamplingParams
@@ -28,6 +29,7 @@ class ImageAsker:
     images: Mapping[str, Image]  # by their hash
     engine: LeasedEngine
     request_id: str  # of the generation to come
+    deadline: Deadline | None = None
 
 
 class ImagePlacer:
@@ -68,7 +70,8 @@ class ImagePlacer:
         if name not in asker.images:
             raise InvalidRequest(f"the image {name} is named, and did not come")
         request = GenerateRequest(asker.request_id, tuple(ids), SamplingParams(max_tokens=1), timeout_s=_TIMEOUT_S)
-        (tokens,) = await asker.engine.image_tokens(request, (asker.images[name],))
+        image = asker.images[name]
+        (tokens,) = await asker.engine.image_tokens(request, (image,), deadline=asker.deadline)
         if name not in self._known:
             self._known[name] = tokens.placeholder, np.array(tokens.token_ids, np.int32)
             self._num_tokens += len(tokens.token_ids)

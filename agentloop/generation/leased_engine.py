@@ -1,28 +1,30 @@
-"""The way to an engine under a lease: retries, moves after a failure, and streams that go on from their ids.
+"""The way to an engine under a lease: retries, moves after a failure, and turns that go on from their ids.
 
 Ownership: every call of `TokenEngine.generate`, `stream` and `image_tokens` under a lease, and every retry of
 one. The policy, for whoever calls:
 
-- an error that is `retryable`, or the DeadlineExceeded of one replica while the call itself has time left, is
-  followed by another attempt after a random pause that grows up to 5 s; in the end the last error comes as it is;
-- a turn that takes too long is no error where the caller `keeps_late` ones: its request is ended in the engine, and
-  what was sampled is the reply. To sample it again would favour short turns. Only a request that has no token by
-  then, or whose replica does not answer even that, is made again elsewhere; `num_resampled` counts what was lost;
-- a paused engine (EnginePaused) is asked again until the call's deadline and never counts as a failed attempt;
-  after any other failure the coordinator is told, and the next attempt runs under the lease that it gives;
-- a failed call is made again with the same ids; a stream that has given out pieces goes on from their ids, so no
-  token is sampled into an answer twice. Where that would not be the same reply (`_Call.can_go_on`), the error is
-  raised.
+- while the service has no place for it, or its engine is paused, a call waits: as long as its own deadline, which
+  does not count that time where it can move (`Deadline`). Polls are long and pauses random, so nobody is stormed;
+- after a failure the coordinator is told, and the next attempt, under an id of its own and after a random pause
+  that grows, runs under the lease that it gives. Replicas that could not be reached, or whose weights are not
+  usable, are no failures of the request. Others are, and the DeadlineExceeded of one replica while the call has
+  time left is one: after `max_attempts` of them in a row, without a token between, the last error comes as it is.
+  A prompt that kills whatever reads it must not be carried from replica to replica for ever;
+- what an engine reported, or streamed, before it failed is kept: the next attempt goes on from those ids, with a
+  new span, another seed (`continued`) and the call's KV policy. Where that would not be the same reply
+  (`looks_back`), what nobody has seen is sampled anew, and what was given out raises the error. `num_resampled`
+  counts the attempts of which nothing was left;
+- a turn that takes too long is no error where the caller `keeps_late` ones: its engine ends it, and what was
+  sampled is the reply. To sample it again would favour short turns. Only a request that has no token by then is
+  made again.
 
-A call has one deadline. A caller that makes it at its own edge passes `deadline_at`, in the event loop's time, and
-ends the call then by itself; without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s`
-bounds each attempt. What leaves this module was checked (`check_generation`), each reply or piece once.
+What leaves this module was checked (`check_generation`), each reply or piece once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -30,24 +32,38 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import structlog
+import xxhash
 
-from agentloop.checks import check_generation, check_piece
-from agentloop.engine import Delta, TokenEngine
-from agentloop.errors import AgentLoopError, DeadlineExceeded, EngineLost, EnginePaused, MalformedEngineResponse
+from agentloop.checks import MAX_SEED, check_generation, check_piece
+from agentloop.engine import Delta, Progress, TokenEngine
+from agentloop.errors import (
+    AgentLoopError,
+    DeadlineExceeded,
+    EngineLost,
+    EnginePaused,
+    EngineUnreachable,
+    EngineUnusable,
+    MalformedEngineResponse,
+    NoHealthyReplica,
+)
+from agentloop.generation.deadline import Deadline
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
-from agentloop.types import FinishReason, GenerateRequest, Generation, Lease
+from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, clip_spans
 
 T = TypeVar("T")
 
 Connect = Callable[[str], TokenEngine]
 """The engine behind a replica's private URL."""
 
+TURN_GRACE_S = 20.0
+"""How long after a deadline a call that `keeps_late` may end: a late turn is ended, or its replica known to be
+lost."""
+
 _FIRST_PAUSE_S = 0.1  # before the second attempt, at most; then doubled
 _MAX_PAUSE_S = 5.0
-
-LATE_GRACE_S = 5.0
-"""How long a replica may take to end a request that is late."""
+_SUSPECT_PAUSE_S = 5.0  # before the third attempt in a row of a request that fails; then doubled
+_MAX_SUSPECT_PAUSE_S = 20.0
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -56,10 +72,11 @@ class LeaseSource(Protocol):
     """The lease that calls run under: an assignment's, or a session's."""
 
     async def lease(self, request: GenerateRequest) -> Lease:
-        """Return the lease for the next attempt."""
+        """Return the lease for the next attempt, after a wait if there is none now. Raises NoHealthyReplica or
+        ServiceUnavailable if that was in vain; ask again then."""
 
     async def move(self, failed: Lease) -> None:
-        """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
+        """Tell the coordinator of a replica's failure: the next lease is the one that it gives instead."""
 
 
 _MAX_SILENT_GENERATIONS = 1000  # of others, after which a replica's word counts no more
@@ -105,7 +122,7 @@ class LeasedEngine:
         max_attempts: int,
         newest: NewestVersion | None = None,
     ) -> None:
-        """`max_attempts` are of one call, pauses not counted; `newest` learns from every generation."""
+        """`max_attempts` are of one call that fails in a row; `newest` learns from every generation."""
         self.connect = connect
         self._source = source
         self._vocab_size = vocab_size
@@ -113,207 +130,267 @@ class LeasedEngine:
         self._newest = newest
         self.num_resampled = 0  # attempts that were lost under a lease, and made again from their first token
 
-    async def image_tokens(self, request: GenerateRequest, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+    async def image_tokens(
+        self, request: GenerateRequest, images: Sequence[Image], *, deadline: Deadline | None = None
+    ) -> tuple[ImageTokens, ...]:
         """Ask as `TokenEngine.image_tokens` does, before `request` is made: under the lease that it will have."""
-        call = _Call(request, SampledTokens(), None)
+        call = _Call(request, SampledTokens(), deadline)
 
         async def asked() -> tuple[ImageTokens, ...]:
             while True:
-                call.num_asked += 1
-                lease = None
+                lease = await self._lease(call, call.next_request())
                 try:
-                    lease = await self._source.lease(request)
                     return await self.connect(lease.url).image_tokens(images)
                 except AgentLoopError as error:
-                    await self._retry(call, lease, error)
+                    await self._recover(call, lease, error)
 
-        try:
-            return await call.in_time(asked())
-        except TimeoutError as error:
-            raise call.late() from error
+        return await call.in_time(asked())
 
-    async def generate(
-        self, request: GenerateRequest, *, deadline_at: float | None = None, keeps_late: bool = False
-    ) -> Generation:
+    async def generate(self, request: GenerateRequest, *, deadline: Deadline | None = None) -> Generation:
         """Generate, as `TokenEngine.generate` does. Raises the last attempt's error, or DeadlineExceeded.
 
-        With `keeps_late` an attempt whose time is over is ended, and returned with FinishReason.DEADLINE. That
-        takes up to `LATE_GRACE_S` more than `deadline_at`.
+        Whoever makes a `deadline` ends the call then by itself, a request that `keeps_late` `TURN_GRACE_S` later;
+        without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s` bounds each attempt.
         """
-        call = _Call(request, SampledTokens(), deadline_at)
-        try:
-            return await call.in_time(self._generate(call, keeps_late=keeps_late))
-        except TimeoutError as error:
-            raise call.late() from error
+        call = _Call(request, SampledTokens(), deadline)
+        return await call.in_time(self._generate(call))
 
     async def stream(
-        self, request: GenerateRequest, sampled: SampledTokens | None = None, *, deadline_at: float | None = None
+        self, request: GenerateRequest, sampled: SampledTokens | None = None, *, deadline: Deadline | None = None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream, as `TokenEngine.stream` does, over as many attempts as it takes. Close it to end the request.
 
         Tokens are appended to `sampled`, if given: what it has already is not this call's.
         """
-        call = _Call(request, SampledTokens() if sampled is None else sampled, deadline_at)
-        try:
-            while (ended := call.ended()) is None:
-                asked, lease = call.next_request(), None
-                try:
-                    lease = await call.in_time(self._source.lease(asked))
-                    stream = self.connect(lease.url).stream(asked)
-                    async with aclosing(stream) as pieces:  # type: ignore[type-var] # engines write generators
-                        while True:
-                            piece = await call.in_time(anext(pieces, None))
-                            if piece is None:
-                                raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
-                            if isinstance(piece, Generation):
-                                self._check(asked, piece)
-                                yield call.finish(piece)
-                                return
-                            call.add(piece, lease.replica_id, self._vocab_size)
-                            yield piece
-                except AgentLoopError as error:
-                    await call.in_time(self._retry(call, lease, error))
-            yield ended  # only the stream's last word was lost
-        except TimeoutError as error:
-            raise call.late() from error
-
-    async def _generate(self, call: _Call, *, keeps_late: bool) -> Generation:
-        while True:
-            asked, lease = call.next_request(), None
+        call = _Call(request, SampledTokens() if sampled is None else sampled, deadline, is_streamed=True)
+        while (ended := call.ended()) is None:
+            asked = call.next_request()
+            lease = await call.in_time(self._lease(call, asked))
             try:
-                lease = await self._source.lease(asked)
-                engine = self.connect(lease.url)
-                generation = await (_in_time(engine, asked, call) if keeps_late else engine.generate(asked))
-                self._check(asked, generation)
+                stream = self.connect(lease.url).stream(asked, call.hear)
+                async with aclosing(stream) as pieces:  # type: ignore[type-var] # engines write generators
+                    while True:
+                        piece = await call.in_time(anext(pieces, None))
+                        if piece is None:
+                            raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
+                        if isinstance(piece, Generation):
+                            self._check(asked, piece)
+                            yield call.finish(piece)
+                            return
+                        call.add(piece, self._vocab_size)
+                        yield piece
             except AgentLoopError as error:
-                await self._retry(call, lease, error)
-                self.num_resampled += lease is not None and not isinstance(error, EnginePaused)
-                continue
-            if asked is call.request:
-                return generation
-            return replace(generation, request_id=call.request.request_id)
+                await call.in_time(self._recover(call, lease, error))
+        yield ended  # only the stream's last word was lost
+
+    async def _generate(self, call: _Call) -> Generation:
+        def hear(progress: Progress) -> None:
+            call.add(progress.tokens, self._vocab_size)
+            call.hear(progress)
+
+        while (ended := call.ended()) is None:
+            asked = call.next_request()
+            lease = await self._lease(call, asked)
+            try:
+                generation = await self.connect(lease.url).generate(asked, hear)
+                self._check(asked, generation)
+                return call.complete(generation, self._vocab_size)
+            except AgentLoopError as error:
+                await self._recover(call, lease, error)
+                is_begun = not isinstance(error, EnginePaused | EngineUnreachable)
+                self.num_resampled += is_begun and call.is_empty
+        return ended
+
+    async def _lease(self, call: _Call, asked: GenerateRequest) -> Lease:
+        """Return the lease for an attempt, as soon as there is one. Raises the last refusal when the call has
+        waited for as long as it may."""
+        refusal: AgentLoopError = NoHealthyReplica("no replica could be had")
+        deadline, num_refused = call.deadline, 0
+        patience_s = None if math.isinf(deadline.patience_s) else max(deadline.patience_s, 0.0)
+        try:
+            with deadline.standing_still():
+                async with asyncio.timeout(patience_s):
+                    while True:
+                        asked_at = _now()
+                        try:
+                            lease = await self._source.lease(asked)
+                            break
+                        except AgentLoopError as error:
+                            if not error.retryable:
+                                raise
+                            refusal = error
+                        num_refused = 0 if _now() - asked_at > _MAX_PAUSE_S else num_refused + 1
+                        await asyncio.sleep(_pause_s(num_refused))
+        except TimeoutError as error:
+            raise type(refusal)(f"{refusal.message}, for {deadline.standstill_s:.0f} s") from error
+        call.begin_attempt(lease)
+        return lease
+
+    async def _recover(self, call: _Call, lease: Lease, error: AgentLoopError) -> None:
+        """Get ready for the next attempt: count the failure, move away, and pause. Raises `error` if there is
+        none."""
+        call.end_attempt(error)
+        can_help = error.retryable or (isinstance(error, DeadlineExceeded) and call.deadline.left_s > 0)
+        if not can_help or call.deadline.is_spent:
+            raise error
+        if not isinstance(error, EnginePaused):
+            _log.warning("call_failed", request=call.request.request_id, replica=lease.replica_id, error=str(error))
+            with call.deadline.standing_still():
+                await self._source.move(lease)
+        if call.num_failures >= self._max_attempts or not call.goes_on():
+            raise error
+        with call.deadline.standing_still():
+            await asyncio.sleep(_pause_s(call.num_lost, call.num_failures))
 
     def _check(self, asked: GenerateRequest, generation: Generation) -> None:
         check_generation(asked, generation, self._vocab_size)
         if self._newest is not None:
             self._newest.see(generation)
 
-    async def _retry(self, call: _Call, lease: Lease | None, error: AgentLoopError) -> None:
-        """Get ready for the next attempt: move away from a replica that failed, and pause. Raises `error` if there
-        is to be none."""
-        can_help = error.retryable or (isinstance(error, DeadlineExceeded) and call.left_s > 0)
-        if can_help and not isinstance(error, EnginePaused):
-            call.num_failures += 1
-            if lease is not None:
-                _log.warning(
-                    "call_failed", request=call.request.request_id, replica=lease.replica_id, error=str(error)
-                )
-                await self._source.move(lease)
-        if not can_help or call.num_failures >= self._max_attempts or not call.can_go_on:
-            raise error
-        longest_s = _FIRST_PAUSE_S * 2.0 ** min(call.num_asked - 1, 10)
-        await asyncio.sleep(random.uniform(0.0, min(longest_s, _MAX_PAUSE_S)))
 
+def _pause_s(num_before: int, num_failures: int = 0) -> float:
+    """Return a random pause before the next attempt: full jitter under a bound that doubles.
 
-async def _in_time(engine: TokenEngine, asked: GenerateRequest, call: _Call) -> Generation:
-    """Generate; at the end of the attempt's time the request is ended, and returned as FinishReason.DEADLINE.
-
-    Raises DeadlineExceeded if nothing was sampled by then and the call has time for another attempt.
+    Requests that fail again and again come back one by one: of those that die together, one may be the cause.
     """
-    loop = asyncio.get_running_loop()
-    endings: list[asyncio.Task[None]] = []
-
-    async def end() -> None:
-        with contextlib.suppress(
-            AgentLoopError
-        ):  # a replica that is gone: its generation says so, or the grace ends
-            await engine.abort(asked.request_id)
-
-    late_s = max(min(asked.timeout_s, call.left_s), 0.0)
-    timer = loop.call_later(late_s, lambda: endings.append(loop.create_task(end())))
-    try:
-        generation = await engine.generate(replace(asked, timeout_s=late_s + LATE_GRACE_S))
-    finally:
-        timer.cancel()
-        for ending in endings:
-            ending.cancel()
-    if not endings or generation.finish_reason is not FinishReason.ABORT:
-        return generation
-    if not generation.token_ids and call.left_s > 0:
-        raise DeadlineExceeded(f"request {asked.request_id} had no token after {late_s:g} s")
-    return replace(generation, finish_reason=FinishReason.DEADLINE)
+    longest_s = min(_FIRST_PAUSE_S * 2.0 ** min(num_before, 10), _MAX_PAUSE_S)
+    if num_failures > 1:
+        longest_s = min(_SUSPECT_PAUSE_S * 2.0 ** min(num_failures - 2, 10), _MAX_SUSPECT_PAUSE_S)
+    return random.uniform(0.0, longest_s)
 
 
 class _Call:
-    """One call over its attempts: what was given out, and what is still to be asked.
+    """One call over its attempts: what it has, and what is still to be asked.
 
     Invariant: the pieces added so far, in their order, are a prefix of the joined `Generation`'s ids and logprobs.
     """
 
-    def __init__(self, request: GenerateRequest, sampled: SampledTokens, deadline_at: float | None) -> None:
-        own_deadline_at = asyncio.get_running_loop().time() + request.timeout_s
+    def __init__(
+        self,
+        request: GenerateRequest,
+        sampled: SampledTokens,
+        deadline: Deadline | None,
+        *,
+        is_streamed: bool = False,
+    ) -> None:
         self.request = request
-        self.num_asked = 0
-        self.num_failures = 0
-        self._deadline_at = own_deadline_at if deadline_at is None else deadline_at
-        self._ends_at = own_deadline_at if deadline_at is None else None  # None: the caller sees to it
+        self.deadline = Deadline(_now() + request.timeout_s) if deadline is None else deadline
+        self.num_failures = 0  # of the request, in a row
+        self.num_lost = 0  # attempts of any kind in a row
+        self._ends_at = self.deadline.at if deadline is None else None  # None: the caller sees to it
+        self._is_streamed = is_streamed
+        self._num_asked = 0
         self._asked = request
         self._sampled = sampled
         self._first = self._attempt_first = len(sampled)  # tokens before these are not the call's, or the attempt's
         self._replica_id = ""
+        self._standstill_s = 0.0  # of the attempt, as it was told
+        self._heard_at = 0.0
 
     @property
-    def left_s(self) -> float:
-        """Seconds until the deadline."""
-        return self._deadline_at - asyncio.get_running_loop().time()
+    def is_empty(self) -> bool:
+        """True if nothing is kept of the attempts so far."""
+        return len(self._sampled) == self._first
 
-    @property
-    def can_go_on(self) -> bool:
-        """True if another attempt gives the same reply, or one of the same distribution.
-
-        A new request takes what the reply already has for its prompt.
-        """
-        return not (self.request.sampling.looks_back and len(self._sampled) > self._first)
+    def goes_on(self) -> bool:
+        """Get ready to go on from what there is, or from the start. False if neither gives the same reply, or one
+        of the same distribution: a new request takes what the reply already has for its prompt."""
+        if not self.request.sampling.looks_back or self.is_empty:
+            return True
+        if not self._is_streamed:
+            self._sampled.cut(self._first)
+        return not self._is_streamed
 
     async def in_time(self, work: Awaitable[T]) -> T:
-        """Await a part of the call. Raises TimeoutError at a deadline that is enforced here."""
+        """Await a part of the call. Raises DeadlineExceeded at a deadline that is enforced here."""
         if self._ends_at is None:
             return await work
-        async with asyncio.timeout_at(self._ends_at):
-            return await work
-
-    def late(self) -> DeadlineExceeded:
-        """Return the error of a call that met its deadline."""
-        return DeadlineExceeded(f"no answer within {self.request.timeout_s:g} s", param="timeout_s")
+        scope = asyncio.timeout_at(self._ends_at)
+        try:
+            async with scope:
+                return await work
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise DeadlineExceeded(f"no answer within {self.request.timeout_s:g} s", param="timeout_s") from error
 
     def next_request(self) -> GenerateRequest:
         """Return what is still to be asked: the prompt with the ids so far, under an id of its own."""
-        self.num_asked += 1
-        if self.num_asked > 1:
-            given_ids = self._sampled.token_ids[self._first :]
-            self._attempt_first = len(self._sampled)
+        self._num_asked += 1
+        if self._num_asked > 1:
+            request, own = self.request, self._sampled.since(self._first)
             self._asked = replace(
-                continued(self.request, given_ids),
-                request_id=f"{self.request.request_id}~{self.num_asked - 1}",  # an engine may still know the others
-                timeout_s=max(min(self.request.timeout_s, self.left_s), 0.001),
+                continued(request, own),
+                request_id=f"{request.request_id}~{self._num_asked - 1}",  # an engine may still know the others
+                timeout_s=max(min(request.timeout_s, self.deadline.left_s), 0.001),
             )
         return self._asked
 
-    def add(self, piece: Delta, replica_id: str, vocab_size: int) -> None:
-        """Append a piece of the present attempt. Raises MalformedEngineResponse, and nothing is appended then."""
+    def begin_attempt(self, lease: Lease) -> None:
+        """Note that the request is sent."""
+        self._attempt_first = len(self._sampled)
+        self._replica_id, self._standstill_s, self._heard_at = lease.replica_id, 0.0, _now()
+
+    def hear(self, progress: Progress) -> None:
+        """Take in how long the attempt has stood still. Raises DeadlineExceeded if that is too long."""
+        self._stand_still(progress.standstill_s)
+        self._heard_at = _now()
+        if self.deadline.is_spent:
+            raise DeadlineExceeded(f"the service stood still for {self.deadline.standstill_s:.0f} s")
+
+    def end_attempt(self, error: AgentLoopError) -> None:
+        """Count a failed attempt; what a lost replica did since it was last heard of counts as standing still."""
+        if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
+            self.deadline.stood_still(_now() - self._heard_at)
+        has_progress = len(self._sampled) > self._attempt_first
+        self.num_lost = 1 if has_progress else self.num_lost + 1
+        if not isinstance(error, EnginePaused | EngineUnreachable | EngineUnusable):
+            self.num_failures = 1 if has_progress else self.num_failures + 1
+
+    def add(self, piece: Delta, vocab_size: int) -> None:
+        """Append a piece of the present attempt. Raises MalformedEngineResponse, or EngineUnusable for weights
+        older than the reply's; nothing is appended then."""
         check_piece(self._asked, piece, vocab_size)
         newest, spans = self._sampled.newest_version, piece.weight_versions
         if len(self._sampled) > self._first and spans and newest is not None and spans[0].version < newest:
-            raise MalformedEngineResponse(
+            raise EngineUnusable(
                 f"request {self._asked.request_id}: weight version {spans[0].version} after {newest}"
             )
         self._sampled.add(piece)
-        self._replica_id = replica_id
+
+    def complete(self, last: Generation, vocab_size: int) -> Generation:
+        """Return the whole reply, from the last attempt's generation, of which pieces may have come before.
+
+        Raises as `add` and `finish` do, and DeadlineExceeded for an attempt without a token in a call that has time
+        for another one.
+        """
+        if not last.token_ids and last.finish_reason is FinishReason.DEADLINE and self.deadline.left_s > 0:
+            raise DeadlineExceeded(f"request {self._asked.request_id} had no token in its time")
+        if not self.is_empty:
+            self._add_rest(last, vocab_size)
+            return self.finish(last)
+        self._stand_still(last.standstill_s)
+        return last if self._asked is self.request else replace(last, request_id=self.request.request_id)
+
+    def _add_rest(self, last: Generation, vocab_size: int) -> None:
+        start, end = len(self._sampled) - self._attempt_first, len(last.token_ids)
+        rest = Delta(
+            last.token_ids[start:],
+            last.logprobs[start:],
+            clip_spans(last.weight_versions, start, end) if start else last.weight_versions,
+            last.top_logprobs[start:],
+            last.raw_logprobs[start:],
+            last.logprobs_mode,
+        )
+        self.add(rest, vocab_size)
 
     def finish(self, last: Generation) -> Generation:
         """Return the whole reply, from the last attempt's generation. Raises MalformedEngineResponse if that is not
         what its pieces were."""
+        self._stand_still(last.standstill_s)
         if list(last.token_ids) != self._sampled.token_ids[self._attempt_first :]:
+            if not self._is_streamed:
+                self._sampled.cut(self._attempt_first)
             raise MalformedEngineResponse(f"request {self._asked.request_id}: its pieces were other ids")
         if self._attempt_first == self._first:
             return last if self._asked is self.request else replace(last, request_id=self.request.request_id)
@@ -334,6 +411,10 @@ class _Call:
             return self._joined(FinishReason.LENGTH)
         return None
 
+    def _stand_still(self, standstill_s: float) -> None:
+        self.deadline.stood_still(max(standstill_s - self._standstill_s, 0.0))
+        self._standstill_s = standstill_s
+
     def _joined(self, finish_reason: FinishReason) -> Generation:
         own = self._sampled.since(self._first)
         return Generation(
@@ -349,17 +430,32 @@ class _Call:
         )
 
 
-def continued(request: GenerateRequest, sampled_ids: Sequence[int]) -> GenerateRequest:
-    """Return the request that goes on where `sampled_ids` end: they join its prompt, and leave its budget."""
-    if not sampled_ids:
+def continued(request: GenerateRequest, sampled: Delta) -> GenerateRequest:
+    """Return the request that goes on where `sampled` ends: its ids join the prompt, and leave the budget.
+
+    Its seed is one of the request's seed and the place (xxh3 of the place under that seed, 63 bits), so what
+    follows repeats with the request and does not draw again the numbers that its first tokens were drawn with.
+    """
+    sampling, num_sampled = request.sampling, len(sampled.token_ids)
+    if not num_sampled:
         return request
-    sampling, num_sampled = request.sampling, len(sampled_ids)
+    seed, kv_version = sampling.seed, request.kv_version
+    if seed is not None:
+        seed = xxhash.xxh3_64_intdigest(num_sampled.to_bytes(8, "little"), seed=seed) & MAX_SEED
+    if kv_version is None and request.keeps_kv:
+        kv_version = sampled.weight_versions[0].version
     return replace(
         request,
-        token_ids=(*request.token_ids, *sampled_ids),
+        token_ids=(*request.token_ids, *sampled.token_ids),
+        kv_version=kv_version,
         sampling=replace(
             sampling,
             max_tokens=sampling.max_tokens - num_sampled,
             min_tokens=max(0, sampling.min_tokens - num_sampled),
+            seed=seed,
         ),
     )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

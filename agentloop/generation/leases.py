@@ -18,7 +18,7 @@ from agentloop.aio import OwnedTasks
 from agentloop.api import LeasePort, WorkerPort
 from agentloop.checks import MAX_VOCAB_SIZE
 from agentloop.clock import Clock, RealClock
-from agentloop.errors import AgentLoopError, NotFound, ServiceUnavailable, SessionFinished
+from agentloop.errors import AgentLoopError, NoHealthyReplica, NotFound, ServiceUnavailable, SessionFinished
 from agentloop.generation.leased_engine import Connect, LeasedEngine
 from agentloop.types import Assignment, GenerateRequest, Lease
 
@@ -31,21 +31,36 @@ class AssignedLease:
     def __init__(self, coordinator: WorkerPort, assignment: Assignment) -> None:
         self._coordinator = coordinator
         self._assignment_id = assignment.assignment_id
+        self._has_failed = False  # the lease held: another one is to be had before the next attempt
+        self._is_told = False  # the coordinator knows that
         self._hold(assignment.lease)
 
     async def lease(self, request: GenerateRequest) -> Lease:
-        """Return the lease held now."""
+        """Return the lease held; in place of one that failed another, for which the coordinator makes wait."""
+        if self._has_failed:
+            try:
+                moved = await self._coordinator.move(self._assignment_id, self._lease, not self._is_told)
+            except NoHealthyReplica:
+                self._is_told = True  # once: what is reported again would count again
+                raise
+            self._hold(moved)
         return self._lease
 
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
+        if failed != self._lease:
+            return  # another call of the trajectory has told already
+        self._has_failed = True
         try:
             self._hold(await self._coordinator.move(self._assignment_id, failed, True))
-        except AgentLoopError as none_now:
-            _log.warning("no_other_replica", error=str(none_now))  # the next attempt asks again
+        except NoHealthyReplica:
+            self._is_told = True
+        except AgentLoopError as error:
+            _log.warning("not_moved", code=error.code, error=str(error))  # the next attempt asks again
 
     def _hold(self, lease: Lease) -> None:
         self._lease = lease
+        self._has_failed = self._is_told = False
         bind_contextvars(replica=lease.replica_id)  # in the logs of the trajectory's task
 
 
@@ -53,7 +68,7 @@ class AssignedLease:
 class LeaseConfig:
     """Bounds of a session's leases and calls."""
 
-    max_attempts: int = 4  # of one call, pauses not counted
+    max_attempts: int = 4  # of one call that fails in a row
     renew_after_s: float = 600.0  # well below the coordinator's `direct_lease_ttl_s`
     predicted_reply_tokens: int = 2048  # what a reply is charged with at most: few use all that they may
     coordinator_timeout_s: float = 30.0
@@ -148,6 +163,7 @@ class SessionLease:
         self._session_id = session_id
         self._lease: Lease | None = None
         self._asked_at = 0.0
+        self._has_failed = False  # the lease held: it is no use any more
         self._changing = asyncio.Lock()
         self._is_closed = False
 
@@ -181,7 +197,7 @@ class SessionLease:
             try:
                 lease = await self._leases.ask(self._leases.coordinator.lease(self._session_id, num_tokens))
             except AgentLoopError as error:
-                if self._lease is None:
+                if self._lease is None or self._has_failed:
                     raise
                 # The replica may well serve while the coordinator restarts; if it does not, the call says so.
                 _log.warning("lease_not_renewed", session=self._session_id, code=error.code)
@@ -196,22 +212,23 @@ class SessionLease:
         if self._is_closed:
             raise self._ended()
         is_fresh = self._leases.clock.now() - self._asked_at < self._leases.config.renew_after_s
-        return self._lease if is_fresh else None
+        return self._lease if is_fresh and not self._has_failed else None
 
     async def _move(self, failed: Lease) -> None:
         async with self._changing:
-            if self._lease != failed:
+            if self._lease != failed or self._has_failed:
                 return  # another call of the session has told already
+            self._has_failed = True
             try:
                 moving = self._leases.coordinator.move(self._session_id, failed, True)
                 self._hold(await self._leases.ask(moving))
             except NotFound:
                 self._lease = None  # it has expired, or the coordinator is a new one: ask for a place anew
-            except AgentLoopError as none_now:
-                _log.warning("no_other_replica", session=self._session_id, error=str(none_now))
+            except AgentLoopError as error:  # the next attempt asks for a place
+                _log.warning("not_moved", session=self._session_id, code=error.code)
 
     def _hold(self, lease: Lease) -> None:
-        self._lease, self._asked_at = lease, self._leases.clock.now()
+        self._lease, self._asked_at, self._has_failed = lease, self._leases.clock.now(), False
         self._leases.holds(self)
         if self._is_closed:  # while the coordinator was asked
             self.release()

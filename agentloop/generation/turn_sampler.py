@@ -12,8 +12,6 @@ Pratt), however the strings repeat themselves.
 
 from __future__ import annotations
 
-import asyncio
-import math
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -23,6 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from agentloop.errors import EnginePaused, InvalidRequest, InvariantBroken
+from agentloop.generation.deadline import Deadline
 from agentloop.generation.leased_engine import LeasedEngine, continued
 from agentloop.generation.stream_splitter import TurnSplitter
 from agentloop.generation.turn_piece import TurnFinish, TurnPiece, finish_of
@@ -44,7 +43,7 @@ from agentloop.types import (
     TopLogprobs,
 )
 
-MAX_CONTINUATIONS = 32  # of one turn that engine-side aborts keep cutting
+MAX_CONTINUATIONS = 32  # in a row of a turn that engine-side aborts keep cutting before it has a token more
 
 GoesOn: TypeAlias = Callable[[SampledTokens], bool]
 """Whether a turn with these tokens goes on."""
@@ -54,8 +53,8 @@ GoesOn: TypeAlias = Callable[[SampledTokens], bool]
 class TurnRequest:
     """One turn to sample. `sampling` is complete: room, stop tokens, constraint and the choice's own seed.
 
-    `timeout_s` bounds each engine request. At `deadline_at`, in the event loop's time, the caller ends the turn by
-    itself.
+    `timeout_s` bounds each engine request. At `deadline` the caller ends the turn by itself; without one each
+    engine request has `timeout_s`.
     """
 
     request_id: str
@@ -69,7 +68,7 @@ class TurnRequest:
     shows_unread_calls: bool = False  # a call that cannot be read is content, unless the turn's end cut it
     reads_thoughts: bool = True  # false for a raw completion: all of its text is content
     timeout_s: float = 600.0
-    deadline_at: float = math.inf
+    deadline: Deadline | None = None
     keeps_late: bool = False  # a turn whose time is over is what it has by then; only for whole turns without stops
     trajectory_id: str | None = None
     keeps_kv: bool = False  # the trajectory goes on with the KV of the version it began under
@@ -92,14 +91,12 @@ async def sample_turn(
         turn = _Turn(reader, attempt, goes_on=goes_on)
         try:
             if attempt.stop:
-                async with aclosing(_streamed(engine, turn, attempt.deadline_at)) as pieces:
+                async with aclosing(_streamed(engine, turn, attempt.deadline)) as pieces:
                     async for _ in pieces:
                         pass
             else:
                 while (request := turn.next_request()) is not None:
-                    generation = await engine.generate(
-                        request, deadline_at=attempt.deadline_at, keeps_late=attempt.keeps_late
-                    )
+                    generation = await engine.generate(request, deadline=attempt.deadline)
                     turn.sampled.add(generation)
                     turn.end(generation)
             return turn.finish()
@@ -119,7 +116,7 @@ async def stream_turn(
     grammar in the middle, and what was given out cannot be taken back.
     """
     turn = _Turn(reader, wanted, is_streamed=True)
-    async with aclosing(_streamed(engine, turn, wanted.deadline_at)) as pieces:
+    async with aclosing(_streamed(engine, turn, wanted.deadline)) as pieces:
         async for piece in pieces:
             yield piece
     reply = turn.finish()
@@ -127,10 +124,12 @@ async def stream_turn(
     yield reply
 
 
-async def _streamed(engine: LeasedEngine, turn: _Turn, deadline_at: float) -> AsyncGenerator[TurnPiece, None]:
+async def _streamed(
+    engine: LeasedEngine, turn: _Turn, deadline: Deadline | None
+) -> AsyncGenerator[TurnPiece, None]:
     """Stream a turn's tokens into it, up to its end or its first stop string."""
     while (request := turn.next_request()) is not None:
-        async with aclosing(engine.stream(request, turn.sampled, deadline_at=deadline_at)) as items:
+        async with aclosing(engine.stream(request, turn.sampled, deadline=deadline)) as items:
             async for item in items:
                 if isinstance(item, Generation):
                     turn.end(item)
@@ -164,6 +163,7 @@ class _Turn:
         self._first: Generation | None = None  # how the first engine request ended
         self._last: Generation | None = None
         self._num_requests = 0
+        self._num_before = self._num_idle = 0  # tokens before the last request; requests since a token came
         self._is_left = False  # cut by an abort, and not to go on
         self._text = _GrowingText(reader, wanted.stop)
         self._splitter = TurnSplitter(reader, self._reading, wanted.choice_index) if is_streamed else None
@@ -182,24 +182,27 @@ class _Turn:
             return None
         if sampled.token_ids and wanted.sampling.looks_back:
             raise EnginePaused("a pause cut a reply under a constraint or penalties: it must be sampled again")
-        if self._num_requests == MAX_CONTINUATIONS:
-            raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times")
-        kv_version = wanted.kv_version
-        if kv_version is None and wanted.keeps_kv and sampled.token_ids:
-            kv_version = sampled.weight_versions[0].version
-        left_s = wanted.deadline_at - asyncio.get_running_loop().time()
+        self._num_idle = self._num_idle + 1 if len(sampled) == self._num_before else 0
+        self._num_before = len(sampled)
+        if self._num_idle > MAX_CONTINUATIONS:
+            raise InvariantBroken(f"a turn was aborted {MAX_CONTINUATIONS} times without a token")
+        timeout_s = wanted.timeout_s
+        if wanted.deadline is not None:
+            timeout_s = max(min(timeout_s, wanted.deadline.left_s), 0.001)
         whole = GenerateRequest(
             request_id=f"{wanted.request_id}.{self._num_requests}",
             token_ids=wanted.prompt_ids,
             sampling=wanted.sampling,
-            timeout_s=max(min(wanted.timeout_s, left_s), 0.001),
+            timeout_s=timeout_s,
             trajectory_id=wanted.trajectory_id,
-            kv_version=kv_version,
+            kv_version=wanted.kv_version,
             images=wanted.images,
             image_data=wanted.image_data,
+            keeps_late=wanted.keeps_late,
+            keeps_kv=wanted.keeps_kv,
         )
         self._num_requests += 1
-        return continued(whole, sampled.token_ids)
+        return continued(whole, sampled.since(0))
 
     def _is_cut(self) -> bool:
         """Tell whether an abort cut the turn, and it goes on."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from structlog.contextvars import bind_contextvars
 
 from agentloop.errors import Conflict, InvalidRequest, RewardError, TemplateNotPrefixStable
 from agentloop.generation import (
-    LATE_GRACE_S,
+    TURN_GRACE_S,
+    Deadline,
     ImageAsker,
     ImagePlacer,
     LeasedEngine,
@@ -94,7 +94,7 @@ class LoopContext:
         self.num_resumed_turns = 0
         self.spent_before_s = 0.0  # on workers that were lost
         self._score = Score()
-        self.deadline: asyncio.Timeout | None = None  # of the loop; a turn that it meets ends with what it has
+        self.deadline = Deadline()  # of the loop; a turn that it meets ends with what it has
         self.has_lost_call = False  # a generation was begun whose tokens never came
         self._is_over = False
         self.num_tool_errors = 0
@@ -209,8 +209,8 @@ class LoopContext:
         room = self._budget.tokens_for_turn(num_prompt, max_tokens)
         self.has_lost_call = True
         started = time.perf_counter()
-        with self._time_to_end_a_turn() as deadline_at:
-            wanted = self._turn_request(room, temperature, deadline_at)
+        with self.deadline.grace(TURN_GRACE_S):
+            wanted = self._turn_request(room, temperature)
             reply = await sample_turn(self._engine, self._reader, wanted, self._goes_on)
         self.generate_s += time.perf_counter() - started
         self.has_lost_call = False
@@ -281,8 +281,7 @@ class LoopContext:
     @property
     def _left_s(self) -> float | None:
         """Seconds until the loop's deadline."""
-        deadline_at = None if self.deadline is None else self.deadline.when()
-        return None if deadline_at is None else deadline_at - asyncio.get_running_loop().time()
+        return None if math.isinf(self.deadline.at) else self.deadline.left_s
 
     def observe(self, *messages: Message) -> None:
         """Add messages that the policy did not write; it reads them at its next turn.
@@ -328,7 +327,8 @@ class LoopContext:
         """Render messages, with their images' tokens in place."""
         ids = await off_loop(sum(len(message.content) for message in messages), work)
         known = {image.sha256: image for image in self.task.images}
-        asker = ImageAsker(known, self._engine, f"{self.trajectory_id}:{self._budget.num_turns}")
+        request_id = f"{self.trajectory_id}:{self._budget.num_turns}"
+        asker = ImageAsker(known, self._engine, request_id, self.deadline)
         return await self._placer.place(ids, messages, asker)
 
     def _goes_on(self, sampled: SampledTokens) -> bool:
@@ -339,22 +339,7 @@ class LoopContext:
         if self._guard is not None:
             self._guard.check(self._path)
 
-    @contextmanager
-    def _time_to_end_a_turn(self) -> Iterator[float]:
-        """Put the loop's deadline off, so that a turn can be ended at it, in the event loop's time, and kept."""
-        scope = self.deadline
-        deadline_at = None if scope is None else scope.when()
-        if scope is None or deadline_at is None:
-            yield math.inf
-            return
-        scope.reschedule(deadline_at + LATE_GRACE_S)
-        try:
-            yield deadline_at
-        finally:
-            if not scope.expired():
-                scope.reschedule(deadline_at)
-
-    def _turn_request(self, max_tokens: int, temperature: float | None, deadline_at: float) -> TurnRequest:
+    def _turn_request(self, max_tokens: int, temperature: float | None) -> TurnRequest:
         task, turn_index = self.task, self._budget.num_turns
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -374,7 +359,7 @@ class LoopContext:
             tools=self._definitions,
             reads_calls=bool(self._definitions),
             timeout_s=self._turn_timeout_s,
-            deadline_at=deadline_at,
+            deadline=self.deadline,
             keeps_late=True,
             trajectory_id=self.trajectory_id,
             keeps_kv=keeps_kv,

@@ -30,7 +30,15 @@ from agentloop.errors import (
     error_line,
     error_trace,
 )
-from agentloop.generation import AssignedLease, Connect, ImagePlacer, LeasedEngine, NewestVersion, TurnReader
+from agentloop.generation import (
+    AssignedLease,
+    Connect,
+    Deadline,
+    ImagePlacer,
+    LeasedEngine,
+    NewestVersion,
+    TurnReader,
+)
 from agentloop.plugins import LoadedOnce
 from agentloop.rendering import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
@@ -61,8 +69,9 @@ class WorkerConfig:
     capacity: int = 256  # trajectories at once
     poll_s: float = 5.0  # the longest wait for work in one call
     poll_gap_s: float = 0.02  # between two calls: permits freed meanwhile are asked for together
-    turn_timeout_s: float = 300.0  # one generation, pauses included
-    turn_attempts: int = 5  # of one generation, on as many replicas; pauses are not counted
+    turn_timeout_s: float = 300.0  # one engine request, without the time in which its engine is frozen
+    turn_attempts: int = 4  # of one generation that fails in a row on replicas that had it
+    max_standstill_s: float = 4 * 3600.0  # of the service, for one trajectory; then it ends as ENGINE_FAILED
     reward_timeout_s: float = 30.0
     grace_s: float = 5.0  # how long a loop that was cancelled may take to end
     commit_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
@@ -265,6 +274,7 @@ class TrajectoryRun:
             tool_s=ctx.tool_s if ctx else 0.0,
             reward_s=self._reward_s,
             total_s=time.perf_counter() - self._started + (ctx.spent_before_s if ctx else 0.0),
+            standstill_s=ctx.deadline.standstill_s if ctx else 0.0,
         )
 
     def _ended(self) -> Trajectory:
@@ -386,7 +396,7 @@ class TrajectoryRun:
         loop, grace_s = asyncio.get_running_loop(), self._parts.config.grace_s
         ends: tuple[asyncio.Future[Any], ...] = (task, self._cancelled)
         while not any(end.done() for end in ends):
-            deadline_at = None if ctx.deadline is None else ctx.deadline.when()  # it is put off now and then
+            deadline_at = ctx.deadline.enforced_at  # it is put off now and then
             left_s = grace_s if deadline_at is None else deadline_at + grace_s - loop.time()
             if left_s <= 0:
                 return
@@ -400,8 +410,8 @@ class TrajectoryRun:
         try:
             kept = None if self._journal is None else self._journal.kept
             left_s = None if kept is None else kept.left_s
-            async with asyncio.timeout(self._task.limits.timeout_s if left_s is None else left_s) as deadline:
-                ctx.deadline = deadline
+            async with asyncio.timeout(self._task.limits.timeout_s if left_s is None else left_s) as scope:
+                ctx.deadline = Deadline.of(scope, self._parts.config.max_standstill_s)
                 if kept is not None and isinstance(self._loop, ResumableLoop):
                     ctx.resume(kept)
                     await self._loop.resume(self._task, ctx)
@@ -414,7 +424,7 @@ class TrajectoryRun:
         except BaseException as error:  # an exit, or another's cancellation, must not leave the task
             if isinstance(error, asyncio.CancelledError) and self._cancelled.done():
                 return _Outcome(StopReason.CANCELLED)
-            if isinstance(error, TimeoutError) and deadline.expired():
+            if isinstance(error, TimeoutError) and scope.expired():
                 return _Outcome(StopReason.DEADLINE)
             if isinstance(error, DeadlineExceeded) or (isinstance(error, AgentLoopError) and error.retryable):
                 return _Outcome(StopReason.ENGINE_FAILED, f"{error.code}: {error}")

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, DeadlineExceeded
-from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
+from agentloop.generation import CallDelta, Deadline, TurnPiece, arguments_text, finish_of
 from agentloop.trajectory import CallRecord, ModelCallState, Node
 
 _RECORD_BYTES = 360  # a settled record with its entries in two dicts
@@ -34,7 +34,7 @@ class LiveCall:
         self.digest = key.digest
         self.created_at = created_at
         self.is_streamed = is_streamed
-        self.deadline_at = loop.time() + chat.timeout_s
+        self.deadline = Deadline(loop.time() + chat.timeout_s)
         self.is_begun = False  # in the journal
         self.is_settling = False  # sampled: it will be committed, whoever waits
         self.num_prompt_tokens = 0
@@ -78,7 +78,7 @@ class LiveCall:
         """Hold a part of the work that the deadline or `give_up` may end, with DeadlineExceeded or the reason."""
         if self.lost is not None:
             raise self.lost
-        scope = asyncio.timeout_at(self.deadline_at)
+        scope = asyncio.timeout_at(self.deadline.at)
         try:
             async with scope:
                 self._scope = scope

@@ -487,7 +487,7 @@ class Session:
             shows_unread_calls=not self._record.gives_unread_calls,
             reads_thoughts=chat.prompt_ids is None,
             timeout_s=chat.timeout_s,
-            deadline_at=live.deadline_at,
+            deadline=live.deadline,
             trajectory_id=self.session_id,
             keeps_kv=keeps_kv,
             kv_version=self._first_version if keeps_kv else None,

@@ -31,6 +31,7 @@ from agentloop.generation import ImagePlacer, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.plugins import resolve
+from agentloop.request_watch import ReportPace
 from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions import SessionParts
@@ -192,7 +193,10 @@ class AgentLoopWorkerDeployment:
         journal = TurnJournal(run_dir / TURNS_FOLDER)
         self._closing.push_async_callback(journal.close)
         limits = WorkerConfig(
-            capacity=settings.num_at_once, turn_timeout_s=settings.turn_timeout_s, kv_policy=config.kv_policy
+            capacity=settings.num_at_once,
+            turn_timeout_s=settings.turn_timeout_s,
+            max_standstill_s=settings.max_standstill_s,
+            kv_policy=config.kv_policy,
         )
         isolated = None
         if settings.isolation == "process":
@@ -527,6 +531,7 @@ def build_engine(config: ServiceConfig) -> Engine:
             num_workers=settings.num_workers,
             can_sleep=config.can_sleep,
             logprobs_mode=LogprobsMode(settings.logprobs_mode),
+            pace=ReportPace(settings.report_interval_s, settings.report_tokens),
         ),
         weight_source=pushed_weights(config) if config.allows_push else None,
     )
@@ -572,6 +577,7 @@ def vllm_config(config: ServiceConfig) -> VllmConfig:
         num_threads=settings.num_threads,
         stage_timeout_s=settings.stage_timeout_s,
         commit_timeout_s=settings.commit_timeout_s,
+        pace=ReportPace(settings.report_interval_s, settings.report_tokens),
     )
 
 

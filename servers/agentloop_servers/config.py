@@ -70,6 +70,8 @@ class EngineConfig(_Strict):
     stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a push, from the connection to the last byte
     commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # without a step while requests run: it is restarted
+    report_interval_s: Annotated[float, Field(gt=0, le=5)] = 2.0  # of turns under way; a crash loses as much
+    report_tokens: Annotated[int, Field(ge=1)] = 256  # and where that comes sooner
     enforce_eager: bool = False  # always on for CPU
     logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"  # the distribution: `docs/distribution.md`
     num_threads: Annotated[int, Field(ge=1)] = 1  # CPU
@@ -125,6 +127,7 @@ class WorkerSettings(_Strict):
     replicas: Annotated[int, Field(ge=1)] = 1
     capacity: Annotated[int, Field(ge=1)] = 256
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0  # without a replica, or frozen: one trajectory
     isolation: Literal["none", "process"] = "none"  # process: user code harms its own trajectory only
     max_processes: Annotated[int, Field(ge=1)] = 32  # with isolation, a worker's trajectories at once
     tools: dict[str, str] = {}  # name: import path, beside the shipped ones

@@ -122,7 +122,6 @@ def test_failed_calls_make_suspect_until_a_generation_proves_it_good():
     fleet.report_failure("a", 3.0)
     assert state(fleet) is ReplicaState.SUSPECT
     assert "3 calls" in fleet.get("a").error
-    assert fleet.may_recover_soon()
     fleet.heartbeat("a", ReplicaReport(Load(), True, num_answered=5), 4.0)  # what callers got before it hung
     assert state(fleet) is ReplicaState.SUSPECT
     (suspect,) = fleet.to_prove()
@@ -255,7 +254,6 @@ def test_a_sleeper_takes_no_traffic_and_what_it_says_of_its_weights_does_not_cou
     assert state(fleet) is ReplicaState.ASLEEP
     assert not fleet.placeable()
     assert not fleet.behind()
-    assert fleet.may_recover_soon()
     for now in (1.0, 2.0, 2.5):
         assert fleet.heartbeat("a", ReplicaReport(Load(weight_version=7), False), now)
         fleet.register(registration(version=None), now)

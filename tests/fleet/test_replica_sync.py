@@ -86,7 +86,6 @@ async def test_sleep_and_wake(clock):
         assert states(site) == {"a": "asleep", "b": "asleep"}
         assert site.sync.desired.asleep == ALL_MEMORY
         assert site.placeable() == []
-        assert site.fleet.may_recover_soon()
     assert site.calls("a") == ["sleep:1", "sleep:1"]
     for _ in range(2):
         await site.sync.wake(ALL_MEMORY)

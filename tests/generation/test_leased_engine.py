@@ -12,19 +12,22 @@ import pytest
 
 from agentloop.checks import check_generation
 from agentloop.clock import VirtualClock
-from agentloop.engine import Delta, OnProgress
+from agentloop.engine import Delta, OnProgress, Progress
 from agentloop.errors import (
     AgentLoopError,
     DeadlineExceeded,
     EngineLost,
     EnginePaused,
+    EngineUnreachable,
+    EngineUnusable,
     InvalidRequest,
     MalformedEngineResponse,
     NoHealthyReplica,
     ServiceUnavailable,
     SessionFinished,
 )
-from agentloop.generation.leased_engine import LATE_GRACE_S, LeasedEngine
+from agentloop.generation.deadline import Deadline
+from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine, continued
 from agentloop.generation.leases import LeaseConfig, SessionLeases
 from agentloop.images import Image, ImageTokens
 from agentloop.types import (
@@ -55,6 +58,7 @@ class Script:
     seconds_per_token: float = 0.0
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     num_aborted: int = 0
+    is_reporting: bool = False  # a generation's tokens are told one by one
     asked_for_images: list[str] = field(default_factory=list)  # the URLs, in order
 
     def connect(self, url: str) -> ScriptedReplica:
@@ -69,6 +73,8 @@ class ScriptedReplica:
         async for piece in self.stream(request):
             if isinstance(piece, Generation):
                 return piece
+            if self._script.is_reporting and on_progress is not None:
+                on_progress(Progress(piece))
         raise AssertionError
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
@@ -439,63 +445,237 @@ async def test_a_silent_coordinator_is_no_engine_failure(site: LeaseSite) -> Non
     assert site.script.requests == []
 
 
+# --- generations that go on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[1], [7], [3, 2], [0, 5, 1], [4, 0, 4]])
+def test_a_cut_generation_goes_on_from_what_was_reported(cuts: list[int]) -> None:
+    @virtually
+    async def run(site: LeaseSite) -> None:
+        whole = await site.engine.generate(request(num_top_logprobs=1))
+        site.script.requests.clear()
+        site.script.is_reporting, site.script.cut_after = True, [*cuts]
+        site.script.versions = [3, 4, 5, 6][: len(cuts) + 1]
+        asked = request(num_top_logprobs=1, min_tokens=6)
+        joined = await site.engine.generate(asked)
+        check_generation(asked, joined, VOCAB_SIZE)
+        assert (joined.token_ids, joined.logprobs) == (whole.token_ids, whole.logprobs)
+        assert joined.top_logprobs == whole.top_logprobs
+        versions = [span.version for span in joined.weight_versions]
+        assert versions == sorted(set(versions))
+        for number, (_, sent) in enumerate(site.script.requests):
+            num_had = sum(cuts[:number])
+            assert sent.token_ids == tuple(range(10 + num_had))
+            assert (sent.sampling.max_tokens, sent.sampling.min_tokens) == (8 - num_had, max(0, 6 - num_had))
+        assert len({sent.request_id for _, sent in site.script.requests}) == len(site.script.requests)
+        assert site.engine.num_resampled == (cuts[0] == 0)
+
+    run()
+
+
+@virtually
+async def test_a_generation_that_lost_only_its_last_word_asks_nobody_again(site: LeaseSite) -> None:
+    site.script.is_reporting, site.script.cut_after = True, [8]
+    generation = await site.engine.generate(request())
+    assert (len(generation.token_ids), generation.finish_reason) == (8, FinishReason.LENGTH)
+    assert len(site.script.requests) == 1
+
+
+@virtually
+async def test_a_generation_that_looks_back_is_sampled_anew(site: LeaseSite) -> None:
+    site.script.is_reporting, site.script.cut_after = True, [3, None]
+    generation = await site.engine.generate(request(presence_penalty=0.5))
+    assert generation.token_ids == tuple(range(10, 18))
+    assert [sent.token_ids for _, sent in site.script.requests] == [tuple(range(10))] * 2
+    assert site.engine.num_resampled == 1
+
+
+def test_a_continuation_has_another_seed_for_every_place_and_the_policy_of_its_kv() -> None:
+    def after(num_tokens: int, seed: int | None, **fields: Any) -> GenerateRequest:
+        spans = (WeightVersionSpan(3, 0, 1), WeightVersionSpan(4, 1, num_tokens))
+        sampled = Delta(tuple(range(num_tokens)), (-0.5,) * num_tokens, spans)
+        return continued(replace(request(max_tokens=100, seed=seed), **fields), sampled)
+
+    seeds = [after(place, seed).sampling.seed for place in (2, 3, 4) for seed in (0, 1, 5, (1 << 63) - 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert not {0, 1, 5, (1 << 63) - 1} & set(seeds)
+    assert all(seed is not None and 0 <= seed < 1 << 63 for seed in seeds)
+    assert after(3, 5).sampling.seed == after(3, 5).sampling.seed
+    assert after(3, None).sampling.seed is None
+    assert after(3, 5).kv_version is None
+    assert after(3, 5, keeps_kv=True).kv_version == 3
+    assert after(3, 5, keeps_kv=True, kv_version=1).kv_version == 1
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_a_call_waits_for_a_replica_as_long_as_its_deadline(site: LeaseSite) -> None:
+    polls = LongPolls(site, back_at=250.0)
+    assert len((await site.engine.generate(request(timeout_s=300.0))).token_ids) == 8
+    assert site.clock.now() == pytest.approx(250.0, abs=6.0)
+    assert polls.num_asked < 20, "it polls, and does not storm"
+    site.leases.release("s")
+    polls.back_at = 10_000.0
+    with pytest.raises(NoHealthyReplica, match="for 30 s"):
+        await site.engine.generate(request(timeout_s=30.0))
+    with pytest.raises(NoHealthyReplica):
+        await streamed(site.engine, request(timeout_s=30.0))
+    assert site.clock.now() == pytest.approx(310.0, abs=7.0)
+
+
+class LongPolls:
+    """The coordinator of a fleet without a replica: it makes wait for a while, and refuses then."""
+
+    def __init__(self, site: LeaseSite, back_at: float) -> None:
+        self._site, self.back_at = site, back_at
+        self._grant = site.coordinator.lease
+        self.num_asked = 0
+        site.coordinator.lease = self._lease  # type: ignore[method-assign] # the fake's own hook
+
+    async def _lease(self, session_id: str, num_tokens: int) -> Lease:
+        self.num_asked += 1
+        away_s = self.back_at - self._site.clock.now()
+        await self._site.clock.sleep(min(max(away_s, 0.0), 15.0))
+        if away_s > 15.0:
+            raise NoHealthyReplica("no replica takes traffic now")
+        return await self._grant(session_id, num_tokens)
+
+
+@virtually
+async def test_time_without_a_replica_moves_a_deadline_that_can_move(site: LeaseSite) -> None:
+    LongPolls(site, back_at=2000.0)
+    async with asyncio.timeout(60.0) as scope:
+        deadline = Deadline.of(scope, max_standstill_s=3600.0)
+        await site.engine.generate(request(timeout_s=10.0), deadline=deadline)
+        assert deadline.standstill_s == pytest.approx(site.clock.now(), abs=0.1)
+        assert deadline.at == scope.when() == pytest.approx(60.0 + deadline.standstill_s)
+    assert site.clock.now() > 1999.0
+
+
+@virtually
+async def test_a_standstill_has_an_end(site: LeaseSite) -> None:
+    LongPolls(site, back_at=10_000.0)
+    async with asyncio.timeout(60.0) as scope:
+        deadline = Deadline.of(scope, max_standstill_s=3600.0)
+        with pytest.raises(NoHealthyReplica, match="for 3600 s"):
+            await site.engine.generate(request(), deadline=deadline)
+    assert site.clock.now() == pytest.approx(3600.0)
+
+
+class FrozenReplica:
+    """Stands still for so many seconds, and says so every two; then it is lost, if it is to be, or answers."""
+
+    def __init__(self, frozen_s: float, *, is_lost: bool = False) -> None:
+        self.frozen_s, self.is_lost, self.num_asked = frozen_s, is_lost, 0
+
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        assert on_progress is not None
+        self.num_asked += 1
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        while (stood_still_s := loop.time() - began_at) < self.frozen_s:
+            await asyncio.sleep(2.0)
+            on_progress(Progress(Delta((), (), ()), stood_still_s + 2.0))
+        if self.is_lost and self.num_asked == 1:
+            await asyncio.sleep(15.0)
+            raise EngineLost("silent")
+        spans = (WeightVersionSpan(0, 0, 1),)
+        return Generation(request.request_id, (7,), (-0.5,), spans, FinishReason.LENGTH, standstill_s=stood_still_s)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_time_in_which_a_request_is_frozen_or_its_replica_silent_does_not_count(is_lost: bool) -> None:
+    @virtually
+    async def run(site: LeaseSite) -> None:
+        engine = leased(FrozenReplica(500.0, is_lost=is_lost), max_attempts=5)
+        async with asyncio.timeout(10.0) as scope:
+            deadline = Deadline.of(scope, max_standstill_s=3600.0)
+            with deadline.grace(TURN_GRACE_S):
+                await engine.generate(request(timeout_s=10.0), deadline=deadline)
+            assert deadline.at == pytest.approx(10.0 + site.clock.now())
+
+    run()
+
+
+@virtually
+async def test_a_request_that_is_frozen_for_ever_ends_with_a_reason(site: LeaseSite) -> None:
+    engine = leased(FrozenReplica(1e6), max_attempts=5)
+    async with asyncio.timeout(10.0) as scope:
+        deadline = Deadline.of(scope, max_standstill_s=900.0)
+        with deadline.grace(5.0), pytest.raises(DeadlineExceeded, match="stood still for 900 s"):
+            await engine.generate(request(timeout_s=10.0), deadline=deadline)
+
+
+# --- what is the request's own failure ----------------------------------------------------------------------------
+
+
+@virtually
+async def test_replicas_that_never_had_a_request_are_no_failures_of_it(site: LeaseSite) -> None:
+    site.script.cut_after = [0] * 20
+    site.script.errors = [EngineUnreachable("refused"), EngineUnusable("a failed commit")] * 10
+    assert len((await site.engine.generate(request(timeout_s=600.0))).token_ids) == 8
+    assert len(site.script.requests) == 21
+    assert len(site.coordinator.moved) == 20
+
+
+@virtually
+async def test_a_request_that_kills_all_that_have_it_ends_and_one_that_gets_on_does_not(site: LeaseSite) -> None:
+    site.script.is_reporting = True
+    site.script.cut_after = [1] * 7  # seven replicas die, each with a token more told
+    assert len((await site.engine.generate(request(timeout_s=600.0))).token_ids) == 8
+    site.script.requests.clear()
+    site.script.cut_after = [3, *[0] * 20]
+    with pytest.raises(EngineLost):
+        await site.engine.generate(request(timeout_s=600.0))
+    assert len(site.script.requests) == 4
+
+
 # --- turns that take too long -----------------------------------------------------------------------------
 
 
-class SlowReplica:
-    """A replica whose requests take for ever; what comes after them is answered at once.
+class LateReplica:
+    """A replica whose first requests take all their time; what comes after them is answered at once.
 
-    `ends` tells what an abort makes of each: a number of ids, or None for a replica that does not listen.
+    `ends` tells how each ends: with so many ids, or with None by an error of its own.
     """
 
     def __init__(self, *ends: int | None) -> None:
         self.ends = list(ends)
         self.requests: list[GenerateRequest] = []
-        self._is_aborted = asyncio.Event()
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         self.requests.append(request)
         if len(self.requests) > len(self.ends):
             return self._answer(request, 8, FinishReason.LENGTH)
+        await asyncio.sleep(request.timeout_s)
         num_ids = self.ends[len(self.requests) - 1]
         if num_ids is None:
-            await asyncio.sleep(request.timeout_s)
             raise DeadlineExceeded("the engine's own")
-        self._is_aborted.clear()
-        await self._is_aborted.wait()
-        return self._answer(request, num_ids, FinishReason.ABORT)
-
-    async def abort(self, request_id: str) -> None:
-        assert request_id == self.requests[-1].request_id
-        self._is_aborted.set()
+        return self._answer(request, num_ids, FinishReason.DEADLINE)
 
     def _answer(self, request: GenerateRequest, num_ids: int, reason: FinishReason) -> Generation:
         spans = (WeightVersionSpan(0, 0, num_ids),) if num_ids else ()
         return Generation(request.request_id, (7,) * num_ids, (-0.5,) * num_ids, spans, reason)
 
 
-@pytest.mark.parametrize("deadline_s", [10.0, 40.0], ids=["the call's", "the attempt's"])
-def test_a_late_turn_is_ended_and_kept(deadline_s: float) -> None:
+@virtually
+async def test_a_late_turn_is_kept(site: LeaseSite) -> None:
+    engine = leased(replica := LateReplica(3), max_attempts=5)
+    generation = await engine.generate(request(timeout_s=20.0), deadline=Deadline(40.0))
+    assert (generation.token_ids, generation.finish_reason) == ((7, 7, 7), FinishReason.DEADLINE)
+    assert (len(replica.requests), engine.num_resampled) == (1, 0)
+
+
+@pytest.mark.parametrize("ends", [0, None], ids=["no id", "an error"])
+def test_what_has_no_token_by_then_is_asked_for_again_and_counted(ends: int | None) -> None:
     @virtually
     async def run(site: LeaseSite) -> None:
-        engine = leased(replica := SlowReplica(3), max_attempts=5)
-        asked = request(timeout_s=20.0)
-        generation = await engine.generate(asked, deadline_at=site.clock.now() + deadline_s, keeps_late=True)
-        assert (generation.token_ids, generation.finish_reason) == ((7, 7, 7), FinishReason.DEADLINE)
-        assert site.clock.now() == pytest.approx(min(deadline_s, 20.0))
-        assert (len(replica.requests), engine.num_resampled) == (1, 0)
-
-    run()
-
-
-@pytest.mark.parametrize(("ends", "after_s"), [((0,), 20.0), ((None,), 20.0 + LATE_GRACE_S)], ids=["no id", "deaf"])
-def test_what_has_no_token_by_then_is_asked_for_again_and_counted(ends, after_s: float) -> None:
-    @virtually
-    async def run(site: LeaseSite) -> None:
-        engine = leased(replica := SlowReplica(*ends), max_attempts=5)
-        generation = await engine.generate(request(timeout_s=20.0), deadline_at=1000.0, keeps_late=True)
+        engine = leased(replica := LateReplica(ends), max_attempts=5)
+        generation = await engine.generate(request(timeout_s=20.0), deadline=Deadline(1000.0))
         assert (len(generation.token_ids), generation.finish_reason) == (8, FinishReason.LENGTH)
-        assert site.clock.now() == pytest.approx(after_s, abs=0.2)
+        assert site.clock.now() == pytest.approx(20.0, abs=0.2)
         assert (len(replica.requests), engine.num_resampled) == (2, 1)
 
     run()
@@ -503,10 +683,9 @@ def test_what_has_no_token_by_then_is_asked_for_again_and_counted(ends, after_s:
 
 @virtually
 async def test_when_the_call_is_over_nothing_is_asked_again(site: LeaseSite) -> None:
-    none = await leased(SlowReplica(0)).generate(request(timeout_s=20.0), deadline_at=5.0, keeps_late=True)
+    none = await leased(LateReplica(0)).generate(request(timeout_s=20.0), deadline=Deadline(20.0))
     assert (none.token_ids, none.finish_reason) == ((), FinishReason.DEADLINE)
-    deaf = leased(SlowReplica(None), max_attempts=5)
+    failing = leased(LateReplica(None), max_attempts=5)
     with pytest.raises(DeadlineExceeded):
-        await deaf.generate(request(timeout_s=20.0), deadline_at=site.clock.now() + 5.0, keeps_late=True)
-    assert site.clock.now() == pytest.approx(10.0 + LATE_GRACE_S)
-    assert deaf.num_resampled == 0
+        await failing.generate(request(timeout_s=20.0), deadline=Deadline(40.0))
+    assert (site.clock.now(), failing.num_resampled) == (pytest.approx(40.0), 0)

@@ -49,12 +49,12 @@ class HangingEngine(SimulatedEngine):
         self.num_turns = 0
         self.is_hanging = asyncio.Event()
 
-    async def generate(self, request):
+    async def generate(self, request, on_progress=None):
         self.num_turns += 1
         if self.num_turns > self.hangs_at:
             self.is_hanging.set()
             await asyncio.Event().wait()
-        return await super().generate(request)
+        return await super().generate(request, on_progress)
 
 
 class Relay(FakeCoordinator):
@@ -227,10 +227,10 @@ async def test_what_had_ended_when_its_worker_died_ends_the_same_way(tmp_path, l
 
 async def test_a_record_without_an_engine_is_begun_elsewhere_from_its_turns(tmp_path):
     class DyingEngine(HangingEngine):
-        async def generate(self, request):
+        async def generate(self, request, on_progress=None):
             if self.num_turns == 2:
                 raise EngineLost("it died")
-            return await super().generate(request)
+            return await super().generate(request, on_progress)
 
     noted = Lookup()
     feeder = Relay([task(tools=("lookup",))])
@@ -255,8 +255,7 @@ class AsksTwice:
         await self.resume(task, ctx)
 
     async def resume(self, task: RolloutTask, ctx: LoopContext) -> None:
-        assert ctx.deadline is not None
-        AsksTwice.left_s = ctx.deadline.when() - asyncio.get_running_loop().time()
+        AsksTwice.left_s = ctx.deadline.left_s
         while True:
             ctx.set_turn_reward(float(ctx.budget.num_turns))
             if ctx.budget.num_turns == 3:
@@ -376,8 +375,8 @@ async def test_what_is_dropped_for_its_age_is_not_gone_on_from(tmp_path):
             return await super().finish(worker_id, trajectory)
 
     class Updated(HangingEngine):
-        async def generate(self, request):
-            generation = await super().generate(request)
+        async def generate(self, request, on_progress=None):
+            generation = await super().generate(request, on_progress)
             await asyncio.sleep(0.2)  # the turn before is on disk
             return replace(generation, load=replace(self.load(), weight_version=self.num_turns))
 

@@ -56,7 +56,7 @@ class CoordinatorConfig:
     worker_timeout_s: float = 15.0  # silence after which a worker is lost; `take` waits half as long at most
     worker_cut_s: float = 3.0  # the same, after a connection on which it waited for work broke
     max_wait_s: float = 60.0  # of one `read`
-    placement_wait_s: float = 20.0  # for a replica that is about to come back; below the callers' own deadline
+    placement_wait_s: float = 20.0  # of one call for a place; below its own deadline (`CoordinatorClient`)
     restart_grace_s: float = 10.0  # for workers to say what they still run, before that is given out again
     direct_lease_ttl_s: float = 3600.0
     probe_interval_s: float = 5.0  # between generations asked of replicas that failed
@@ -97,6 +97,7 @@ class Replicas:
         self._clock = clock
         self._log = log
         self._changed = changed
+        self._has_places = ChangeSignal()  # of the fleet alone: thousands may wait while it has none
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
         self.sync = ReplicaSync(
@@ -218,16 +219,16 @@ class Replicas:
     # --- places ---
 
     async def placed(self, grant: Callable[[], Lease]) -> Lease:
-        """Grant a lease, now or as soon as a replica that is about to come back takes traffic again.
+        """Grant a lease, now or as soon as a replica takes traffic again, whatever kept it from that.
 
-        Raises NoHealthyReplica.
+        Raises NoHealthyReplica after `placement_wait_s`: whoever can still wait asks again.
         """
         deadline_at = deadline_after(self._config.placement_wait_s, self._config.placement_wait_s)
         while True:
             try:
                 return grant()
             except NoHealthyReplica:
-                if not self.fleet.may_recover_soon() or not await self._changed.wait_until(deadline_at):
+                if not await self._has_places.wait_until(deadline_at):
                     raise
 
     def report_failure(self, lease: Lease) -> None:
@@ -315,4 +316,6 @@ class Replicas:
     def _fleet_changed(self) -> None:
         """Wake who waits for a place, and see to the replicas that are behind."""
         self._changed.notify()
+        if self.is_ready:
+            self._has_places.notify()
         self.late.start()

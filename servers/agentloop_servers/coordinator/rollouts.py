@@ -169,7 +169,7 @@ class Rollouts:
         if trajectory.stop_reason in _GIVEN_UP and not self.queue.is_cancelled(name):
             if not self.queue.is_running_at(worker_id, name):
                 return False  # it is queued, or another worker runs it: a failure here is not its end
-            if trajectory.stop_reason is StopReason.CANCELLED:
+            if trajectory.stop_reason is StopReason.CANCELLED or self._is_run_again(trajectory):
                 self.queue.give_back(worker_id, name)  # nobody had asked for that: somebody else shall run it
                 self._lost((name,))
                 return False
@@ -396,6 +396,11 @@ class Rollouts:
             num_trained += len(trained)
             oldest += [version for one in trained if (version := one.oldest_trained_version) is not None]
         return num_trained, min(oldest, default=None)
+
+    def _is_run_again(self, trajectory: Trajectory) -> bool:
+        """Tell if a trajectory that its engines failed has an attempt left; the record of the last one is kept."""
+        is_failed = trajectory.stop_reason is StopReason.ENGINE_FAILED
+        return is_failed and trajectory.attempt + 1 < self._config.max_attempts
 
     def _recorded(self, name: str, trajectory: Trajectory) -> None:
         """A record is durable: the sample is finished, its place is free, its readers may look."""

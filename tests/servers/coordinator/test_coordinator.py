@@ -196,6 +196,19 @@ async def test_a_worker_that_stalls_again_and_again_keeps_its_work(site, coordin
 
 
 @service("a")
+async def test_what_engines_failed_runs_again_while_attempts_are_left(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    for number in range(CONFIG.max_attempts):
+        (assignment,) = (await coordinator.rollouts.take(report("w"), 1.0)).start
+        assert assignment.attempt == number
+        assert (await read_page(coordinator, "r", 0, 10, 0.0)).trajectories == ()
+        failed = replace(record(assignment, StopReason.ENGINE_FAILED), error=f"the engine's, of attempt {number}")
+        await coordinator.rollouts.finish("w", failed)
+    (kept,) = (await read_page(coordinator, "r", 0, 10, 5.0)).trajectories
+    assert (kept.stop_reason, kept.error) == (StopReason.ENGINE_FAILED, "the engine's, of attempt 2")
+
+
+@service("a")
 async def test_what_kills_its_workers_fails_in_the_end(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 1),))
     for number in range(CONFIG.max_attempts):

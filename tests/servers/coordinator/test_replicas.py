@@ -147,7 +147,11 @@ async def test_direct_leases(site, coordinator):
     started = site.clock.now()
     with pytest.raises(NoHealthyReplica):
         await coordinator.rollouts.lease("s", 100)
-    assert site.clock.now() == started  # nobody is about to come back
+    assert site.clock.now() == started + site.config.placement_wait_s
+    waiting = asyncio.create_task(coordinator.rollouts.lease("s", 100))
+    await site.clock.sleep(3.0)
+    await site.join("b")
+    assert (await waiting).replica_id == "b"  # who waits does so for whatever comes
 
 
 @service("a", "b")

@@ -521,8 +521,8 @@ async def test_bad_paths_and_queries(shared: Door, method: str, path: str, statu
 
 
 async def test_coordinator_errors_keep_their_code_and_others_become_a_plain_500(door: Door) -> None:
-    door.coordinator.next_errors = [NoHealthyReplica("none")] * 2  # asked twice
-    status, body, headers = await door.call("POST", "/generate", json=GENERATE)
+    door.coordinator.next_errors = [NoHealthyReplica("none")] * 1000  # asked again until the call's deadline
+    status, body, headers = await door.call("POST", "/generate", json={**GENERATE, "timeout_s": 0.5})
     assert (status, body["error"]["code"], headers["retry-after"]) == (503, "no_healthy_replica", "1")
     door.coordinator.next_errors = [RuntimeError("/secret/path at 10.0.0.1")]
     status, body, _ = await door.call("GET", "/status")

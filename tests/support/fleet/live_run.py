@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from logging import CRITICAL
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import structlog
 
@@ -93,7 +94,7 @@ class LiveRun:
     clock: VirtualClock
     coordinator: Coordinator
     store: MemoryStore
-    engines: dict[str, ListeningEngine]
+    engines: dict[str, Any]  # those that send heartbeats; whatever `make_engine` makes
     workers: list[Worker]
     checkpoint: str
     updates: list[tuple[int, float]] = field(default_factory=list)  # (version, when it was committed)
@@ -142,9 +143,11 @@ async def live_run(
     capacity: int = 6,
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE,
     store: MemoryStore | None = None,
+    make_engine: Callable[[VirtualClock], SimulatedEngine] | None = None,
 ) -> AsyncIterator[LiveRun]:
     """A running service, stopped and checked in the end."""
-    engines = {f"sim://{name}": ListeningEngine(clock) for name in "abcdef"[:num_engines]}
+    make = ListeningEngine if make_engine is None else make_engine
+    engines: dict[str, Any] = {f"sim://{name}": make(clock) for name in "abcdef"[:num_engines]}
     store = MemoryStore() if store is None else store
     config = CoordinatorConfig(heartbeat_interval_s=0.25, kv_policy=kv_policy)
     coordinator = Coordinator(
