@@ -59,15 +59,12 @@ class KVPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Token ids in. `kv_version` is the weight version whose KV may be reused; None means the current one.
-
-    `timeout_s` is time in which the engine is not frozen.
-    """
+    """Token ids in. `kv_version` is the weight version whose KV may be reused; None means the current one."""
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # in which the engine is not frozen
     trajectory_id: str | None = None
     kv_version: int | None = None
     images: tuple[ImageSpan, ...] = ()  # the spans of `token_ids` that show images, in their order
@@ -475,18 +472,14 @@ class TokenPath:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds spent by one trajectory; `queue_s` is before a worker took it.
-
-    In `standstill_s` of them the service itself stood still, which counts against no deadline; `generate_s` and
-    `total_s` contain them.
-    """
+    """Seconds spent by one trajectory; `queue_s` is before a worker took it."""
 
     queue_s: float = 0.0
     generate_s: float = 0.0
     tool_s: float = 0.0
     reward_s: float = 0.0
     total_s: float = 0.0
-    standstill_s: float = 0.0
+    standstill_s: float = 0.0  # of `generate_s`: the service itself stood still, and no deadline counts them
 
 
 @dataclass(frozen=True, slots=True)
