@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -192,12 +193,8 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(toolbox.close)
         journal = TurnJournal(run_dir / TURNS_FOLDER)
         self._closing.push_async_callback(journal.close)
-        limits = WorkerConfig(
-            capacity=settings.num_at_once,
-            turn_timeout_s=settings.turn_timeout_s,
-            max_standstill_s=settings.max_standstill_s,
-            kv_policy=config.kv_policy,
-        )
+        limits = WorkerConfig(capacity=settings.num_at_once, kv_policy=config.kv_policy)
+        limits = replace(limits, turn_timeout_s=settings.turn_timeout_s, max_standstill_s=settings.max_standstill_s)
         isolated = None
         if settings.isolation == "process":
             setup = Setup.of(config, run_dir, limits, takes_images=takes_images(config))
