@@ -70,6 +70,11 @@ class Deadline:
             self._enforce()
 
     @property
+    def is_fixed(self) -> bool:
+        """True for a deadline that somebody outside holds."""
+        return self._max_standstill_s is None
+
+    @property
     def is_spent(self) -> bool:
         """True if a deadline that moves has moved as far as it may."""
         return self._max_standstill_s is not None and self.patience_s <= 0

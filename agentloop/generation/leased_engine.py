@@ -14,6 +14,8 @@ one. The policy, for whoever calls:
   new span, another seed (`continued`) and the call's KV policy. Where that would not be the same reply
   (`looks_back`), what nobody has seen is sampled anew, and what was given out raises the error. `num_resampled`
   counts the attempts of which nothing was left;
+- a replica that had no token for a call by its deadline is told of, and the next call runs elsewhere;
+- a pause for which engines hold no requests any more (EnginePaused for a minute) ends a call of a fixed deadline;
 - a turn that takes too long is no error where the caller `keeps_late` ones: its engine ends it, and what was
   sampled is the reply. To sample it again would favour short turns. Only a request that has no token by then is
   made again.
@@ -24,9 +26,10 @@ What leaves this module was checked (`check_generation`), each reply or piece on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -60,6 +63,9 @@ TURN_GRACE_S = 20.0
 """How long after a deadline a call that `keeps_late` may end: a late turn is ended, or its replica known to be
 lost."""
 
+_SILENCE_S = 10.0  # an attempt that had no token for so long at its deadline had time for one
+_REFUSED_S = 60.0
+_LATE_S = 0.5  # of a deadline, which the replica's clock may meet first
 _FIRST_PAUSE_S = 0.1  # before the second attempt, at most; then doubled
 _MAX_PAUSE_S = 5.0
 _SUSPECT_PAUSE_S = 5.0  # before the third attempt in a row of a request that fails; then doubled
@@ -77,6 +83,9 @@ class LeaseSource(Protocol):
 
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure: the next lease is the one that it gives instead."""
+
+    def give_up(self, failed: Lease) -> None:
+        """Have the failure told, and the next call run elsewhere. Does not wait for either."""
 
 
 _MAX_SILENT_GENERATIONS = 1000  # of others, after which a replica's word counts no more
@@ -153,7 +162,8 @@ class LeasedEngine:
         without one it is `request.timeout_s` from now, and enforced here. `request.timeout_s` bounds each attempt.
         """
         call = _Call(request, SampledTokens(), deadline)
-        return await call.in_time(self._generate(call))
+        with self._telling(call):
+            return await call.in_time(self._generate(call))
 
     async def stream(
         self, request: GenerateRequest, sampled: SampledTokens | None = None, *, deadline: Deadline | None = None
@@ -163,25 +173,37 @@ class LeasedEngine:
         Tokens are appended to `sampled`, if given: what it has already is not this call's.
         """
         call = _Call(request, SampledTokens() if sampled is None else sampled, deadline, is_streamed=True)
-        while (ended := call.ended()) is None:
-            asked = call.next_request()
-            lease = await call.in_time(self._lease(call, asked))
-            try:
-                stream = self.connect(lease.url).stream(asked, call.hear)
-                async with aclosing(stream) as pieces:  # type: ignore[type-var] # engines write generators
-                    while True:
-                        piece = await call.in_time(anext(pieces, None))
-                        if piece is None:
-                            raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
-                        if isinstance(piece, Generation):
-                            self._check(asked, piece)
-                            yield call.finish(piece)
-                            return
-                        call.add(piece, self._vocab_size)
-                        yield piece
-            except AgentLoopError as error:
-                await call.in_time(self._recover(call, lease, error))
-        yield ended  # only the stream's last word was lost
+        with self._telling(call):
+            while (ended := call.ended()) is None:
+                asked = call.next_request()
+                lease = await call.in_time(self._lease(call, asked))
+                try:
+                    stream = self.connect(lease.url).stream(asked, call.hear)
+                    async with aclosing(stream) as pieces:  # type: ignore[type-var] # engines write generators
+                        while True:
+                            piece = await call.in_time(anext(pieces, None))
+                            if piece is None:
+                                raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
+                            if isinstance(piece, Generation):
+                                self._check(asked, piece)
+                                yield call.finish(piece)
+                                return
+                            call.add(piece, self._vocab_size)
+                            yield piece
+                except AgentLoopError as error:
+                    await call.in_time(self._recover(call, lease, error))
+            yield ended  # only the stream's last word was lost
+
+    @contextlib.contextmanager
+    def _telling(self, call: _Call) -> Iterator[None]:
+        """Have it told if a replica had no token for a call by its deadline: nobody has time for a retry then, but
+        the next call shall not meet the same silence."""
+        try:
+            yield
+        except BaseException:  # the deadline is the caller's: it may end the call by a cancellation
+            if call.silent_lease is not None:
+                self._source.give_up(call.silent_lease)
+            raise
 
     async def _generate(self, call: _Call) -> Generation:
         def hear(progress: Progress) -> None:
@@ -230,6 +252,8 @@ class LeasedEngine:
         """Get ready for the next attempt: count the failure, move away, and pause. Raises `error` if there is
         none."""
         call.end_attempt(error)
+        if call.refused_s > _REFUSED_S and call.deadline.is_fixed:
+            raise error
         can_help = error.retryable or (isinstance(error, DeadlineExceeded) and call.deadline.left_s > 0)
         if not can_help or call.deadline.is_spent:
             raise error
@@ -284,6 +308,9 @@ class _Call:
         self._sampled = sampled
         self._first = self._attempt_first = len(sampled)  # tokens before these are not the call's, or the attempt's
         self._replica_id = ""
+        self._refused_at: float | None = None  # the first of refusals in a row by a paused engine
+        self._lease: Lease | None = None  # of the attempt, until it has failed otherwise than by its silence
+        self._began_at = 0.0
         self._standstill_s = 0.0  # of the attempt, as it was told
         self._heard_at = 0.0
 
@@ -330,6 +357,21 @@ class _Call:
         """Note that the request is sent."""
         self._attempt_first = len(self._sampled)
         self._replica_id, self._standstill_s, self._heard_at = lease.replica_id, 0.0, _now()
+        self._lease, self._began_at = lease, self._heard_at
+
+    @property
+    def refused_s(self) -> float:
+        """Seconds for which a paused engine has refused every attempt."""
+        return 0.0 if self._refused_at is None else _now() - self._refused_at
+
+    @property
+    def silent_lease(self) -> Lease | None:
+        """The lease of an attempt that met the call's deadline without a token, although its engine was not frozen
+        and it had time; None if there is none."""
+        has_token = len(self._sampled) > self._attempt_first
+        had_time = _now() - self._began_at >= min(_SILENCE_S, self.request.timeout_s / 2)
+        is_late = self.deadline.left_s <= _LATE_S
+        return self._lease if is_late and had_time and not has_token and self._standstill_s == 0.0 else None
 
     def hear(self, progress: Progress) -> None:
         """Take in how long the attempt has stood still. Raises DeadlineExceeded if that is too long."""
@@ -342,6 +384,12 @@ class _Call:
         """Count a failed attempt; what a lost replica did since it was last heard of counts as standing still."""
         if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
             self.deadline.stood_still(_now() - self._heard_at)
+        if not isinstance(error, DeadlineExceeded):
+            self._lease = None
+        if not isinstance(error, EnginePaused):
+            self._refused_at = None
+        elif self._refused_at is None:
+            self._refused_at = _now()
         has_progress = len(self._sampled) > self._attempt_first
         self.num_lost = 1 if has_progress else self.num_lost + 1
         if not isinstance(error, EnginePaused | EngineUnreachable | EngineUnusable):

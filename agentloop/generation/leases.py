@@ -58,6 +58,10 @@ class AssignedLease:
         except AgentLoopError as error:
             _log.warning("not_moved", code=error.code, error=str(error))  # the next attempt asks again
 
+    def give_up(self, failed: Lease) -> None:
+        """Have the next call ask for another place, which tells of the failure."""
+        self._has_failed = self._has_failed or failed == self._lease
+
     def _hold(self, lease: Lease) -> None:
         self._lease = lease
         self._has_failed = self._is_told = False
@@ -176,6 +180,11 @@ class SessionLease:
         """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
         await self._leases.tasks.run(self._move(failed))
 
+    def give_up(self, failed: Lease) -> None:
+        """Tell the coordinator of a replica's failure in a task of the leases' own; the next call waits for it."""
+        if self._fails(failed):
+            self._leases.tasks.start(self._tell(failed))
+
     def release(self) -> None:
         """Give the place back; the next call takes one again."""
         lease, self._lease = self._lease, None
@@ -214,18 +223,31 @@ class SessionLease:
         is_fresh = self._leases.clock.now() - self._asked_at < self._leases.config.renew_after_s
         return self._lease if is_fresh and not self._has_failed else None
 
+    def _fails(self, lease: Lease) -> bool:
+        """Note that a lease is no use any more. False: another call of the session has told already."""
+        if self._lease != lease or self._has_failed:
+            return False
+        self._has_failed = True
+        return True
+
     async def _move(self, failed: Lease) -> None:
         async with self._changing:
-            if self._lease != failed or self._has_failed:
-                return  # another call of the session has told already
-            self._has_failed = True
-            try:
-                moving = self._leases.coordinator.move(self._session_id, failed, True)
-                self._hold(await self._leases.ask(moving))
-            except NotFound:
-                self._lease = None  # it has expired, or the coordinator is a new one: ask for a place anew
-            except AgentLoopError as error:  # the next attempt asks for a place
-                _log.warning("not_moved", session=self._session_id, code=error.code)
+            if self._fails(failed):
+                await self._replace(failed)
+
+    async def _tell(self, failed: Lease) -> None:
+        async with self._changing:
+            if self._lease == failed:
+                await self._replace(failed)
+
+    async def _replace(self, failed: Lease) -> None:
+        try:
+            moving = self._leases.coordinator.move(self._session_id, failed, True)
+            self._hold(await self._leases.ask(moving))
+        except NotFound:
+            self._lease = None  # it has expired, or the coordinator is a new one: ask for a place anew
+        except AgentLoopError as error:  # the next attempt asks for a place
+            _log.warning("not_moved", session=self._session_id, code=error.code)
 
     def _hold(self, lease: Lease) -> None:
         self._lease, self._asked_at, self._has_failed = lease, self._leases.clock.now(), False

@@ -689,3 +689,50 @@ async def test_when_the_call_is_over_nothing_is_asked_again(site: LeaseSite) -> 
     with pytest.raises(DeadlineExceeded):
         await failing.generate(request(timeout_s=20.0), deadline=Deadline(40.0))
     assert (site.clock.now(), failing.num_resampled) == (pytest.approx(40.0), 0)
+
+
+@pytest.mark.parametrize("ends_by", ["the engine's own deadline", "its caller", "a stream's caller"])
+def test_a_replica_that_is_silent_until_the_deadline_is_told_of_and_the_session_moves(ends_by: str) -> None:
+    @virtually
+    async def run(site: LeaseSite) -> None:
+        script, asked = site.script, request(timeout_s=30.0)
+        script.seconds_per_token = 1e6
+        deadline = (
+            None if ends_by == "the engine's own deadline" else Deadline(asyncio.get_running_loop().time() + 30.0)
+        )
+
+        async def call() -> None:
+            async with asyncio.timeout(None if deadline is None else 30.0):
+                if ends_by == "a stream's caller":
+                    async for _ in site.engine.stream(asked, deadline=deadline):
+                        pass
+                await site.engine.generate(asked, deadline=deadline)
+
+        with pytest.raises((DeadlineExceeded, TimeoutError)):
+            await call()
+        script.seconds_per_token = 0.0
+        await site.engine.generate(asked)
+        assert [url for url, _ in script.requests] == ["url-1", "url-2"]
+        assert [(lease.url, is_failed) for _, lease, is_failed in site.coordinator.moved] == [("url-1", True)]
+
+    run()
+
+
+@virtually
+async def test_neither_a_slow_turn_nor_a_client_that_leaves_is_the_replicas_silence(site: LeaseSite) -> None:
+    site.script.seconds_per_token = 7.0
+    with pytest.raises(DeadlineExceeded):
+        await streamed(site.engine, request(max_tokens=100, timeout_s=30.0))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5.0):
+            await site.engine.generate(request(max_tokens=100, timeout_s=300.0))
+    assert site.coordinator.moved == []
+
+
+@virtually
+async def test_a_pause_for_which_engines_hold_nothing_is_raised_before_the_deadline(site: LeaseSite) -> None:
+    site.script.cut_after = [0] * 999
+    site.script.errors = [EnginePaused("for an hour") for _ in range(999)]
+    with pytest.raises(EnginePaused):
+        await site.engine.generate(request(timeout_s=600.0))
+    assert 60.0 < site.clock.now() < 70.0

@@ -204,6 +204,9 @@ class OneLease:
     async def move(self, failed: Lease) -> None:
         """There is no other."""
 
+    def give_up(self, failed: Lease) -> None:
+        """There is no other."""
+
 
 def leased(engine: TokenEngine, *, vocab_size: int = 1 << 31, max_attempts: int = 1) -> LeasedEngine:
     """The engine under a lease; with one attempt its errors come as they are."""
