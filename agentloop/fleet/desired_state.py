@@ -98,12 +98,18 @@ class FleetWeights:
 
     `served` is the outcome of the last update that succeeded, `pending` the intent of the one under way: a failed
     one is taken back, and what a coordinator's death cut short is settled by what replicas hold. `report` is the
-    answer to the update that made `served`.
+    answer to the update that made `served`. An outcome may be told before a slow disk has it, but never before
+    its intent is stored: so the next coordinator tells no version until an intent that it finds is settled.
     """
 
     served: UpdateSource | None = None
     pending: UpdateSource | None = None
     report: UpdateReport | None = None
+
+    @property
+    def served_version(self) -> int | None:
+        """The version of `served`."""
+        return None if self.served is None else self.served.version
 
     def now_serving(self, source: UpdateSource) -> FleetWeights:
         """End the intent by this outcome; its report is still to come."""

@@ -11,7 +11,8 @@ Ownership: one object, in the coordinator's event loop, without awaits; time is 
 - a QUARANTINED replica leaves that state only through UPDATING and a finished commit of the fleet's version;
 - an ASLEEP replica has given memory back: it keeps its leases, takes no traffic, and what it says of its weights
   counts for nothing until it has been woken;
-- until the first update, the newest version that a replica brought along is the fleet's.
+- until the first update, the newest version that a replica brought along is the fleet's, unless it is not
+  known what an update has left.
 
 SUSPECT has two reasons, and each its own way back:
 - silence: `suspect_after_s` without a report. The next report ends it, and `dead_after_s` of silence make it GONE.
@@ -110,11 +111,11 @@ class Fleet:
         self._replicas: dict[str, ReplicaRecord] = {}
         self._num_incarnations = 0
         self._weight_version: int | None = None
-        self._is_version_pinned = False  # by a finished update: registrations no longer set it
+        self._is_version_pinned = False  # by an update: registrations do not set it
 
     @property
     def weight_version(self) -> int | None:
-        """The version that traffic is served under; None while no replica has weights."""
+        """The version that traffic is served under; None while no replica has weights, or it is not known."""
         return self._weight_version
 
     @property
@@ -321,6 +322,20 @@ class Fleet:
         """Serve `version`, because an update finished. READY replicas of another one rejoin."""
         self._is_version_pinned = True
         self._serve(version)
+
+    def withhold_version(self) -> None:
+        """Serve nothing and say no version, because it is not known, until `set_weight_version` or `stay_at`."""
+        self._is_version_pinned = True
+        self._weight_version = None
+
+    def stay_at(self, version: int | None) -> None:
+        """Serve `version` again, that of the last update; None: the newest one that a replica brought along."""
+        if version is not None:
+            self.set_weight_version(version)
+            return
+        self._is_version_pinned = False
+        for replica in self.replicas:
+            self._offer_version(replica.weight_version)
 
     # --- inside ---
 

@@ -121,7 +121,7 @@ class ReplicaSync:
     def restore(self, weights: FleetWeights | None, orders: StandingOrders | None) -> None:
         """Take up what an earlier coordinator left, before replicas join.
 
-        Where it died within an update, replicas say first what they hold: until `settle` nothing is decided.
+        Where it died within an update, replicas say first what they hold: until `settle` no version is told.
         """
         if orders is not None:
             self._desired = replace(self._desired, orders=orders)
@@ -133,7 +133,8 @@ class ReplicaSync:
         if weights.pending is not None:
             self._settles_at = self._clock.now() + self.config.settle_s
             self._begin("finding out what replicas hold")
-        if weights.served is not None:
+            self._fleet.withhold_version()
+        elif weights.served is not None:
             self._fleet.set_weight_version(weights.served.version)
 
     async def settle(self) -> None:
@@ -151,12 +152,12 @@ class ReplicaSync:
         self._settles_at = None
         self._log.info("update_settled", version=pending.version, is_served=is_held)
         if is_held:
-            previous = None if weights.served is None else weights.served.version
-            report = UpdateReport(pending.version, previous, pending.kv_policy, (), 0.0)
+            report = UpdateReport(pending.version, weights.served_version, pending.kv_policy, (), 0.0)
             self._fleet.set_weight_version(pending.version)
             await self._record(replace(weights.now_serving(pending), report=report))
         else:
             await self._record(weights.rolled_back())
+            self._fleet.stay_at(weights.served_version)
         self._end()
         self._on_change()
 

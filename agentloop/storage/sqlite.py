@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -48,7 +49,8 @@ class Schema:
 def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> sqlite3.Connection:
     """Open a store, or make it. Any one thread at a time may use the connection; transactions are explicit.
 
-    Raises InvalidRequest if the file is none of this schema, cannot be opened, or (read-only) does not exist.
+    Raises InvalidRequest if the file is none of this schema, cannot be opened, or (read-only) does not exist; and
+    StorageFull if it is to be written, and its disk is full or read-only.
     """
     if is_read_only and not path.is_file():
         raise InvalidRequest(f"no {schema.kind} at {path}")
@@ -56,6 +58,8 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
     try:
         db = sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
+        if not is_read_only and _has_no_room(error, path.parent):
+            raise _storage_full(f"{schema.kind} {path}") from error
         raise InvalidRequest(f"{path} cannot be opened: {error}") from error
     try:
         version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -70,11 +74,34 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
     except sqlite3.DatabaseError as error:
         db.close()
+        if not is_read_only and _has_no_room(error, path.parent):
+            raise _storage_full(f"{schema.kind} {path}") from error
         raise InvalidRequest(f"{path} is not a {schema.kind}: {error}") from error
     except InvalidRequest:
         db.close()
         raise
     return db
+
+
+def _has_no_room(error: sqlite3.Error, folder: Path) -> bool:
+    """Tell if a file in `folder` could not be opened because nothing can be written there.
+
+    Of a file that it could not make, or extend for shared memory, SQLite does not say why.
+    """
+    if is_full(error):
+        return True
+    if getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR):
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"x")
+    except OSError as refusal:
+        return is_full(refusal)
+    return False
+
+
+def _storage_full(name: str) -> StorageFull:
+    return StorageFull(f"the disk of the {name} is full or cannot be written")
 
 
 def packed(value: Any) -> tuple[bytes, int]:
@@ -231,7 +258,7 @@ class BatchWriter:
                 db.execute("ROLLBACK")
             if is_full(error):
                 self._note_room(is_full=True, reason=repr(error))
-                problem = StorageFull(f"the disk of the {self._kind} is full or cannot be written")
+                problem = _storage_full(self._kind)
             elif getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE == sqlite3.SQLITE_CORRUPT:
                 self._note_damage(repr(error))
             elif isinstance(error, sqlite3.Error):

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
 from agentloop import codec
 from agentloop.api import RolloutTerms
 from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
@@ -37,6 +39,8 @@ MAX_COMMIT_BATCH = 512
 _MAX_SETTLED = 4096  # rollouts whose counts are kept in memory
 
 T = TypeVar("T")
+
+_log = structlog.stdlib.get_logger(__name__)
 
 _SCHEMA = Schema(
     kind="trajectory store",
@@ -118,13 +122,15 @@ class TrajectoryStore:
 
     def __init__(self, path: str | Path, executor: Executor | None = None, *, min_free_bytes: int = 0) -> None:
         """`executor` runs one call at a time; a thread of its own by default. With fewer than `min_free_bytes` free
-        on the disk nothing is accepted. Raises InvalidRequest if `path` is not a trajectory store."""
+        on the disk nothing is accepted. Raises InvalidRequest if `path` is not a trajectory store, and StorageFull
+        if its disk is full or read-only."""
         self._room = DiskRoom(Path(path).parent, min_free_bytes)
         self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
         db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
         self._epoch: int | None = None
+        self._successor: int | None = None
         self._writer = BatchWriter(
             db,
             _SCHEMA.kind,
@@ -137,6 +143,11 @@ class TrajectoryStore:
     def num_corrupt_rows(self) -> int:
         """Distinct rows met so far whose checksum or content was wrong."""
         return self._rows.num_corrupt_rows
+
+    @property
+    def successor(self) -> int | None:
+        """The epoch of the owner that has taken the store over from this one, which every use of it finds out."""
+        return self._successor
 
     async def accept(
         self,
@@ -327,6 +338,9 @@ class TrajectoryStore:
     def _check_owner(self, db: sqlite3.Connection) -> None:
         """Raises ServiceUnavailable once another process has taken the store over."""
         if self._epoch is not None and (stored := self._stored_epoch(db)) is not None and stored > self._epoch:
+            if self._successor is None:
+                _log.error("store_taken_over", epoch=stored, own_epoch=self._epoch)
+            self._successor = stored
             raise ServiceUnavailable(f"another coordinator has taken this run over (epoch {stored})")
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,53 @@ async def test_the_watermark_is_of_submits_and_sessions_not_of_records(tmp_path:
     with pytest.raises(StorageFull):
         await sessions.create(SessionRecord("s", 0.0, 60.0, "owner"))
     await sessions.close()
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process grows meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "old"])
+def test_a_store_that_finds_no_room_when_it_is_opened_says_so(tmp_path: Path, is_new: bool) -> None:
+    path = tmp_path / "t"
+    if not is_new:
+        open_database(path, SCHEMA).close()
+    with no_room(), pytest.raises(StorageFull) as caught:
+        open_database(path, SCHEMA)
+    assert caught.value.retryable
+    assert str(caught.value) == f"the disk of the test store {path} is full or cannot be written"
+    open_database(path, SCHEMA).close()
+
+
+async def test_trajectories_and_sessions_that_find_no_room_when_they_are_opened(tmp_path: Path) -> None:
+    sessions = SessionStore(tmp_path / "s.sqlite", lambda: 0.0)
+    with no_room():
+        with pytest.raises(StorageFull, match="trajectory store"):
+            TrajectoryStore(tmp_path / "t.sqlite")
+        with pytest.raises(StorageFull, match="session store"):
+            await sessions.start()
+    assert await sessions.start() == 0
+    await sessions.close()
+
+
+def test_a_store_on_a_filesystem_without_a_right_or_room_to_write(small_disk: Path) -> None:
+    open_database(small_disk / "old", SCHEMA).close()
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "ballast").write_bytes(bytes(4 << 20))
+    for name in ("old", "new"):
+        with pytest.raises(StorageFull):
+            open_database(small_disk / name, SCHEMA)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for name in ("old", "newer"):
+        with pytest.raises(StorageFull):
+            open_database(small_disk / name, SCHEMA)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from structlog.typing import FilteringBoundLogger
 from agentloop.aio import ChangeSignal, OwnedTasks
 from agentloop.api import ServiceStatus
 from agentloop.clock import Clock
-from agentloop.errors import StorageFull
+from agentloop.errors import ServiceUnavailable, StorageFull
 from agentloop.fleet import Connect, FleetWeights, ReplicaState, StandingOrders
 from agentloop.storage import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
@@ -86,7 +86,10 @@ class Coordinator:
         await self._store.close()
 
     async def check_health(self) -> None:
-        """Raises what ended a background task, if something did: the coordinator must then be restarted."""
+        """Raises what ended a background task, if something did: the coordinator must then be restarted. Raises
+        ServiceUnavailable once another one has taken the run over: this one is of no use any more."""
+        if (epoch := self._store.successor) is not None:
+            raise ServiceUnavailable(f"another coordinator has taken this run over (epoch {epoch})")
         for task in self._background:
             if task.done():
                 task.result()

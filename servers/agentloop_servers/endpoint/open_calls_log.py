@@ -47,12 +47,16 @@ class OpenCallsLog:
         self._held: dict[str, dict[str, tuple[OpenCall, bytes]]] = {}  # calls with their lines, in order
 
     def open(self) -> None:
-        """Make the file anew: what an earlier process left is gone. Raises ServiceUnavailable."""
+        """Make the file anew: what an earlier process left is gone.
+
+        Raises StorageFull, or ServiceUnavailable when the disk fails otherwise.
+        """
         try:
             self._path.unlink(missing_ok=True)  # not truncated: a process that lingers writes into its own file
             self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ServiceUnavailable(f"{self._path.name} cannot be made: {error}") from error
+            kind = StorageFull if is_full(error) else ServiceUnavailable
+            raise kind(f"{self._path.name} cannot be made: {error}") from error
 
     def close(self) -> None:
         """Let go of the file, which stays as it is. Idempotent."""

@@ -115,7 +115,8 @@ class SessionStore:
     async def start(self) -> int:
         """Open the files; calls that a dead process left open have failed. Returns how many sessions are open.
 
-        Raises InvalidRequest if the file is no session store, and ServiceUnavailable when the disk fails.
+        Raises InvalidRequest if the file is no session store, StorageFull when the disk is full or read-only, and
+        ServiceUnavailable when it fails otherwise.
         """
         loop = asyncio.get_running_loop()
         try:

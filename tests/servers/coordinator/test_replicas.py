@@ -409,6 +409,45 @@ async def test_a_coordinator_that_dies_after_the_first_commit_brings_the_others_
 
 
 @service("a", "b")
+async def test_no_version_is_told_until_it_is_known_which_one_an_update_has_left(site, coordinator):
+    site.engines["b"].seconds = {"pause": 20.0}
+    site.engines["a"].on_commit = lambda: setattr(site.store, "is_broken", True)
+    updating = asyncio.create_task(coordinator.replicas.update_weights(push(1), None))
+    await site.clock.sleep(1.0)
+    assert (await coordinator.status()).weight_version == 1
+    site.silent.add("a")
+    await site.stop()
+    await asyncio.gather(updating, return_exceptions=True)
+    coordinator = await site.start()
+    told = []
+    for _ in range(8):
+        await site.clock.sleep(0.5)
+        told.append((await coordinator.status()).weight_version)
+    assert told == [None] * 8  # only `b` has been heard, which holds 0
+    site.silent.clear()
+    await site.clock.sleep(2.5)
+    assert (await coordinator.status()).weight_version == 1
+
+
+@service("a", "b")
+async def test_an_update_of_which_nothing_came_leaves_what_replicas_brought_along(site, coordinator):
+    for engine in site.engines.values():
+        engine.seconds = {"pause": 20.0}
+    updating = asyncio.create_task(coordinator.replicas.update_weights(push(1), None))
+    await site.clock.sleep(1.0)
+    await site.stop()
+    await asyncio.gather(updating, return_exceptions=True)
+    coordinator = await site.start()
+    for engine in site.engines.values():
+        engine.seconds = {}
+    await site.clock.sleep(CONFIG.weights.settle_s - 1.0)
+    assert (await coordinator.status()).weight_version is None
+    await site.clock.sleep(3.0)
+    assert (await coordinator.status()).weight_version == 0
+    assert await site.states() == {"a": "ready", "b": "ready"}
+
+
+@service("a", "b")
 async def test_a_repeat_gets_its_report_from_the_next_coordinator_too(site, coordinator):
     first = await coordinator.replicas.update_weights(push(1), None)
     await site.stop()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import ServiceUnavailable
@@ -101,6 +102,26 @@ async def test_a_store_that_was_taken_over_takes_nothing_more(tmp_path):
     await new.save_state("x", 3)
     await new.close()
     await old.close()
+
+
+@service("a")
+async def test_a_coordinator_whose_run_was_taken_over_says_so_once_and_asks_to_be_ended(site, coordinator):
+    await site.store.take_over()
+    await coordinator.check_health()
+    other = TrajectoryStore(site.path / "trajectories.sqlite", Inline())
+    epoch = await other.take_over()
+    with capture_logs() as logs:
+        for number in range(3):
+            with pytest.raises(ServiceUnavailable, match="another coordinator"):
+                await coordinator.rollouts.submit(f"r{number}", (make_group("g", 1),))
+    assert [entry["epoch"] for entry in logs if entry["log_level"] == "error"] == [epoch], logs
+    with pytest.raises(ServiceUnavailable, match="another coordinator"):
+        await coordinator.check_health()
+    await other.close()
+    site.heartbeats.cancel()
+    await coordinator.close()
+    await site.start()  # Serve starts the next one, which takes the run over in its turn
+    await site.coordinator.check_health()
 
 
 @service("a")

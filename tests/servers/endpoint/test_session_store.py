@@ -20,7 +20,7 @@ from random import Random
 import pytest
 
 from agentloop import codec
-from agentloop.errors import InvalidRequest, ServiceUnavailable, SessionFinished, SessionNotFound, StorageFull
+from agentloop.errors import InvalidRequest, SessionFinished, SessionNotFound, StorageFull
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionState
 from agentloop.trajectory.node import CallRecord, ModelCallState
@@ -472,7 +472,7 @@ async def test_a_call_that_there_is_no_room_for_has_not_begun(path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
         store = SessionStore(path, Wall())
-        with pytest.raises(ServiceUnavailable, match="No space left"):
+        with pytest.raises(StorageFull, match="No space left"):
             await store.start()
         await store.close()
     assert len(await states_after(path)) == 5 + 2

@@ -18,6 +18,8 @@ T = TypeVar("T")
 class MemoryStore:
     """What `agentloop.storage.trajectory_store.TrajectoryStore` promises, as long as this object lives."""
 
+    successor: int | None = None
+
     def __init__(self) -> None:
         self.groups: dict[str, list[RolloutGroup]] = {}
         self.records: dict[str, Trajectory] = {}

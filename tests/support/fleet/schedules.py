@@ -173,7 +173,10 @@ class World:
         served = self.coordinator.replicas.weight_version
         await self.start_coordinator()
         restored = self.coordinator.replicas.weight_version
-        if served:  # 0 is what replicas brought along, and will bring again
+        is_settling = self.coordinator.replicas.sync.desired.weights.pending is not None
+        if served and not (
+            restored is None and is_settling
+        ):  # 0 is what replicas brought along, and will bring again
             assert (restored or 0) >= served, f"{served} before the crash, then {restored}"
         self._is_down = False
 
