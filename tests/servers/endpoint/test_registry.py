@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from agentloop.chat.call import CallKey
 from agentloop.clock import RealClock
 from agentloop.codec import to_builtins
-from agentloop.errors import Conflict, InvalidRequest, Overloaded, SessionNotFound
+from agentloop.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, SessionNotFound
 from agentloop.score import Score
 from agentloop.sessions.session import Session
 from agentloop.types import Message
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
 from agentloop_servers.http.auth import SessionKeys
-from tests.support.endpoint.session_site import EPOCH_S, LIMITS, SessionSite, say, talk, virtually
+from tests.support.endpoint.session_site import EPOCH_S, LIMITS, SessionSite, chat, say, talk, virtually
 from tests.support.records.turns import make_call
 
 # --- who has which ---
@@ -187,6 +188,26 @@ async def test_whoever_has_a_spilled_session_has_the_only_one(site: SessionSite,
     await site.clock.sleep(65.0)
     assert await sessions.find("s", "") is session
     assert sessions.stats().num_restored == 0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_a_replica_that_is_silent_until_a_calls_deadline_is_told_of(is_streamed: bool, tmp_path: Path) -> None:
+    @virtually()
+    async def run(site: SessionSite, sessions: Sessions) -> None:
+        session = await sessions.create(NewSession("s"), "")
+        site.talker.gate.clear()
+        asked, first = replace(chat(Message("user", "Are you there?")), timeout_s=30.0), CallKey(b"1", 0)
+        began_at = site.clock.now()
+        with pytest.raises(DeadlineExceeded):
+            await (anext(session.stream(asked, first)) if is_streamed else session.call(asked, first))
+        assert 30.0 <= site.clock.now() - began_at < 31.0
+        site.talker.gate.set()
+        await session.call(asked, CallKey(b"2", 0))
+        (holder, lease, is_failed), *others = site.coordinator.moved
+        assert (holder, is_failed, others) == ("s", True, [])
+        assert site.coordinator.held["s"].url != lease.url
+
+    run(tmp_path)
 
 
 @virtually()
