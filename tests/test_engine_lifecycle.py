@@ -45,7 +45,7 @@ def test_it_lives_once() -> None:
     assert not lifecycle.is_usable
 
 
-def test_a_pause_that_failed_is_paused_again_or_resumed() -> None:
+async def test_a_pause_that_failed_is_paused_again_or_resumed() -> None:
     for again in (True, False):
         lifecycle = serving()
         lifecycle.freezing()
@@ -92,7 +92,7 @@ async def test_a_drain_is_told_of_a_resume_and_of_the_end(ending: str, error: ty
         await drained
 
 
-def test_a_commit_is_stamped_or_leaves_no_version() -> None:
+async def test_a_commit_is_stamped_or_leaves_no_version() -> None:
     lifecycle = paused()
     with lifecycle.committing(8):
         assert lifecycle.version == 7
@@ -109,14 +109,14 @@ def test_a_commit_is_stamped_or_leaves_no_version() -> None:
 
 
 @pytest.mark.parametrize("staged", [None, 7, 9])
-def test_only_what_is_staged_is_committed(staged: int | None) -> None:
+async def test_only_what_is_staged_is_committed(staged: int | None) -> None:
     with pytest.raises(Conflict, match="version 8 cannot be committed"):
         paused().check_commit(8, staged)
     with pytest.raises(Conflict, match="paused"):
         serving().check_commit(8, 8)
 
 
-def test_the_strictest_pause_ends_the_use_of_older_kv_and_a_resume_voids_it() -> None:
+async def test_the_strictest_pause_ends_the_use_of_older_kv_and_a_resume_voids_it() -> None:
     lifecycle = paused()
     lifecycle.paused(KVPolicy.FRESH)
     lifecycle.paused(KVPolicy.KEEP)
@@ -142,7 +142,7 @@ def test_a_sleep_it_does_not_have_is_refused(level: int, can_sleep: bool) -> Non
         serving().check_sleep(level, can_sleep=can_sleep)
 
 
-def test_a_deeper_sleep_discards_and_an_equal_one_changes_nothing() -> None:
+async def test_a_deeper_sleep_discards_and_an_equal_one_changes_nothing() -> None:
     lifecycle = paused()
     assert lifecycle.has_to_sleep(1)
     lifecycle.slept(1)
@@ -155,7 +155,7 @@ def test_a_deeper_sleep_discards_and_an_equal_one_changes_nothing() -> None:
     assert not lifecycle.has_to_sleep(2)
 
 
-def test_discarded_weights_are_committed_before_anything_but_them_wakes_or_sleeps() -> None:
+async def test_discarded_weights_are_committed_before_anything_but_them_wakes_or_sleeps() -> None:
     lifecycle = paused()
     lifecycle.slept(2)
     with pytest.raises(Conflict):
