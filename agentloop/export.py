@@ -23,7 +23,16 @@ from agentloop.errors import InvalidRequest
 from agentloop.images import IMAGES_FOLDER, ImageRef, parts_of
 from agentloop.sampling import TurnSampling
 from agentloop.storage import TrajectoryReader
-from agentloop.types import Message, TokenPath, ToolCall, ToolCallStatus, Trajectory, Turn, WeightVersionSpan
+from agentloop.types import (
+    Message,
+    Timings,
+    TokenPath,
+    ToolCall,
+    ToolCallStatus,
+    Trajectory,
+    Turn,
+    WeightVersionSpan,
+)
 
 ExportFormat = Literal["parquet", "jsonl"]
 
@@ -66,7 +75,7 @@ _TURN = pa.struct(
     ]
 )
 _TURN_FIELDS, _SAMPLING_FIELDS = ([field.name for field in kind] for kind in (_TURN, _SAMPLING))
-_TIMINGS = pa.struct([(f"{part}_s", pa.float64()) for part in ("queue", "generate", "tool", "reward", "total")])
+_TIMINGS = pa.struct([(part.name, pa.float64()) for part in dataclasses.fields(Timings)])
 
 _COLUMNS: dict[str, pa.DataType] = {
     "task_id": pa.string(),

@@ -78,7 +78,15 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "seed": None,
     }
     assert (row["raw_logprobs"], row["constrained"]) == (None, [False] * 8)
-    assert row["timings"] == {"queue_s": 0.1, "generate_s": 0.2, "tool_s": 0.3, "reward_s": 0.4, "total_s": 1.0}
+    seconds = {
+        "queue_s": 0.1,
+        "generate_s": 0.2,
+        "tool_s": 0.3,
+        "reward_s": 0.4,
+        "total_s": 1.0,
+        "standstill_s": 0.0,
+    }
+    assert row["timings"] == seconds
     assert (row["complete"], row["reward"], row["stop_reason"]) == (True, 1.0, "completed")
 
 

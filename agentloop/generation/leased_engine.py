@@ -48,6 +48,7 @@ from agentloop.errors import (
     EngineUnusable,
     MalformedEngineResponse,
     NoHealthyReplica,
+    ServiceUnavailable,
 )
 from agentloop.generation.deadline import Deadline
 from agentloop.images import Image, ImageTokens
@@ -237,9 +238,7 @@ class LeasedEngine:
                         try:
                             lease = await self._source.lease(asked)
                             break
-                        except AgentLoopError as error:
-                            if not error.retryable:
-                                raise
+                        except (NoHealthyReplica, ServiceUnavailable) as error:
                             refusal = error
                         num_refused = 0 if _now() - asked_at > _MAX_PAUSE_S else num_refused + 1
                         await asyncio.sleep(_pause_s(num_refused))

@@ -282,7 +282,8 @@ class Incoming:
         try:
             self._connection.send(message)
         except ConnectionLost as error:
-            raise self._lost(str(error)) from error
+            news = self._news()  # the sender's last word, if it had one
+            raise self._lost(str(error) if news is None else news.reason) from error
 
     def _check(self) -> None:
         """Raise TransportBroken if this attempt cannot go on; a restart is told apart in `_breaking`."""
@@ -317,17 +318,21 @@ class Incoming:
 
         None if it does not come, or if the whole update is off.
         """
-        settled_at = min(time.monotonic() + ABANDON_SETTLE_S, self._deadline_at)
-        try:
-            news = self._connection.take(BadNews, deadline_at=settled_at, check=self._check_wanted)
-        except (ConnectionLost, ConnectionTimeout, TransportBroken):
-            return None
+        news = self._news()
         if not isinstance(news, AbandonAttempt):
             return None
         # The attempt may be void before it was begun here.
         while (start := self._connection.peek(StartAttempt)) is not None and start.attempt_id <= news.attempt_id:
             self._connection.pop(StartAttempt)
         return news
+
+    def _news(self) -> BadNews | None:
+        """Return what the sender says went wrong; None if it says nothing for a while."""
+        settled_at = min(time.monotonic() + ABANDON_SETTLE_S, self._deadline_at)
+        try:
+            return self._connection.take(BadNews, deadline_at=settled_at, check=self._check_wanted)
+        except (ConnectionLost, ConnectionTimeout, TransportBroken):
+            return None
 
     def _lost(self, reason: str) -> CheckpointUnreadable:
         return CheckpointUnreadable(f"the weights did not arrive: {reason}", param="push")

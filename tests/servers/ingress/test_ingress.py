@@ -319,6 +319,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts",
         "/rollouts/{rollout_id}",
         "/rollouts/{rollout_id}/trajectories",
+        "/rollouts/{rollout_id}/acknowledge",
         "/rollouts/{rollout_id}/cancel",
         "/status",
         "/admin/pause",
