@@ -87,10 +87,10 @@ def test_standard_library_loggers_take_the_same_way(tmp_path: Path) -> None:
     noise = io.StringIO()
     theirs.addHandler(logging.StreamHandler(noise))
     configure_logging(tmp_path / "service.log", console=io.StringIO())
-    theirs.warning("took %s", "Bearer sk-secret")
+    theirs.error("took %s", "Bearer sk-secret")
     [line] = lines_of(tmp_path / "service.log")
     assert line["event"] == "took Bearer [redacted]"
-    assert line["level"] == "warning"
+    assert line["level"] == "error"
     assert noise.getvalue() == ""
 
 
