@@ -78,9 +78,12 @@ _log = structlog.stdlib.get_logger(__name__)
 class LeaseSource(Protocol):
     """The lease that calls run under: an assignment's, or a session's."""
 
+    def held(self) -> Lease | None:
+        """Return the lease for the next attempt; None if it has to be asked for."""
+
     async def lease(self, request: GenerateRequest) -> Lease:
-        """Return the lease for the next attempt, after a wait if there is none now. Raises NoHealthyReplica or
-        ServiceUnavailable if that was in vain; ask again then."""
+        """Ask for the lease of the next attempt: it comes after a wait if there is none now. Raises
+        NoHealthyReplica or ServiceUnavailable if that was in vain; ask again then."""
 
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure: the next lease is the one that it gives instead."""
@@ -227,6 +230,9 @@ class LeasedEngine:
     async def _lease(self, call: _Call, asked: GenerateRequest) -> Lease:
         """Return the lease for an attempt, as soon as there is one. Raises the last refusal when the call has
         waited for as long as it may."""
+        if (held := self._source.held()) is not None:
+            call.begin_attempt(held)
+            return held
         refusal: AgentLoopError = NoHealthyReplica("no replica could be had")
         deadline, num_refused = call.deadline, 0
         patience_s = None if math.isinf(deadline.patience_s) else max(deadline.patience_s, 0.0)

@@ -35,6 +35,10 @@ class AssignedLease:
         self._is_told = False  # the coordinator knows that
         self._hold(assignment.lease)
 
+    def held(self) -> Lease | None:
+        """Return the lease, unless it has failed."""
+        return None if self._has_failed else self._lease
+
     async def lease(self, request: GenerateRequest) -> Lease:
         """Return the lease held; in place of one that failed another, for which the coordinator makes wait."""
         if self._has_failed:
@@ -171,9 +175,16 @@ class SessionLease:
         self._changing = asyncio.Lock()
         self._is_closed = False
 
+    def held(self) -> Lease | None:
+        """Return the lease, unless it has failed or is to be renewed. Raises SessionFinished after `close`."""
+        if self._is_closed:
+            raise self._ended()
+        is_fresh = self._leases.clock.now() - self._asked_at < self._leases.config.renew_after_s
+        return self._lease if is_fresh and not self._has_failed else None
+
     async def lease(self, request: GenerateRequest) -> Lease:
         """Return the session's lease, renewed in time. Raises SessionFinished after `close`."""
-        lease = self._fresh_lease()
+        lease = self.held()
         return lease if lease is not None else await self._leases.tasks.run(self._take(request))
 
     async def move(self, failed: Lease) -> None:
@@ -198,7 +209,7 @@ class SessionLease:
 
     async def _take(self, request: GenerateRequest) -> Lease:
         async with self._changing:
-            lease = self._fresh_lease()
+            lease = self.held()
             if lease is not None:
                 return lease  # another call of the session was faster
             config = self._leases.config
@@ -216,12 +227,6 @@ class SessionLease:
             if self._is_closed:
                 raise self._ended()
             return lease
-
-    def _fresh_lease(self) -> Lease | None:
-        if self._is_closed:
-            raise self._ended()
-        is_fresh = self._leases.clock.now() - self._asked_at < self._leases.config.renew_after_s
-        return self._lease if is_fresh and not self._has_failed else None
 
     def _fails(self, lease: Lease) -> bool:
         """Note that a lease is no use any more. False: another call of the session has told already."""

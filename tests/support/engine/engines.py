@@ -198,8 +198,11 @@ class ReversingConnection:
 class OneLease:
     """A lease on the only replica there is."""
 
-    async def lease(self, request: GenerateRequest) -> Lease:
+    def held(self) -> Lease:
         return Lease("lease-1", "replica-1", "url-1")
+
+    async def lease(self, request: GenerateRequest) -> Lease:
+        return self.held()
 
     async def move(self, failed: Lease) -> None:
         """There is no other."""
