@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": -1.5, "temperature": 0.7},
     "repetition": {"repetition_penalty": 1.4, "temperature": 0.5},
     "all penalties": {"frequency_penalty": 0.6, "presence_penalty": 0.4, "repetition_penalty": 0.8, "top_k": 40},
-    "bias": {"logit_bias": ((5, 9.0), (6, -100.0))},
+    "bias": {"logit_bias": (*((token_id, 4.0) for token_id in range(7, 60)), (5, 9.0), (6, -100.0))},
     "min_tokens": {"min_tokens": 10, "temperature": 0.5},
 }
 
