@@ -41,7 +41,7 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds until it; they do not pass while the service stands still."""
         is_still = self._since is not None and self._max_standstill_s is not None
-        return self.at - (self._since if is_still and self._since is not None else _now())
+        return self.at - (self._since if is_still and self._since is not None else loop_time())
 
     @property
     def enforced_at(self) -> float | None:
@@ -51,14 +51,14 @@ class Deadline:
     @property
     def standstill_s(self) -> float:
         """Seconds in which the service stood still so far."""
-        return self._stood_still_s + (0.0 if self._since is None else _now() - self._since)
+        return self._stood_still_s + (0.0 if self._since is None else loop_time() - self._since)
 
     @property
     def patience_s(self) -> float:
         """Seconds for which whoever waits for the service may go on. Not to the last before a fixed one: then he
         can say for what he waited."""
         if self._max_standstill_s is None:
-            left_s = self.at - _now()
+            left_s = self.at - loop_time()
             return max(left_s - _LAST_WORD_S, 0.5 * left_s)
         return self._max_standstill_s - self.standstill_s
 
@@ -83,7 +83,7 @@ class Deadline:
     def standing_still(self) -> Iterator[None]:
         """While this lasts, time does not count."""
         if self._num_waiting == 0:
-            self._since = _now()
+            self._since = loop_time()
         self._num_waiting += 1
         self._enforce()
         try:
@@ -92,7 +92,7 @@ class Deadline:
             self._num_waiting -= 1
             if self._num_waiting == 0:
                 since, self._since = self._since, None
-                self.stood_still(0.0 if since is None else _now() - since)
+                self.stood_still(0.0 if since is None else loop_time() - since)
                 self._enforce()
 
     @contextmanager
@@ -113,5 +113,6 @@ class Deadline:
         self._scope.reschedule(self.at + self._grace_s + (max(self.patience_s, 0.0) if is_still else 0.0))
 
 
-def _now() -> float:
+def loop_time() -> float:
+    """Return the time by which deadlines are set."""
     return asyncio.get_running_loop().time()

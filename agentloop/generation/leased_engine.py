@@ -50,7 +50,7 @@ from agentloop.errors import (
     NoHealthyReplica,
     ServiceUnavailable,
 )
-from agentloop.generation.deadline import Deadline
+from agentloop.generation.deadline import Deadline, loop_time
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, clip_spans
@@ -240,13 +240,13 @@ class LeasedEngine:
             with deadline.standing_still():
                 async with asyncio.timeout(patience_s):
                     while True:
-                        asked_at = _now()
+                        asked_at = loop_time()
                         try:
                             lease = await self._source.lease(asked)
                             break
                         except (NoHealthyReplica, ServiceUnavailable) as error:
                             refusal = error
-                        num_refused = 0 if _now() - asked_at > _MAX_PAUSE_S else num_refused + 1
+                        num_refused = 0 if loop_time() - asked_at > _MAX_PAUSE_S else num_refused + 1
                         await asyncio.sleep(_pause_s(num_refused))
         except TimeoutError as error:
             raise type(refusal)(f"{refusal.message}, for {deadline.standstill_s:.0f} s") from error
@@ -303,7 +303,7 @@ class _Call:
         is_streamed: bool = False,
     ) -> None:
         self.request = request
-        self.deadline = Deadline(_now() + request.timeout_s) if deadline is None else deadline
+        self.deadline = Deadline(loop_time() + request.timeout_s) if deadline is None else deadline
         self.num_failures = 0  # of the request, in a row
         self.num_lost = 0  # attempts of any kind in a row
         self._ends_at = self.deadline.at if deadline is None else None  # None: the caller sees to it
@@ -361,40 +361,40 @@ class _Call:
     def begin_attempt(self, lease: Lease) -> None:
         """Note that the request is sent."""
         self._attempt_first = len(self._sampled)
-        self._replica_id, self._standstill_s, self._heard_at = lease.replica_id, 0.0, _now()
+        self._replica_id, self._standstill_s, self._heard_at = lease.replica_id, 0.0, loop_time()
         self._lease, self._began_at = lease, self._heard_at
 
     @property
     def refused_s(self) -> float:
         """Seconds for which a paused engine has refused every attempt."""
-        return 0.0 if self._refused_at is None else _now() - self._refused_at
+        return 0.0 if self._refused_at is None else loop_time() - self._refused_at
 
     @property
     def silent_lease(self) -> Lease | None:
         """The lease of an attempt that met the call's deadline without a token, although its engine was not frozen
         and it had time; None if there is none."""
         has_token = len(self._sampled) > self._attempt_first
-        had_time = _now() - self._began_at >= min(_SILENCE_S, self.request.timeout_s / 2)
+        had_time = loop_time() - self._began_at >= min(_SILENCE_S, self.request.timeout_s / 2)
         is_late = self.deadline.left_s <= _LATE_S
         return self._lease if is_late and had_time and not has_token and self._standstill_s == 0.0 else None
 
     def hear(self, progress: Progress) -> None:
         """Take in how long the attempt has stood still. Raises DeadlineExceeded if that is too long."""
         self._stand_still(progress.standstill_s)
-        self._heard_at = _now()
+        self._heard_at = loop_time()
         if self.deadline.is_spent:
             raise DeadlineExceeded(f"the service stood still for {self.deadline.standstill_s:.0f} s")
 
     def end_attempt(self, error: AgentLoopError) -> None:
         """Count a failed attempt; what a lost replica did since it was last heard of counts as standing still."""
         if isinstance(error, EngineLost | EngineUnusable | EnginePaused):
-            self.deadline.stood_still(_now() - self._heard_at)
+            self.deadline.stood_still(loop_time() - self._heard_at)
         if not isinstance(error, DeadlineExceeded):
             self._lease = None
         if not isinstance(error, EnginePaused):
             self._refused_at = None
         elif self._refused_at is None:
-            self._refused_at = _now()
+            self._refused_at = loop_time()
         has_progress = len(self._sampled) > self._attempt_first
         self.num_lost = 1 if has_progress else self.num_lost + 1
         if not isinstance(error, EnginePaused | EngineUnreachable | EngineUnusable):
@@ -508,7 +508,3 @@ def continued(request: GenerateRequest, sampled: Delta) -> GenerateRequest:
             seed=seed,
         ),
     )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

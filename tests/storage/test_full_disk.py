@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import resource
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, Schema, one_thread, open_database
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.endpoint.session_store import SessionStore
+from tests.support.fleet.disk import no_room
 from tests.support.records.samples import make_group, make_trajectory
 
 SCHEMA = Schema("test store", 1, "CREATE TABLE IF NOT EXISTS blobs (n INTEGER PRIMARY KEY, b BLOB);", "NORMAL")
@@ -96,17 +95,6 @@ async def test_the_watermark_is_of_submits_and_sessions_not_of_records(tmp_path:
     with pytest.raises(StorageFull):
         await sessions.create(SessionRecord("s", 0.0, 60.0, "owner"))
     await sessions.close()
-
-
-@contextmanager
-def no_room() -> Iterator[None]:
-    """No file of this process grows meanwhile."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "old"])

@@ -367,18 +367,24 @@ async def test_a_failed_push_does_not_come_true_after_a_restart(site, coordinato
     )
 
 
-@service("a", "b")
-async def test_a_coordinator_that_dies_before_the_first_commit_leaves_the_fleet_where_it_was(site, coordinator):
-    await coordinator.replicas.update_weights(push(1), None)
+async def restarted_before_a_commit(site, coordinator, update):
+    """Stop the coordinator while an update pauses the replicas; returns the next one."""
     for engine in site.engines.values():
         engine.seconds = {"pause": 20.0}
-    updating = asyncio.create_task(coordinator.replicas.update_weights(push(2), None))
+    updating = asyncio.create_task(coordinator.replicas.update_weights(update, None))
     await site.clock.sleep(1.0)
     await site.stop()
     await asyncio.gather(updating, return_exceptions=True)
     coordinator = await site.start()
     for engine in site.engines.values():
         engine.seconds = {}
+    return coordinator
+
+
+@service("a", "b")
+async def test_a_coordinator_that_dies_before_the_first_commit_leaves_the_fleet_where_it_was(site, coordinator):
+    await coordinator.replicas.update_weights(push(1), None)
+    coordinator = await restarted_before_a_commit(site, coordinator, push(2))
     await site.clock.sleep(1.5)
     assert (await site.states(), coordinator.replicas.is_ready) == ({"a": "joining", "b": "joining"}, False)
     again = asyncio.create_task(coordinator.replicas.update_weights(push(3), None))  # waits until that is settled
@@ -431,15 +437,7 @@ async def test_no_version_is_told_until_it_is_known_which_one_an_update_has_left
 
 @service("a", "b")
 async def test_an_update_of_which_nothing_came_leaves_what_replicas_brought_along(site, coordinator):
-    for engine in site.engines.values():
-        engine.seconds = {"pause": 20.0}
-    updating = asyncio.create_task(coordinator.replicas.update_weights(push(1), None))
-    await site.clock.sleep(1.0)
-    await site.stop()
-    await asyncio.gather(updating, return_exceptions=True)
-    coordinator = await site.start()
-    for engine in site.engines.values():
-        engine.seconds = {}
+    coordinator = await restarted_before_a_commit(site, coordinator, push(1))
     await site.clock.sleep(CONFIG.weights.settle_s - 1.0)
     assert (await coordinator.status()).weight_version is None
     await site.clock.sleep(3.0)

@@ -62,7 +62,7 @@ class DiskThread(Executor):
             try:
                 if self.is_dead:
                     raise OSError("injected: a dead process writes nothing")
-                with _no_room() if self._disk.is_full else nullcontext():
+                with no_room() if self._disk.is_full else nullcontext():
                     future.set_result(fn(*args, **kwargs))
             except BaseException as error:
                 future.set_exception(error)
@@ -77,7 +77,7 @@ class DiskThread(Executor):
 
 
 @contextmanager
-def _no_room() -> Iterator[None]:
+def no_room() -> Iterator[None]:
     """Let every write of this process fail meanwhile, as on a disk without room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
