@@ -33,6 +33,7 @@ COMMON = (
     "aio",
     "plugins",
     "engine",
+    "kv_hashes",
     "sampled_tokens",
     "engine_lifecycle",
     "request_watch",
@@ -348,6 +349,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.cli.run",
     ),
     "few lines that say all of one idea": (
+        "agentloop.kv_hashes",
         "agentloop.parsers.choose",
         "agentloop_servers.tcp",
     ),

@@ -46,7 +46,7 @@ from agentloop.images import Image, ImageTokens
 from agentloop.request_watch import ReportPace, RequestWatch
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
-from agentloop.simulation.kv_cache import KVCache, KVSequence
+from agentloop.simulation.kv_cache import KVCache
 from agentloop.simulation.policy import (
     Faults,
     HashPolicy,
@@ -309,7 +309,7 @@ class SimulatedEngine:
             done=asyncio.get_running_loop().create_future(),
             malformation=self.faults.malformed.pop(0) if self.faults.malformed else None,
             has_progress=asyncio.Event() if is_streamed else None,
-            sequence=KVSequence(version),
+            sequence=self._kv.sequence(version),
             sampled=SampledTokens(self._spec.logprobs_mode),
         )
         is_hung = self.faults.num_hung > 0

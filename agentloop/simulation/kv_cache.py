@@ -1,21 +1,18 @@
 """The KV cache of a simulated engine: blocks, prefix reuse, least-recently-used eviction, events. Synchronous.
 
-A full block is known by a hash that chains from the block before it and starts from the weight version its KV
-may be shared under, and it holds the policy's state after its last token. Invariants: a block that any request
-holds is never evicted; a block in the cache has its parent in the cache; blocks held, cached and free sum to
-`num_blocks`.
+A full block is known by its name (`kv_hashes.py`), and it holds the policy's state after its last token.
+Invariants: a block that any request holds is never evicted; a block in the cache has its parent in the cache;
+blocks held, cached and free sum to `num_blocks`.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import xxhash
-
 from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEventPublisher
+from agentloop.kv_hashes import BlockChain, num_reusable_blocks, root_hash
 
 
 @dataclass(slots=True)
@@ -23,7 +20,7 @@ class KVSequence:
     """One request's KV. `num_tokens` of its ids are in the cache; `state` is the policy's after them."""
 
     kv_version: int
-    hashes: list[int] = field(default_factory=list)  # of the full blocks of all ids seen, cached or not
+    chain: BlockChain  # of all ids seen, cached or not
     num_held: int = 0  # full blocks held
     tail: list[int] = field(default_factory=list)  # ids in the last, partial block; it has one unless empty
     num_tokens: int = 0
@@ -52,6 +49,10 @@ class KVCache:
         """Blocks that requests hold; the rest is free or can be evicted."""
         return len(self._blocks) - len(self._idle) + self._num_tails
 
+    def sequence(self, kv_version: int) -> KVSequence:
+        """Return the KV of a request that holds nothing yet and may share that of `kv_version`."""
+        return KVSequence(kv_version, BlockChain(self.block_size, root_hash(kv_version)))
+
     def admit(
         self, sequence: KVSequence, token_ids: Sequence[int], advance: Callable[[int, Sequence[int]], int]
     ) -> int | None:
@@ -60,11 +61,11 @@ class KVCache:
         Returns how many tokens were cached (never all: the last one is always computed, as sampling needs its
         output), or None if blocks do not suffice; then nothing changed.
         """
-        size, hashes = self.block_size, sequence.hashes
-        _extend(sequence, token_ids[len(hashes) * size :], size)
+        size, hashes = self.block_size, sequence.chain.hashes
+        sequence.chain.extend(token_ids[sequence.chain.num_tokens :])
         num_full = len(token_ids) // size
-        num_cached = 0
-        while num_cached < (len(token_ids) - 1) // size and hashes[num_cached] in self._blocks:
+        num_cached, num_reusable = 0, num_reusable_blocks(len(token_ids), size)
+        while num_cached < num_reusable and hashes[num_cached] in self._blocks:
             num_cached += 1
         num_needed = -(-len(token_ids) // size) - num_cached
         num_idle_reused = sum(hashes[index] in self._idle for index in range(num_cached))
@@ -98,11 +99,11 @@ class KVCache:
         sequence.state = state
         sequence.num_tokens += 1
         if len(sequence.tail) == self.block_size:
-            index = sequence.num_held
-            if index == len(sequence.hashes):
-                _extend(sequence, sequence.tail, self.block_size)
+            index, chain = sequence.num_held, sequence.chain
+            if index == len(chain.hashes):
+                chain.extend(sequence.tail[chain.num_tokens - index * self.block_size :])
             ids, sequence.tail = sequence.tail, []
-            if self._store(sequence, sequence.hashes[index]):
+            if self._store(sequence, chain.hashes[index]):
                 self._announce_stored(sequence, index, index + 1, ids)
         return True
 
@@ -110,7 +111,7 @@ class KVCache:
         """Take back all a sequence holds. Full blocks stay cached, its last one first to be evicted. Idempotent."""
         if sequence.tail:
             self._num_tails -= 1
-        for block_hash in reversed(sequence.hashes[: sequence.num_held]):
+        for block_hash in reversed(sequence.chain.hashes[: sequence.num_held]):
             block = self._blocks[block_hash]
             block.num_holders -= 1
             if block.num_holders == 0:
@@ -151,18 +152,7 @@ class KVCache:
 
     def _announce_stored(self, sequence: KVSequence, start: int, end: int, token_ids: Sequence[int]) -> None:
         if self._events.has_subscribers:
-            parent = sequence.hashes[start - 1] if start else None
-            hashes = tuple(sequence.hashes[start:end])
+            known = sequence.chain.hashes
+            parent = known[start - 1] if start else None
+            hashes = tuple(known[start:end])
             self._events.publish(BlocksStored(hashes, parent, tuple(token_ids), sequence.kv_version))
-
-
-def _extend(sequence: KVSequence, token_ids: Sequence[int], block_size: int) -> None:
-    """Hash the full blocks of the ids that follow those hashed so far."""
-    packed = array("I", token_ids)
-    if sequence.hashes:
-        parent = sequence.hashes[-1]
-    else:
-        parent = xxhash.xxh3_64_intdigest(sequence.kv_version.to_bytes(8, "little", signed=True))
-    for end in range(block_size, len(packed) + 1, block_size):
-        parent = xxhash.xxh3_64_intdigest(packed[end - block_size : end], seed=parent)
-        sequence.hashes.append(parent)

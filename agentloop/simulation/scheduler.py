@@ -142,7 +142,7 @@ class Scheduler:
         # A preempted request comes back under today's version: KV is named after the weights that made it.
         salt = self._kv_version(live.request.kv_version, version)
         if live.sequence.kv_version != salt:
-            live.sequence = KVSequence(salt)
+            live.sequence = self._kv.sequence(salt)
 
         def read(state: int, token_ids: Sequence[int]) -> int:
             return live.stream.advance(state, token_ids, version)

@@ -139,7 +139,7 @@ def test_the_cache_does_what_the_model_does(steps: list[tuple[str, int, list[int
     live: list[tuple[KVSequence, tuple[int, ...], list[Prefix | None]]] = []
     for kind, number, token_ids in steps:
         if kind == "admit":
-            sequence, ids = KVSequence(number), tuple(token_ids)
+            sequence, ids = kv.sequence(number), tuple(token_ids)
             num_cached = kv.admit(sequence, ids, summed)
             assert num_cached == model.admit(number, ids)
             if num_cached is not None:
