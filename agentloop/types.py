@@ -121,6 +121,8 @@ class Load:
     weight_version: int | None = None
     num_steps: int = 0  # of its scheduler so far, prefills too: it grows as long as the engine works
     num_sampled_tokens: int = 0  # since the engine started, those that nobody got included
+    num_preemptions: int = 0  # since it started: KV taken from a request in flight, for another's or by a RECOMPUTE
+    num_prefill_tokens: int = 0  # of the prompts that wait for their first token, what is cached of them included
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,20 @@ class ReplicaRegistration:
 
 
 @dataclass(frozen=True, slots=True)
+class KVChanges:
+    """The change of a replica's prefix cache since its last report. Hashes are little-endian uint64s.
+
+    They are the hashes of `kv_hashes.py`; blocks that show images are not named. Reports that carry changes are
+    numbered: a repeat of the last one changes nothing, and a gap asks for everything. So does a replica that is not
+    known yet: its first changes have `resident`.
+    """
+
+    sequence: int
+    removed: bytes = b""  # blocks that it held, and holds no more
+    resident: bytes | None = None  # all blocks that it holds: after a registration, a clear, and lost events
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """A replica's engine at one moment."""
 
@@ -37,6 +51,7 @@ class ReplicaReport:
     is_paused: bool = False
     asleep: frozenset[MemoryTag] = frozenset()
     num_answered: int = 0  # generations that its callers got, since its start
+    kv: KVChanges | None = None  # None: nothing changed, or the engine does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,8 @@ class SimulatedEngine:
             weight_version=self._lifecycle.version,
             num_steps=self._num_steps,
             num_sampled_tokens=self._scheduler.num_sampled_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prefill_tokens=self._scheduler.num_prefill_tokens,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:

@@ -65,6 +65,7 @@ class Scheduler:
         """`kv_version` is the lifecycle's: whose KV a request uses, by the version asked for and the served one."""
         self.num_recomputed_tokens = 0
         self.num_sampled_tokens = 0
+        self.num_preemptions = 0
         self._kv = kv
         self._max_running = max_running
         self._live: dict[str, LiveRequest] = {}
@@ -80,6 +81,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the prompts that have no sampled token yet."""
+        return sum(len(live.request.token_ids) for live in self._live.values() if not live.sampled)
 
     @property
     def has_begun(self) -> bool:
@@ -196,6 +202,7 @@ class Scheduler:
         return True
 
     def _preempt(self, live: LiveRequest) -> None:
+        self.num_preemptions += 1
         live.num_lost_tokens = live.sequence.num_tokens
         self._kv.release(live.sequence)
         del self._running[live.request.request_id]

@@ -760,6 +760,31 @@ async def test_kv_events_tell_what_is_reusable(case: EngineCase) -> None:
             pass
 
 
+async def test_load_shows_the_prompts_that_wait_for_a_token(case: EngineCase) -> None:
+    prompts = [case.prompt() for _ in range(3)]
+    await case.engine.pause(PauseMode.KEEP)
+    readings = [Reading(case, case.request(prompt, case.long_tokens)) for prompt in prompts]
+    await until(lambda: case.engine.load().num_prefill_tokens == sum(map(len, prompts)))
+    await case.engine.resume()
+    for reading in readings:
+        await reading.middle()
+    assert case.engine.load().num_prefill_tokens == 0
+    for reading in readings:
+        await reading.end()
+
+
+async def test_load_counts_preemptions(case: EngineCase) -> None:
+    readings = [Reading(case, case.request(case.prompt(), case.long_tokens)) for _ in range(3)]
+    for reading in readings:
+        await reading.middle()
+    num_before = case.engine.load().num_preemptions
+    await case.engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+    await case.engine.resume()
+    for reading in readings:
+        await reading.end()
+    assert case.engine.load().num_preemptions == num_before + 3
+
+
 async def test_load_shows_requests_and_capacity(case: EngineCase) -> None:
     readings = [Reading(case, case.request(case.prompt(), case.long_tokens)) for _ in range(3)]
     for reading in readings:

@@ -322,6 +322,7 @@ class VllmEngine:
         num_admitted = self._calls.num_admitted
         num_queued = min(self._process.stats.num_waiting, num_admitted)
         capacity = self._info.kv_capacity_tokens if self._info is not None else 0
+        num_held_tokens = self._calls.num_held_tokens if len(self._calls) > num_admitted else 0
         return Load(
             num_running=num_admitted - num_queued,
             num_waiting=len(self._calls) - num_admitted + num_queued,
@@ -330,6 +331,8 @@ class VllmEngine:
             weight_version=self._lifecycle.version,
             num_steps=self._process.stats.num_steps,
             num_sampled_tokens=self._process.stats.num_sampled_tokens,
+            num_preemptions=self._process.stats.num_preemptions,
+            num_prefill_tokens=num_held_tokens + self._process.num_prefill_tokens,
         )
 
     def kv_events(self) -> AsyncIterator[KVEvent]:

@@ -154,11 +154,13 @@ class SchedulerStats:
         self.num_waiting = 0
         self.kv_cache_usage = 0.0  # share of the blocks that requests hold
         self.num_steps = 0  # that sampled, or prefilled a chunk
-        self.num_sampled_tokens = 0  # so far
+        self.num_sampled_tokens = 0  # so far, as the following
+        self.num_preemptions = 0  # each known with the next token of its request
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
         if iteration_stats is not None:
             self.num_sampled_tokens += iteration_stats.num_generation_tokens
+            self.num_preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
             self.num_steps += 1
             self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
@@ -259,6 +261,11 @@ class VllmProcess:
         if self._config.has_vision:
             await self.llm.reset_encoder_cache()
         self.feed.clear()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the prompts that vLLM knows and has given out no token of."""
+        return 0 if self.llm is None else int(self.llm.output_processor.get_num_queued_tokens())
 
     @property
     def eos_token_id(self) -> int | None:

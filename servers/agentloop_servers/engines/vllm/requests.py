@@ -200,6 +200,11 @@ class Calls:
     def num_admitted(self) -> int:
         return sum(call.is_admitted for call in self._by_id.values())
 
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens of the prompts that vLLM does not know yet."""
+        return sum(len(call.request.token_ids) for call in self._by_id.values() if not call.is_admitted)
+
     @contextlib.contextmanager
     def entered(self, request: GenerateRequest) -> Iterator[Call]:
         """Raises Conflict for an id that is under way."""
