@@ -1,4 +1,4 @@
-"""The order in which queued samples go out: by priority, by shares within one, and in a flow as they came.
+"""The order in which queued samples go out: by priority, by shares within one, and in a flow group by group.
 
 A flow is what is served in its own turn: the rollouts of one owner on equal terms, of one run where they name one,
 and a rollout by itself where a limit is its own. Of a higher priority everything goes before anything lower. Flows
@@ -7,26 +7,158 @@ Proportional-Share Resource Management", MIT/LCS/TM-528, 1995): each sample move
 and the least pass is next. A flow that had nothing to give joins at the pass of the last one served: it can neither
 save up nor fall behind.
 
-A sample is the unit. A group needs no worker of its own: the balancer brings siblings to one replica, wherever they
-run. So no group waits for room, none is passed by, and places stay empty only when nothing is admitted.
+In a flow, what a worker had before goes first, then groups of which a sample has begun, the fewest left first: a
+trainer can use a group only when it is whole. Then whole groups, by age or by the longest expected work. In the
+latter case each `OLDEST_EVERY`-th place goes to the oldest group, so a sample with n others in its flow that came
+before it waits for at most `OLDEST_EVERY` * (n + 1) places of the flow, whatever comes after it.
+
+A sample is the unit: siblings may run in different workers, so no group waits for a worker that has room for all of
+it. Where replicas have no room (`Admission.FULL`) nothing is passed by; a group that waits for its own sake
+(`Admission.LATER`) keeps its turn, and up to `_MAX_ASIDE` such groups of a flow are passed by.
 
 Invariants: a flow is in the heap, or held back (its `max_running` runs, or its budget has no room), or has nothing
-queued. Each step costs O(log flows).
+queued. Each step costs O(log flows + log groups), and what is passed by.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
 from typing import TypeAlias
 
 from agentloop.api import RolloutTerms
-from agentloop.scheduling.samples import LiveRollout, Sample
+from agentloop.scheduling.samples import Admission, LiveRollout, Sample, group_key
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
+from agentloop.types import RolloutGroup
+
+OLDEST_EVERY = 4  # places of a flow, of which one goes to its oldest group
+_MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
+_MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew
 
 FlowKey: TypeAlias = tuple[RolloutTerms, str, bool]
+
+Begin: TypeAlias = Callable[[Sample], Admission]
+"""Give a sample its place, or say why it has none."""
+
+ExpectedWork: TypeAlias = Callable[[RolloutGroup], float]
+"""Predict the tokens of one sample of a group of which none has begun."""
+
+
+class GroupOrder(StrEnum):
+    """The order of groups within a flow, once those that have begun are out."""
+
+    AGE = "age"  # as they came
+    LONGEST = "longest"  # by expected work: what ends last begins first
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingGroup:
+    """The samples of one group that wait and were never begun."""
+
+    number: int  # of its arrival
+    size: int  # samples, wherever they are
+    expected_tokens: float
+    samples: OrderedDict[str, Sample]
+
+    @property
+    def is_begun(self) -> bool:
+        return len(self.samples) < self.size
+
+
+class _FlowLine:
+    """The samples that wait in one flow.
+
+    Heaps hold an entry for each change; an entry that is not the group's present one is thrown away at the top.
+    """
+
+    def __init__(self, order: GroupOrder) -> None:
+        self._order = order
+        self._again: OrderedDict[str, Sample] = OrderedDict()
+        self._groups: OrderedDict[str, _WaitingGroup] = OrderedDict()  # the oldest first; none without samples
+        self._begun: list[tuple[int, int, _WaitingGroup]] = []  # samples left, number
+        self._whole: list[tuple[float, int, _WaitingGroup]] = []  # minus the expected tokens, number
+        self._num_groups = 0
+        self._num_popped = 0  # of those that were never begun
+
+    def __len__(self) -> int:
+        return len(self._again) + len(self._groups)
+
+    def __iter__(self) -> Iterator[Sample]:
+        yield from self._again.values()
+        for group in self._groups.values():
+            yield from group.samples.values()
+
+    def add_group(self, samples: Sequence[Sample], expected_tokens: float) -> None:
+        """Queue samples of one group, none of which waits here."""
+        self._num_groups += 1
+        first, by_name = samples[0], OrderedDict((sample.assignment_id, sample) for sample in samples)
+        group = _WaitingGroup(self._num_groups, first.group.num_samples, expected_tokens, by_name)
+        self._groups[group_key(first.assignment_id)] = group
+        if group.is_begun:
+            heapq.heappush(self._begun, (len(by_name), group.number, group))
+        elif self._order is GroupOrder.LONGEST:
+            heapq.heappush(self._whole, (-expected_tokens, group.number, group))
+
+    def add_again(self, sample: Sample) -> None:
+        """Queue a sample that a worker had before."""
+        self._again[sample.assignment_id] = sample
+
+    def remove(self, sample: Sample, *, is_turn: bool = False) -> None:
+        """Take a sample out, if it is here; `is_turn`: because it has begun in its turn."""
+        if self._again.pop(sample.assignment_id, None) is not None:
+            return
+        key = group_key(sample.assignment_id)
+        group = self._groups.get(key)
+        if group is None or group.samples.pop(sample.assignment_id, None) is None:
+            return
+        self._num_popped += is_turn
+        if group.samples:
+            heapq.heappush(self._begun, (len(group.samples), group.number, group))
+        else:
+            del self._groups[key]
+        if len(self._begun) + len(self._whole) > 4 * len(self._groups) + _MAX_OLD_ENTRIES:
+            self._begun = [entry for entry in self._begun if entry[0] == len(entry[2].samples)]
+            self._whole = [entry for entry in self._whole if not entry[2].is_begun]
+            heapq.heapify(self._begun)
+            heapq.heapify(self._whole)
+
+    def heads(self, num: int) -> list[Sample]:
+        """Return the next sample, and with `num` above 1 those of the groups after it; one a group."""
+        found = list(islice(self._again.values(), num))
+        groups: dict[int, _WaitingGroup] = {}
+        is_oldest_turn = (self._num_popped + 1) % OLDEST_EVERY == 0
+        if is_oldest_turn and self._order is GroupOrder.LONGEST and self._groups:
+            oldest = next(iter(self._groups.values()))
+            groups[oldest.number] = oldest
+        for group in (*self._top_begun(num), *self._top_whole(num)):
+            groups[group.number] = group
+        return (found + [next(iter(group.samples.values())) for group in groups.values()])[:num]
+
+    def _top_begun(self, num: int) -> list[_WaitingGroup]:
+        entries: list[tuple[int, int, _WaitingGroup]] = []
+        while self._begun and len(entries) < num:
+            entry = heapq.heappop(self._begun)
+            if entry[0] == len(entry[2].samples):
+                entries.append(entry)
+        for entry in entries:
+            heapq.heappush(self._begun, entry)
+        return [group for _, _, group in entries]
+
+    def _top_whole(self, num: int) -> list[_WaitingGroup]:
+        if self._order is GroupOrder.AGE:
+            return list(islice(self._groups.values(), num))
+        entries: list[tuple[float, int, _WaitingGroup]] = []
+        while self._whole and len(entries) < num:
+            entry = heapq.heappop(self._whole)
+            if not entry[2].is_begun:
+                entries.append(entry)
+        for entry in entries:
+            heapq.heappush(self._whole, entry)
+        return [group for _, _, group in entries]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,31 +166,25 @@ class _Flow:
     terms: RolloutTerms
     budget: StalenessBudget | None
     number: int  # of its creation: among equals the older goes first
+    line: _FlowLine
     num_rollouts: int = 0
     num_running: int = 0
     pass_value: float = 0.0
     is_offered: bool = False  # it is in the heap
-    again: OrderedDict[str, Sample] = field(default_factory=OrderedDict)  # what a worker had before goes first
-    waiting: OrderedDict[str, Sample] = field(default_factory=OrderedDict)
-
-    @property
-    def has_queued(self) -> bool:
-        return bool(self.again or self.waiting)
 
     def admits(self, versions: FleetVersions) -> bool:
         if self.terms.max_running is not None and self.num_running >= self.terms.max_running:
             return False
         return self.budget is None or self.budget.room(versions) > 0
 
-    def pop(self) -> Sample:
-        _, sample = (self.again or self.waiting).popitem(last=False)
-        return sample
-
 
 class DispatchOrder:
     """Queued samples in their flows. Whoever takes a sample from it says `begun`, and later `ended`."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: GroupOrder = GroupOrder.AGE, expected_work: ExpectedWork | None = None) -> None:
+        """Without `expected_work` all groups are alike, and the older goes first."""
+        self._order = order
+        self._expected_work = expected_work
         self._flows: dict[FlowKey, _Flow] = {}
         self._heap: list[tuple[int, float, int, _Flow]] = []
         self._held: defaultdict[StalenessBudget, set[_Flow]] = defaultdict(set)  # by budget: flows without room
@@ -71,7 +197,7 @@ class DispatchOrder:
         flow = self._flows.get(key)
         if flow is None:
             self._num_flows += 1
-            self._flows[key] = flow = _Flow(rollout.terms, rollout.budget, self._num_flows)
+            self._flows[key] = flow = _Flow(rollout.terms, rollout.budget, self._num_flows, _FlowLine(self._order))
         flow.num_rollouts += 1
 
     def leave(self, rollout: LiveRollout) -> None:
@@ -83,34 +209,53 @@ class DispatchOrder:
             if flow.budget is not None:
                 self._release(flow.budget, flow)
 
-    def add(self, sample: Sample, *, is_again: bool = False) -> None:
-        """Queue a sample: behind those of its flow, or behind those only that a worker had before."""
+    def add_group(self, samples: Sequence[Sample]) -> None:
+        """Queue the samples of a group that was accepted, or what is left of it after a restart."""
+        first = samples[0]
+        flow = self._flows[_key(first.rollout)]
+        expected_tokens = 0.0 if self._expected_work is None else self._expected_work(first.group)
+        flow.line.add_group(samples, expected_tokens)
+        self._offer(flow)
+
+    def add_again(self, sample: Sample) -> None:
+        """Queue a sample that a worker had before, behind those only of its flow that one had before too."""
         flow = self._flows[_key(sample.rollout)]
-        (flow.again if is_again else flow.waiting)[sample.assignment_id] = sample
+        flow.line.add_again(sample)
         self._offer(flow)
 
     def discard(self, sample: Sample) -> None:
         """Take a sample out of its turn, if it is queued here."""
-        flow = self._flows[_key(sample.rollout)]
-        if flow.again.pop(sample.assignment_id, None) is None:
-            flow.waiting.pop(sample.assignment_id, None)
+        self._flows[_key(sample.rollout)].line.remove(sample)
 
-    def next(self, versions: FleetVersions) -> Sample | None:
-        """Take out the next sample that its limits admit; None if there is none."""
-        while self._heap:
-            priority, pass_value, number, flow = heapq.heappop(self._heap)
-            if not flow.has_queued:
+    def next(self, versions: FleetVersions, begin: Begin, later: set[str]) -> Sample | None:
+        """Take out the next sample that its limits admit and `begin` lets begin; None if there is none.
+
+        Groups whose turn is `later` are added to that set, and not asked about while they are in it.
+        """
+        passed: list[tuple[int, float, int, _Flow]] = []
+        found: Sample | None = None
+        while self._heap and found is None:
+            entry = priority, pass_value, number, flow = heapq.heappop(self._heap)
+            if not flow.line:
                 flow.is_offered = False
-            elif not flow.admits(versions):
+                continue
+            if not flow.admits(versions):
                 flow.is_offered = False
                 if flow.budget is not None:
                     self._held[flow.budget].add(flow)
-            else:
-                self._passes[priority] = pass_value
-                flow.pass_value = pass_value + 1 / flow.terms.share
-                heapq.heappush(self._heap, (priority, flow.pass_value, number, flow))
-                return flow.pop()
-        return None
+                continue
+            found, is_full = _first(flow.line, begin, later)
+            if found is None:
+                passed.append(entry)
+                if is_full:
+                    break
+                continue
+            self._passes[priority] = pass_value
+            flow.pass_value = pass_value + 1 / flow.terms.share
+            passed.append((priority, flow.pass_value, number, flow))
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
 
     def admits(self, sample: Sample, versions: FleetVersions) -> bool:
         """Tell if a sample's limits would let it run now, whatever its turn."""
@@ -136,8 +281,7 @@ class DispatchOrder:
     def __iter__(self) -> Iterator[Sample]:
         """Yield everything queued, in no order."""
         for flow in self._flows.values():
-            yield from flow.again.values()
-            yield from flow.waiting.values()
+            yield from flow.line
 
     # --- inside ---
 
@@ -147,12 +291,27 @@ class DispatchOrder:
                 self._offer(flow)
 
     def _offer(self, flow: _Flow) -> None:
-        if flow.is_offered or not flow.has_queued:
+        if flow.is_offered or not flow.line:
             return
         priority = -flow.terms.priority
         flow.is_offered = True
         flow.pass_value = max(flow.pass_value, self._passes.get(priority, 0.0))
         heapq.heappush(self._heap, (priority, flow.pass_value, flow.number, flow))
+
+
+def _first(line: _FlowLine, begin: Begin, later: set[str]) -> tuple[Sample | None, bool]:
+    """Take the first sample of a line that may begin; the flag: nothing at all may."""
+    for num in (1, _MAX_ASIDE):
+        for sample in line.heads(num):
+            key = group_key(sample.assignment_id)
+            admission = Admission.LATER if key in later else begin(sample)
+            if admission is Admission.BEGUN:
+                line.remove(sample, is_turn=True)
+                return sample, False
+            if admission is Admission.FULL:
+                return None, True
+            later.add(key)
+    return None, False
 
 
 def _key(rollout: LiveRollout) -> FlowKey:

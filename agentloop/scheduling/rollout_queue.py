@@ -28,8 +28,16 @@ from dataclasses import dataclass, field
 from agentloop import codec
 from agentloop.api import RolloutStatus, RolloutTerms
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.dispatch_order import DispatchOrder
-from agentloop.scheduling.samples import LiveGroup, LiveRollout, Sample, SampleState, Silence, assignment_id
+from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder
+from agentloop.scheduling.samples import (
+    Admission,
+    LiveGroup,
+    LiveRollout,
+    Sample,
+    SampleState,
+    Silence,
+    assignment_id,
+)
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
 from agentloop.scheduling.suspects import Suspects, accuse, is_trial
 from agentloop.types import RolloutGroup, StopReason
@@ -84,6 +92,8 @@ class RolloutQueue:
         max_queued_bytes: int = 1 << 30,
         max_attempts: int = 3,
         missing_after_s: float = 30.0,
+        order: GroupOrder = GroupOrder.AGE,
+        expected_work: ExpectedWork | None = None,
     ) -> None:
         self._max_queued = max_queued
         self._max_queued_bytes = max_queued_bytes
@@ -92,7 +102,7 @@ class RolloutQueue:
         self._rollouts: dict[str, LiveRollout] = {}
         self._reserved: dict[str, _Reservation] = {}
         self._live: dict[str, Sample] = {}  # queued or running
-        self._order = DispatchOrder()
+        self._order = DispatchOrder(order, expected_work)
         self._suspects = Suspects()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
@@ -172,12 +182,15 @@ class RolloutQueue:
                 group.num_samples, len(sample_indexes), _num_bytes(group)
             )
             self._num_bytes += one.num_bytes
-            for index in sample_indexes:
-                name = assignment_id(rollout_id, group.group_id, index)
-                self._live[name] = sample = Sample(name, rollout, group, index, now)
-                rollout.num_accepted += 1
-                rollout.num_queued += 1
-                self._order.add(sample)
+            names = [assignment_id(rollout_id, group.group_id, index) for index in sample_indexes]
+            samples = [
+                Sample(name, rollout, group, index, now) for name, index in zip(names, sample_indexes, strict=True)
+            ]
+            self._live |= zip(names, samples, strict=True)
+            rollout.num_accepted += len(samples)
+            rollout.num_queued += len(samples)
+            if samples:
+                self._order.add_group(samples)
 
     # --- workers ---
 
@@ -188,12 +201,20 @@ class RolloutQueue:
             self._versions = versions
             self._order.versions_changed()
 
-    def take(self, worker_id: str, num_free: int, now: float) -> tuple[Sample, ...]:
-        """Take the next samples for `num_free` places of a worker: suspects that it may try, then the others."""
+    def take(
+        self, worker_id: str, num_free: int, now: float, begin: Begin = lambda _: Admission.BEGUN
+    ) -> tuple[Sample, ...]:
+        """Take the next samples for `num_free` places of a worker: suspects that it may try, then the others.
+
+        Of those whose turn it is, `begin` says which have room; what it lets begin is among what is returned.
+        """
         running = self._workers.setdefault(worker_id, _WorkerSamples()).running.values()
-        taken = self._suspects.take(running, num_free, now, lambda sample: self._begun(sample, worker_id, now))
+        taken = self._suspects.take(
+            running, num_free, now, lambda sample: self._begun(sample, worker_id, now, begin)
+        )
+        later: set[str] = set()
         while len(taken) < num_free and not is_trial(running, now):
-            sample = self._order.next(self._versions)
+            sample = self._order.next(self._versions, begin, later)
             if sample is None:
                 break
             self._run(sample, worker_id, now)
@@ -269,7 +290,7 @@ class RolloutQueue:
             if sample.state is SampleState.QUEUED and sample.num_deaths:
                 self._suspects.add(sample, now)
             elif sample.state is SampleState.QUEUED:
-                self._order.add(sample, is_again=True)
+                self._order.add_again(sample)
         return tuple(sample.assignment_id for sample in lost)
 
     def worker_left(self, worker_id: str) -> tuple[str, ...]:
@@ -279,7 +300,7 @@ class RolloutQueue:
         for sample in left:
             self._lose(sample, f"worker {worker_id} left")
             if sample.state is SampleState.QUEUED:
-                self._order.add(sample, is_again=True)
+                self._order.add_again(sample)
         return tuple(sample.assignment_id for sample in left)
 
     def give_back(self, worker_id: str, name: str) -> bool:
@@ -441,9 +462,9 @@ class RolloutQueue:
 
     # --- inside ---
 
-    def _begun(self, sample: Sample, worker_id: str, now: float) -> bool:
-        """Give a suspect to a worker, if its limits admit it now."""
-        if not self._order.admits(sample, self._versions):
+    def _begun(self, sample: Sample, worker_id: str, now: float, begin: Begin) -> bool:
+        """Give a suspect to a worker, if its limits admit it now and there is room for it."""
+        if not self._order.admits(sample, self._versions) or begin(sample) is not Admission.BEGUN:
             return False
         self._run(sample, worker_id, now)
         return True
@@ -488,7 +509,7 @@ class RolloutQueue:
         sample.num_failed += 1
         self._lose(sample, error, reason)
         if sample.state is SampleState.QUEUED:
-            self._order.add(sample, is_again=True)
+            self._order.add_again(sample)
 
     def _lose(self, sample: Sample, error: str, reason: StopReason = StopReason.LOOP_FAILED) -> None:
         """Take a sample from its worker: the caller queues it, unless it is owed its record then."""

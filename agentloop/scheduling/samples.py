@@ -16,6 +16,14 @@ from agentloop.scheduling.staleness_budget import StalenessBudget
 from agentloop.types import RolloutGroup, StopReason
 
 
+class Admission(StrEnum):
+    """The answer to a sample whose turn it is."""
+
+    BEGUN = "begun"  # it has its place
+    LATER = "later"  # its group waits for one of its own; another group may begin
+    FULL = "full"  # nothing may begin, so nothing overtakes it
+
+
 class SampleState(StrEnum):
     """States of a sample; `_MOVES` says which follows which."""
 

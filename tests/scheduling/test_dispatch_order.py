@@ -1,0 +1,147 @@
+"""The order within a flow, admission, and the bound on waiting; shares and priorities: `test_rollout_queue.py`."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.api import RolloutTerms
+from agentloop.scheduling.dispatch_order import OLDEST_EVERY, GroupOrder
+from agentloop.scheduling.rollout_queue import RolloutQueue
+from agentloop.scheduling.samples import Admission, group_key
+from agentloop.types import Message, RolloutGroup, RolloutTask
+
+
+def group(group_id, num_samples=2, rollout_id="r"):
+    return RolloutGroup(group_id, RolloutTask(group_id, (Message("user", "hi"),)), num_samples, rollout_id)
+
+
+def longest_first(**config):
+    """A queue that expects of a group as many tokens as the number its id ends with."""
+    return RolloutQueue(
+        order=GroupOrder.LONGEST,
+        expected_work=lambda one: float(one.group_id.partition("-")[2] or 0),
+        **config,
+    )
+
+
+def submit(queue, rollout_id, *groups, **terms):
+    queue.reserve(
+        rollout_id, [group(name, size, rollout_id) for name, size in groups], RolloutTerms(run_id="run", **terms)
+    )
+    queue.add(rollout_id, 0.0)
+
+
+def take(queue, num, begin=lambda _: Admission.BEGUN, worker="w"):
+    taken = [sample.assignment_id for sample in queue.take(worker, num, 1.0, begin)]
+    queue.check()
+    return taken
+
+
+def groups_of(names):
+    return [name.split("/")[1] for name in names]
+
+
+def test_what_is_expected_to_end_last_begins_first_and_its_group_is_made_whole():
+    queue = longest_first()
+    submit(queue, "r", ("a-10", 1), ("b-30", 2), ("c-20", 1), ("d-5", 1))
+    assert groups_of(take(queue, 3)) == ["b-30", "b-30", "c-20"]
+    assert groups_of(take(queue, 9)) == ["a-10", "d-5"]
+
+
+def test_of_groups_that_have_begun_the_one_with_the_fewest_left_goes_first():
+    queue = RolloutQueue()
+    work = [(group("many", 4), (1, 2, 3)), (group("whole", 1), (0,)), (group("few", 4), (2,))]
+    queue.restore("r", work, 0.0, num_finished=4)
+    assert groups_of(take(queue, 9)) == ["few", "many", "many", "many", "whole"]
+
+
+def test_groups_of_which_workers_still_run_samples_after_a_restart_go_first():
+    queue = RolloutQueue()
+    queue.restore("r", [(group("old", 2), (0, 1)), (group("new", 2), (0, 1))], 0.0)
+    queue.report("v", ["r/new/0"], 0.0)
+    assert groups_of(take(queue, 9)) == ["new", "old", "old"]
+
+
+def test_what_a_worker_had_before_goes_first():
+    queue = longest_first()
+    submit(queue, "r", ("a-10", 1), ("b-30", 2))
+    take(queue, 1)
+    queue.give_back("w", "r/b-30/0")
+    assert take(queue, 9) == ["r/b-30/0", "r/b-30/1", "r/a-10/0"]
+
+
+def test_nothing_overtakes_what_has_no_room():
+    queue = RolloutQueue()
+    submit(queue, "low", ("g", 2), priority=0)
+    submit(queue, "high", ("g", 2), priority=1)
+    asked = []
+
+    def begin(sample):
+        asked.append(sample.assignment_id)
+        return Admission.FULL
+
+    assert take(queue, 9, begin) == []
+    assert asked == ["high/g/0"]
+    assert take(queue, 9) == ["high/g/0", "high/g/1", "low/g/0", "low/g/1"]
+
+
+def test_a_group_that_waits_for_its_own_sake_is_passed_by_and_keeps_its_turn():
+    queue = RolloutQueue()
+    submit(queue, "r", ("a", 2), ("b", 2), ("c", 1))
+    submit(queue, "low", ("z", 1), priority=-1)
+    began: Counter[str] = Counter()
+
+    def begin(sample):
+        key = group_key(sample.assignment_id)
+        if began[key]:
+            return Admission.LATER  # behind the leader of its group
+        began[key] += 1
+        return Admission.BEGUN
+
+    assert take(queue, 9, begin) == ["r/a/0", "r/b/0", "r/c/0", "low/z/0"]
+    assert take(queue, 9) == ["r/a/1", "r/b/1"]
+
+
+def test_suspects_wait_for_room_too():
+    queue = RolloutQueue()
+    submit(queue, "r", ("a", 1))
+    take(queue, 1)
+    queue.worker_lost("w", 1.0)
+    assert take(queue, 1, lambda _: Admission.FULL, "v") == []
+    assert take(queue, 1, worker="v") == ["r/a/0"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 100)), min_size=1, max_size=60
+    ),
+    order=st.sampled_from(GroupOrder),
+    laters=st.lists(st.booleans(), min_size=1, max_size=7),
+)
+def test_nobody_starves_whatever_comes_after_them(arrivals, order, laters):
+    """A sample with n others before it in its flow waits for at most OLDEST_EVERY * (n + 1) places."""
+    queue = RolloutQueue(
+        order=order, expected_work=lambda one: float(one.group_id.partition("-")[2]), max_queued=10_000
+    )
+    num_places = 0
+    waiting: dict[str, int] = {}  # -> the place by which it must have begun
+
+    def place():
+        nonlocal num_places
+        (name,) = take(queue, 1)
+        num_places += 1
+        assert num_places <= waiting.pop(name), name
+
+    for index, (gap, size, tokens) in enumerate(arrivals):
+        rollout_id = f"r{index}"
+        bound = num_places + OLDEST_EVERY * (len(waiting) + size)
+        submit(queue, rollout_id, (f"g-{tokens}", size))
+        waiting |= {f"{rollout_id}/g-{tokens}/{sample}": bound for sample in range(size)}
+        for _ in range(gap if laters[index % len(laters)] else 1):
+            if waiting:
+                place()
+    while waiting:
+        place()
+    assert queue.num_queued == 0
