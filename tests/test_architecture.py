@@ -301,6 +301,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.fleet.starts",
         "agentloop.scheduling.balancer",
         "agentloop.scheduling.dispatch_order",
+        "agentloop.scheduling.placement",
         "agentloop.scheduling.rollout_queue",
         "agentloop.scheduling.suspects",
         "agentloop.sessions.calls",

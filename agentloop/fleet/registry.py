@@ -112,6 +112,7 @@ class Fleet:
         self._num_incarnations = 0
         self._weight_version: int | None = None
         self._is_version_pinned = False  # by an update: registrations do not set it
+        self.num_placement_changes = 0  # it grows whenever `placeable` may answer otherwise than before
 
     @property
     def weight_version(self) -> int | None:
@@ -169,7 +170,7 @@ class Fleet:
                 asleep=registration.asleep,
             ),
         )
-        self._replicas[joined.replica_id] = joined
+        self._put(joined)
         self._offer_version(joined.weight_version)
         return joined
 
@@ -246,6 +247,7 @@ class Fleet:
             return False
         self._move(replica, ReplicaState.GONE)
         del self._replicas[replica_id]
+        self.num_placement_changes += 1
         return True
 
     # --- decisions of updates and of the fleet's orders ---
@@ -327,6 +329,7 @@ class Fleet:
         """Serve nothing and say no version, because it is not known, until `set_weight_version` or `stay_at`."""
         self._is_version_pinned = True
         self._weight_version = None
+        self.num_placement_changes += 1
 
     def stay_at(self, version: int | None) -> None:
         """Serve `version` again, that of the last update; None: the newest one that a replica brought along."""
@@ -350,6 +353,7 @@ class Fleet:
 
     def _serve(self, version: int) -> None:
         self._weight_version = version
+        self.num_placement_changes += 1
         for replica in self.replicas:
             if replica.state is ReplicaState.READY and replica.weight_version != version:
                 self._move(replica, ReplicaState.JOINING)
@@ -386,5 +390,11 @@ class Fleet:
         return self._put(replace(replica, state=state))
 
     def _put(self, replica: ReplicaRecord) -> ReplicaRecord:
+        known = self._replicas.get(replica.replica_id)
+        if known is None or (
+            (known.state, known.weight_version, known.registration)
+            != (replica.state, replica.weight_version, replica.registration)
+        ):
+            self.num_placement_changes += 1
         self._replicas[replica.replica_id] = replica
         return replica

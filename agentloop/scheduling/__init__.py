@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.rollout_queue import (
     COORDINATOR,
     PendingRecord,
@@ -15,6 +16,7 @@ __all__ = [
     "COORDINATOR",
     "Balancer",
     "BalancerConfig",
+    "Demand",
     "FleetVersions",
     "PendingRecord",
     "RolloutQueue",

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -8,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from agentloop.api.coordinator import ReplicaRegistration
 from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
-from agentloop.fleet.registry import Fleet
-from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.fleet import Fleet, ReplicaState
+from agentloop.scheduling import Balancer, BalancerConfig, Demand
 
 
 def add(fleet, replica_id, kv_tokens=10_000, url=None):
@@ -30,34 +31,43 @@ def spread(balancer, *replica_ids):
     return [balancer.num_leases(replica_id) for replica_id in replica_ids]
 
 
+def demand(holder_id, group_id, num_prompt_tokens, process_id="w1"):
+    return Demand(holder_id, process_id, group_id, num_prompt_tokens)
+
+
+def session(session_id, expires_at):
+    return Demand(session_id, num_prompt_tokens=100, is_session=True, expires_at=expires_at)
+
+
+NOW = 0.0
 NO_SLACK = BalancerConfig(prior_trajectory_tokens=1000, group_slack_trajectories=0.0)
 
 
 def test_a_trajectory_keeps_its_lease():
     balancer = Balancer(fleet_of("a", "b"))
-    lease = balancer.acquire("r/g/0", "r/g", 100)
-    assert balancer.acquire("r/g/0", "r/g", 100) == lease
+    lease = balancer.acquire(demand("r/g/0", "r/g", 100), NOW)
+    assert balancer.acquire(demand("r/g/0", "r/g", 100), NOW) == lease
     assert balancer.lease_of("r/g/0") == lease
     assert sum(spread(balancer, "a", "b")) == 1
 
 
 def test_lease_ids_are_unique_over_coordinators():
     fleet = fleet_of("a")
-    leases = [Balancer(fleet).acquire("r/g/0", "r/g", 1).lease_id for _ in range(3)]
+    leases = [Balancer(fleet).acquire(demand("r/g/0", "r/g", 1), NOW).lease_id for _ in range(3)]
     assert len(set(leases)) == 3
 
 
 def test_groups_go_to_the_least_loaded_replica():
     balancer = Balancer(fleet_of("a", "b", "c"), NO_SLACK)
     for index in range(30):
-        balancer.acquire(f"r/g{index}/0", f"r/g{index}", 100)
+        balancer.acquire(demand(f"r/g{index}/0", f"r/g{index}", 100), NOW)
     assert spread(balancer, "a", "b", "c") == [10, 10, 10]
 
 
 def test_work_counts_and_not_requests():
     balancer = Balancer(fleet_of("a", "b"), NO_SLACK)
-    long = balancer.acquire("r/long/0", "r/long", 9000)
-    others = [balancer.acquire(f"r/g{i}/0", f"r/g{i}", 0).replica_id for i in range(9)]
+    long = balancer.acquire(demand("r/long/0", "r/long", 9000), NOW)
+    others = [balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW).replica_id for i in range(9)]
     assert set(others) == {"a", "b"} - {long.replica_id}
 
 
@@ -67,14 +77,14 @@ def test_load_is_relative_to_capacity():
     add(fleet, "large", 30_000)
     balancer = Balancer(fleet, NO_SLACK)
     for index in range(40):
-        balancer.acquire(f"r/g{index}/0", f"r/g{index}", 0)
+        balancer.acquire(demand(f"r/g{index}/0", f"r/g{index}", 0), NOW)
     assert spread(balancer, "small", "large") == [10, 30]
 
 
 def test_siblings_share_a_replica_within_the_slack():
     balancer = Balancer(fleet_of("a", "b"), BalancerConfig(1000, group_slack_trajectories=4.0))
-    first = [balancer.acquire(f"r/g1/{i}", "r/g1", 0).replica_id for i in range(4)]
-    second = [balancer.acquire(f"r/g2/{i}", "r/g2", 0).replica_id for i in range(4)]
+    first = [balancer.acquire(demand(f"r/g1/{i}", "r/g1", 0), NOW).replica_id for i in range(4)]
+    second = [balancer.acquire(demand(f"r/g2/{i}", "r/g2", 0), NOW).replica_id for i in range(4)]
     assert len(set(first)) == 1
     assert len(set(second)) == 1
     assert first[0] != second[0]
@@ -83,7 +93,7 @@ def test_siblings_share_a_replica_within_the_slack():
 def test_a_large_group_is_split_when_it_exceeds_the_slack():
     balancer = Balancer(fleet_of("a", "b"), BalancerConfig(1000, group_slack_trajectories=2.0))
     for index in range(20):
-        balancer.acquire(f"r/g/{index}", "r/g", 0)
+        balancer.acquire(demand(f"r/g/{index}", "r/g", 0), NOW)
     counts = spread(balancer, "a", "b")
     assert abs(counts[0] - counts[1]) <= 4
     assert sum(counts) == 20
@@ -92,65 +102,65 @@ def test_a_large_group_is_split_when_it_exceeds_the_slack():
 def test_the_mean_follows_finished_trajectories():
     balancer = Balancer(fleet_of("a"), BalancerConfig(prior_trajectory_tokens=1000))
     for index, tokens in enumerate([100, 200, 300]):
-        balancer.release(balancer.acquire(f"r/g/{index}", "r/g", 50), tokens)
-    balancer.release(balancer.acquire("r/g/9", "r/g", 50))  # cancelled: teaches nothing
-    balancer.acquire("r/g/10", "r/g", 50)
+        balancer.release(balancer.acquire(demand(f"r/g/{index}", "r/g", 50), NOW), tokens, NOW)
+    balancer.release(balancer.acquire(demand("r/g/9", "r/g", 50), NOW), None, NOW)  # cancelled: teaches nothing
+    balancer.acquire(demand("r/g/10", "r/g", 50), NOW)
     assert balancer.work_tokens("a") == pytest.approx(250.0)
 
 
 def test_release_is_idempotent_and_keyed_by_lease():
     balancer = Balancer(fleet_of("a"))
-    old = balancer.acquire("r/g/0", "r/g", 1)
-    balancer.release(old)
-    new = balancer.acquire("r/g/0", "r/g", 1)
-    balancer.release(old)
+    old = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
+    balancer.release(old, None, NOW)
+    new = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
+    balancer.release(old, None, NOW)
     assert balancer.lease_of("r/g/0") == new
-    balancer.release(new)
-    balancer.release(new)
+    balancer.release(new, None, NOW)
+    balancer.release(new, None, NOW)
     assert balancer.num_leases("a") == 0
     assert balancer.work_tokens("a") == 0.0
 
 
 def test_no_replica():
     with pytest.raises(NoHealthyReplica):
-        Balancer(Fleet()).acquire("r/g/0", "r/g", 1)
+        Balancer(Fleet()).acquire(demand("r/g/0", "r/g", 1), NOW)
 
 
 def test_a_failed_move_goes_elsewhere_and_stays_only_if_there_is_no_other():
     fleet = fleet_of("a", "b")
     balancer = Balancer(fleet)
-    lease = balancer.acquire("r/g/0", "r/g", 1)
-    moved = balancer.move(lease, is_failed=True)
+    lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
+    moved = balancer.move(lease, is_failed=True, now=NOW)
     assert moved.replica_id != lease.replica_id
     assert moved.lease_id != lease.lease_id
     fleet.deregister(lease.replica_id)
     balancer.drop_replica(lease.replica_id)
-    assert balancer.move(moved, is_failed=True).replica_id == moved.replica_id
+    assert balancer.move(moved, is_failed=True, now=NOW).replica_id == moved.replica_id
     assert sum(spread(balancer, "a", "b")) == 1
 
 
 def test_a_move_without_failure_stays_with_its_kv():
     balancer = Balancer(fleet_of("a", "b"))
-    lease = balancer.acquire("r/g/0", "r/g", 1)
-    moved = balancer.move(lease, is_failed=False)
+    lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
+    moved = balancer.move(lease, is_failed=False, now=NOW)
     assert moved.replica_id == lease.replica_id
 
 
 def test_a_move_without_failure_leaves_an_overloaded_replica():
     fleet = fleet_of("a")
     balancer = Balancer(fleet, NO_SLACK)
-    leases = [balancer.acquire(f"r/g{i}/0", f"r/g{i}", 0) for i in range(4)]
+    leases = [balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW) for i in range(4)]
     add(fleet, "b")
-    assert balancer.move(leases[0], is_failed=False).replica_id == "b"
+    assert balancer.move(leases[0], is_failed=False, now=NOW).replica_id == "b"
 
 
 def test_a_move_that_finds_no_replica_keeps_the_lease():
     fleet = fleet_of("a")
     balancer = Balancer(fleet)
-    lease = balancer.acquire("r/g/0", "r/g", 1)
+    lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
     fleet.set_weight_version(1)  # nobody holds it yet
     with pytest.raises(NoHealthyReplica):
-        balancer.move(lease, is_failed=True)
+        balancer.move(lease, is_failed=True, now=NOW)
     assert balancer.lease_of("r/g/0") == lease
     assert balancer.num_leases("a") == 1
 
@@ -158,46 +168,88 @@ def test_a_move_that_finds_no_replica_keeps_the_lease():
 def test_the_leases_of_a_dropped_replica_count_no_more_even_when_it_returns():
     fleet = fleet_of("a")
     balancer = Balancer(fleet)
-    lease = balancer.acquire("r/g/0", "r/g", 1)
+    lease = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
     fleet.deregister("a")
     balancer.drop_replica("a")
     add(fleet, "a")
     assert balancer.num_leases("a") == 0
-    again = balancer.acquire("r/g/0", "r/g", 1)  # its KV is lost: a new lease
+    again = balancer.acquire(demand("r/g/0", "r/g", 1), NOW)  # its KV is lost: a new lease
     assert again.lease_id != lease.lease_id
     assert balancer.num_leases("a") == 1
-    balancer.release(again)
+    balancer.release(again, None, NOW)
     assert balancer.work_tokens("a") == 0.0
 
 
 def test_an_adopted_lease_counts_and_can_move():
     fleet = fleet_of("a", "b")
-    lease = Balancer(fleet).acquire("r/g/0", "r/g", 1)  # of an earlier coordinator
+    lease = Balancer(fleet).acquire(demand("r/g/0", "r/g", 1), NOW)  # of an earlier coordinator
     balancer = Balancer(fleet)
-    balancer.adopt("r/g/0", "r/g", 1, lease)
-    balancer.adopt("r/g/0", "r/g", 1, lease)
+    balancer.adopt(demand("r/g/0", "r/g", 1), lease, NOW)
+    balancer.adopt(demand("r/g/0", "r/g", 1), lease, NOW)
     assert balancer.num_leases(lease.replica_id) == 1
-    assert balancer.move(lease, is_failed=True).replica_id != lease.replica_id
+    assert balancer.move(lease, is_failed=True, now=NOW).replica_id != lease.replica_id
 
 
 def test_direct_leases_expire():
     balancer = Balancer(fleet_of("a"))
-    balancer.acquire_direct("s", 100, expires_at=10.0)
-    balancer.acquire("r/g/0", "r/g", 1)
+    balancer.acquire(session("s", expires_at=10.0), NOW)
+    balancer.acquire(demand("r/g/0", "r/g", 1), NOW)
     assert balancer.expire(9.9) == 0
-    balancer.acquire_direct("s", 100, expires_at=20.0)  # used again: lives longer
+    balancer.acquire(session("s", expires_at=20.0), NOW)  # used again: lives longer
     assert balancer.expire(10.0) == 0
     assert balancer.expire(20.0) == 1
     assert balancer.num_leases("a") == 1
+
+
+def test_the_leases_of_a_silent_process_end_and_those_of_others_do_not():
+    balancer = Balancer(fleet_of("a"), BalancerConfig(lease_ttl_s=60.0))
+    lost = [balancer.acquire(demand(f"r/g/{i}", "r/g", 1, "dies"), 0.0) for i in range(3)]
+    kept = balancer.acquire(demand("r/g/9", "r/g", 1, "lives"), 0.0)
+    balancer.renew("lives", 50.0)
+    assert balancer.expire(59.9) == 0
+    assert balancer.expire(60.0) == 3
+    assert balancer.expire(109.9) == 0
+    assert balancer.num_leases("a") == 1
+    assert balancer.lease_of("r/g/9") == kept
+    balancer.release(lost[0], None, 110.0)  # the process was only slow: no lease of another is touched
+    assert balancer.num_leases("a") == 1
+
+
+def test_a_process_that_takes_a_trajectory_over_keeps_its_lease_alive():
+    balancer = Balancer(fleet_of("a"), BalancerConfig(lease_ttl_s=60.0))
+    lease = balancer.acquire(demand("r/g/0", "r/g", 1, "dies"), 0.0)
+    assert balancer.acquire(demand("r/g/0", "r/g", 1, "lives"), 59.0) == lease
+    assert balancer.expire(61.0) == 0
+    assert balancer.expire(119.0) == 1
+
+
+def test_a_lease_names_its_epoch_and_the_block_size_of_its_replica():
+    lease = Balancer(fleet_of("a")).acquire(demand("r/g/0", "r/g", 1), NOW)
+    assert (lease.epoch, lease.block_size) == (0, 16)
+
+
+def test_placement_follows_every_change_of_the_fleet():
+    fleet = fleet_of("a", "b")
+    balancer = Balancer(fleet, NO_SLACK)
+    balancer.acquire(demand("r/g0/0", "r/g0", 0), NOW)
+    fleet.begin_update(fleet.get("b"))
+    assert {balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW).replica_id for i in (1, 2)} == {"a"}
+    fleet.put_back(replace(fleet.get("b"), state=ReplicaState.READY))
+    assert {balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW).replica_id for i in (3, 4)} == {"b"}
+    fleet.withhold_version()
+    with pytest.raises(NoHealthyReplica):
+        balancer.acquire(demand("r/g5/0", "r/g5", 0), NOW)
+    fleet.stay_at(0)
+    assert balancer.acquire(demand("r/g5/0", "r/g5", 0), NOW).replica_id == "b"
 
 
 def test_idle_replicas_take_turns_with_short_calls():
     balancer = Balancer(fleet_of("a", "b", "c"))
     used = Counter()
     for index in range(30):
-        lease = balancer.acquire_direct(f"s{index}", 100, expires_at=10.0)
+        lease = balancer.acquire(session(f"s{index}", expires_at=10.0), NOW)
         used[lease.replica_id] += 1
-        balancer.release(lease)
+        balancer.release(lease, None, NOW)
     assert used == {"a": 10, "b": 10, "c": 10}
 
 
@@ -223,17 +275,19 @@ class BalancerMachine(RuleBasedStateMachine):
     @rule(holder=holders)
     def acquire(self, holder):
         if self.fleet.placeable():
-            self._hold(holder, self.balancer.acquire(f"r/g{holder % 2}/{holder}", f"r/g{holder % 2}", 10))
+            self._hold(
+                holder, self.balancer.acquire(demand(f"r/g{holder % 2}/{holder}", f"r/g{holder % 2}", 10), NOW)
+            )
 
     @rule(holder=holders, is_failed=st.booleans())
     def move(self, holder, is_failed):
         if holder in self.held and self.fleet.placeable():
-            self._hold(holder, self.balancer.move(self.held[holder], is_failed))
+            self._hold(holder, self.balancer.move(self.held[holder], is_failed, NOW))
 
     @rule(holder=holders, tokens=st.sampled_from([None, 7, 70]))
     def release(self, holder, tokens):
         if holder in self.held:
-            self.balancer.release(self.held.pop(holder), tokens)
+            self.balancer.release(self.held.pop(holder), tokens, NOW)
 
     @rule(name=st.sampled_from("ab"))
     def lose(self, name):
@@ -247,16 +301,10 @@ class BalancerMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self):
-        by_lease = self.balancer._by_lease
-        counted = Counter(h.lease.replica_id for h in by_lease.values() if h.is_counted)
-        for name in "ab":
-            assert self.balancer.num_leases(name) == counted[name]
-            assert (self.balancer.work_tokens(name) == 0.0) == (counted[name] == 0)
-        homes = Counter()
-        for home in self.balancer._group_homes.values():
-            homes.update(home)
-        assert homes == counted
-        assert {lease.lease_id for lease in self.held.values()} == set(by_lease)
+        self.balancer.check()
+        for holder in range(8):
+            name = f"r/g{holder % 2}/{holder}"
+            assert self.balancer.lease_of(name) == self.held.get(holder)
 
 
 BalancerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)

@@ -241,7 +241,7 @@ class Replicas:
         """Release what a holder has, if it has a lease."""
         lease = self.balancer.lease_of(holder_id)
         if lease is not None:
-            self.balancer.release(lease, num_tokens)
+            self.balancer.release(lease, num_tokens, self._clock.now())
 
     # --- weights ---
 

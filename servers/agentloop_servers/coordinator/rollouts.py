@@ -21,7 +21,7 @@ from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, 
 from agentloop.api import SESSIONS_ROLLOUT_ID, EncodedPage, Orders, RolloutStatus, RolloutTerms, WorkerReport
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.scheduling import COORDINATOR, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
+from agentloop.scheduling import COORDINATOR, Demand, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
@@ -315,8 +315,14 @@ class Rollouts:
 
     async def lease(self, session_id: str, num_tokens: int) -> Lease:
         def grant() -> Lease:
-            expires_at = self._clock.now() + self._config.direct_lease_ttl_s
-            return self._replicas.balancer.acquire_direct(session_holder(session_id), num_tokens, expires_at)
+            now = self._clock.now()
+            demand = Demand(
+                holder_id=session_holder(session_id),
+                num_prompt_tokens=num_tokens,
+                is_session=True,
+                expires_at=now + self._config.direct_lease_ttl_s,
+            )
+            return self._replicas.balancer.acquire(demand, now)
 
         if self.is_draining and self._replicas.balancer.lease_of(session_holder(session_id)) is None:
             raise ServiceUnavailable("the service is stopping")
@@ -329,21 +335,21 @@ class Rollouts:
         return await self._replicas.placed(lambda: self._moved(assignment_id, lease, is_failed))
 
     async def release(self, lease: Lease) -> None:
-        self._replicas.balancer.release(lease)
+        self._replicas.balancer.release(lease, None, self._clock.now())
 
     # --- inside ---
 
     def _moved(self, name: str, lease: Lease, is_failed: bool) -> Lease:
-        balancer = self._replicas.balancer
+        balancer, now = self._replicas.balancer, self._clock.now()
         holder_id = name if self.queue.is_live(name) else session_holder(name)
         held = balancer.lease_of(holder_id)
         if held is None and holder_id != name:
             raise NotFound(f"{name} is neither running nor a session with a lease", param="assignment_id")
         if held is None:  # granted by a coordinator before this one
-            balancer.adopt(name, group_key(name), 0, lease)
+            balancer.adopt(Demand(name, group_id=group_key(name)), lease, now)
         elif held.lease_id != lease.lease_id:
             return held  # it has moved already; that answer was lost
-        return balancer.move(lease, is_failed)
+        return balancer.move(lease, is_failed, now)
 
     def _assign(self, worker_id: str, num_free: int) -> tuple[Assignment, ...]:
         """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
@@ -355,7 +361,13 @@ class Rollouts:
 
     def _assignment(self, sample: Sample) -> Assignment:
         name, group = sample.assignment_id, sample.group
-        lease = self._replicas.balancer.acquire(name, group_key(name), _num_prompt_tokens(group.task))
+        demand = Demand(
+            holder_id=name,
+            group_id=group_key(name),
+            num_prompt_tokens=_num_prompt_tokens(group.task),
+            group_size=group.num_samples,
+        )
+        lease = self._replicas.balancer.acquire(demand, self._clock.now())
         return Assignment(
             assignment_id=name,
             group_id=group.group_id,
