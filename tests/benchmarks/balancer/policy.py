@@ -121,14 +121,15 @@ class Policy(Protocol):
     def place(self, turn: TurnAsk, now: float) -> int | None:
         """Return the replica of a turn, or None: it waits.
 
-        A turn that waits is asked again whenever something changed (a turn began, was prefilled or ended, a
-        trajectory finished, an update, a replica lost or added) and every second, in the order of `rank`. A round
-        stops after 16 refusals in a row unless no engine has anything to do.
+        A turn that waits is asked again whenever something changed (a turn was prefilled or ended, a trajectory
+        finished, an update, a replica lost or added) and every second: later turns first, then first turns as long
+        as workers have places, each in the order of `rank`. A round stops after 4 refusals, after `look` 64,
+        unless no engine has anything to do.
         """
 
     def rank(self, turn: TurnAsk, now: float) -> float:
-        """Return where a turn that waits stands: smallest first, equals by arrival. Asked once, when it begins to
-        wait, and again after an update."""
+        """Return where a turn that waits stands: smallest first, equals by arrival. Asked when it begins to wait,
+        and of every turn that waits just after `look`."""
 
     def began(self, turn: TurnAsk, replica: int, now: float) -> None:
         """Hear that a turn was sent to the replica that `place` chose."""

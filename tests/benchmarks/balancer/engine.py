@@ -1,0 +1,418 @@
+"""A vLLM-like engine in virtual time that goes from event to event instead of from token to token.
+
+Between two events the requests that decode are the same ones, and each step adds one token to every context: the
+time of k steps is k (alpha + beta B + gamma C) + gamma B k (k - 1) / 2, and the blocks that they take follow from
+the contexts' lengths modulo the block size. A run of decode steps ends when a request ends, when blocks run out,
+or at the first step boundary after something came in. A step with prefill in it is one event.
+
+The scheduler is vLLM's: requests that decode come first, then those being prefilled in order of admission, then
+waiting ones in order of arrival, all within a budget of tokens a step; a prompt is admitted if all of it fits; if a
+running request finds no block, the one admitted last is preempted, to the head of the queue. Requests that are
+prefilled in the same step do not see each other's blocks. A step with prefill takes max(a, alpha) + beta B +
+gamma C + sum of b x + c ((s + x)^2 - s^2) over its chunks of x tokens after s.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from tests.benchmarks.balancer.kv import Path, PrefixCache
+from tests.benchmarks.balancer.policy import EngineLoad, FleetShape
+
+INFINITY = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One turn on an engine. `num_prompt_tokens` includes what was sampled on a lost replica before."""
+
+    trajectory: int
+    path: Path
+    num_prompt_tokens: int
+    num_outputs: int  # to sample
+    num_sampled: int = 0  # current except while it decodes: then as of `joined_step`
+    num_cached_tokens: int | None = None  # at its first admission
+    is_prefilled: bool = False  # its first token is out
+    num_computed: int = 0  # tokens whose KV is there; current while it is prefilled
+    num_stored: int = 0  # full blocks in the prefix cache, which it holds
+    joined_step: int = -1  # when it began to decode; -1: it does not
+    admission: int = 0  # number of its last admission
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one event brought."""
+
+    prefilled: list[Request] = field(default_factory=list)  # first tokens
+    finished: list[Request] = field(default_factory=list)
+
+
+class Engine:
+    """One replica. `ends_at`: when its next event is due; its owner calls `complete` then, and `plan` after it."""
+
+    def __init__(self, number: int, shape: FleetShape, started_at: float = 0.0, is_heard: bool = False) -> None:
+        self.number = number
+        self.cache = PrefixCache(is_heard)
+        self.ends_at = INFINITY
+        self.version = 0  # changes with `ends_at`
+        self.started_at = started_at
+        self.busy_s = 0.0
+        self.paused_s = 0.0
+        self.num_prefilled_tokens = 0
+        self.num_sampled_tokens = 0
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self.tokens_by_second: list[float] = []  # sampled
+        self._shape = shape
+        self._times = shape.step_times
+        self._waiting: deque[Request] = deque()
+        self._running: dict[Request, None] = {}  # in order of admission
+        self._prefilling: list[Request] = []  # those of them that do not decode yet
+        self._chunks: list[tuple[Request, int]] = []  # of the step under way
+        self._step = 0  # decode steps so far
+        self._ends: list[tuple[int, int, Request]] = []  # step, admission; stale if the admission is not the last
+        self._crossings = [0] * shape.block_size  # requests that take a block at steps of this residue
+        self._num_decoding = 0
+        self._num_context_tokens = 0  # of those that decode
+        self._num_private_blocks = 0  # of running requests, not in the prefix cache
+        self._num_admissions = 0
+        self._began_at = 0.0
+        self._run_steps = 0  # decode steps of the run under way; 0: a step with prefill, or idle
+        self._paused_at: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of running requests, as of the last event."""
+        return self.cache.num_blocks - self.cache.num_idle_blocks + self._num_private_blocks
+
+    def load(self) -> EngineLoad:
+        """Return the load as of the last event."""
+        unprefilled = sum(request.num_prompt_tokens - request.num_computed for request in self._prefilling)
+        unprefilled += sum(request.num_prompt_tokens for request in self._waiting)
+        num_waiting = len(self._waiting)
+        return EngineLoad(len(self._running), num_waiting, self.num_held_blocks, self.num_preemptions, unprefilled)
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue a request. Raises ValueError if it can never fit."""
+        if request.num_prompt_tokens + request.num_outputs > self._shape.capacity_tokens:
+            raise ValueError(f"{request.num_prompt_tokens} tokens do not fit the KV cache")
+        self._waiting.append(request)
+        self._cut(now)
+
+    def complete(self, now: float) -> Progress:
+        """Take in the step or run of steps that has just ended."""
+        progress = Progress()
+        num_steps = self._run_steps or 1
+        duration_s = now - self._began_at
+        self.busy_s += duration_s
+        num_before = self.num_sampled_tokens
+        if self._num_decoding:
+            self._decode(num_steps, progress)
+        elif self._run_steps:
+            raise AssertionError("nobody decodes")
+        for request, num_tokens in self._chunks:
+            self._prefilled(request, num_tokens, progress)
+        self._chunks.clear()
+        self.num_steps += num_steps
+        self._count_tokens(self.num_sampled_tokens - num_before, now - duration_s, now)
+        self._until(INFINITY, 0)
+        return progress
+
+    def plan(self, now: float) -> None:
+        """Begin the next step or run of steps, if there is something to do and none is under way."""
+        if self.ends_at != INFINITY or self._paused_at is not None:
+            return
+        self._began_at = now
+        had_preemption = self._make_room_to_decode()
+        num_reserved = self._growth(1)
+        budget = self._shape.max_batched_tokens - self._num_decoding
+        for request in tuple(self._prefilling):
+            if budget <= 0 or request not in self._running:
+                continue
+            num_tokens = min(budget, request.num_prompt_tokens - request.num_computed)
+            num_blocks = self._num_new_blocks(request, num_tokens)
+            while request in self._running and num_blocks > self._num_available() - num_reserved:
+                self._preempt_youngest()
+                had_preemption = True
+                num_reserved = self._growth(1)
+            if request in self._running:
+                self._num_private_blocks += num_blocks
+                self._chunks.append((request, num_tokens))
+                budget -= num_tokens
+        if not had_preemption:
+            self._admit(budget, num_reserved)
+        self._chunks = [(request, num) for request, num in self._chunks if request in self._running]
+        self._evict()
+        if self._chunks:
+            self._until(now + self._mixed_step_s(), 0)
+        elif self._num_decoding:
+            steps = self._steps_to_next_end()
+            self._until(now + self._run_s(steps), steps)
+
+    def pause(self, now: float) -> None:
+        """Stop at the next step boundary."""
+        self._paused_at = now
+        self._cut(now)
+
+    def resume(self, now: float) -> None:
+        """Let `plan` begin steps again; the one that was under way at the pause must have ended."""
+        if self._paused_at is not None:
+            self.paused_s += now - self._paused_at
+            self._paused_at = None
+
+    def flush(self, paths: dict[int, Path]) -> None:
+        """Drop all KV: requests in flight wait to be prefilled under new block names, `paths` by trajectory."""
+        self._interrupt_all()
+        self.cache.clear()
+        self.cache.events.clear()
+        for request in self._waiting:
+            request.path = paths[request.trajectory]
+
+    def lose(self, now: float) -> list[Request]:
+        """Die: return all requests, each with what it had sampled."""
+        if self._run_steps:
+            steps = min(self._steps_within(now - self._began_at, is_started=False), self._run_steps - 1)
+            self.busy_s += now - self._began_at
+            if steps:
+                num_before = self.num_sampled_tokens
+                self._decode(steps, Progress())
+                self._count_tokens(self.num_sampled_tokens - num_before, self._began_at, now)
+        self._chunks.clear()
+        self._until(INFINITY, 0)
+        self._interrupt_all()
+        lost = list(self._waiting)
+        self._waiting.clear()
+        return lost
+
+    # --- time ---
+
+    def _until(self, ends_at: float, num_steps: int) -> None:
+        self.ends_at = ends_at
+        self._run_steps = num_steps
+        self.version += 1
+
+    def _cut(self, now: float) -> None:
+        """End a run of decode steps with the step that `now` falls into."""
+        if self._run_steps:
+            steps = max(1, self._steps_within(now - self._began_at, is_started=True))
+            if steps < self._run_steps:
+                self._until(self._began_at + self._run_s(steps), steps)
+
+    def _run_s(self, num_steps: int) -> float:
+        step_s = self._times.step_s(self._num_decoding, self._num_context_tokens)
+        growth_s = self._times.decode[2] * self._num_decoding
+        return num_steps * step_s + growth_s * num_steps * (num_steps - 1) / 2
+
+    def _steps_within(self, seconds: float, *, is_started: bool) -> int:
+        """Count the steps of the run that ended within `seconds`; `is_started`: the one under way too."""
+        step_s = self._times.step_s(self._num_decoding, self._num_context_tokens)
+        half = self._times.decode[2] * self._num_decoding / 2
+        if half > 0:
+            linear = step_s - half
+            steps = (math.sqrt(linear * linear + 4 * half * seconds) - linear) / (2 * half)
+        else:
+            steps = seconds / step_s
+        # A boundary that rounding moved past `seconds` has been reached.
+        return math.ceil(steps - 1e-7) if is_started else math.floor(steps + 1e-7)
+
+    def _mixed_step_s(self) -> float:
+        a, b, c = self._times.prefill
+        alpha, beta, gamma = self._times.decode
+        seconds = max(a, alpha if self._num_decoding else 0.0)
+        seconds += beta * self._num_decoding + gamma * self._num_context_tokens
+        for request, num_tokens in self._chunks:
+            start = request.num_computed
+            end = start + num_tokens
+            seconds += b * num_tokens + c * (end * end - start * start)
+        return seconds
+
+    def _count_tokens(self, num_tokens: int, start: float, end: float) -> None:
+        """Spread sampled tokens evenly over the seconds in which they were."""
+        by_second = self.tokens_by_second
+        by_second.extend([0.0] * (int(end) + 1 - len(by_second)))
+        if int(start) == int(end):
+            by_second[int(end)] += num_tokens
+            return
+        rate = num_tokens / (end - start)
+        for second in range(int(start), int(end) + 1):
+            by_second[second] += rate * (min(end, second + 1) - max(start, second))
+
+    # --- decode ---
+
+    def _decode(self, num_steps: int, progress: Progress) -> None:
+        self._num_private_blocks += self._growth(num_steps)
+        self._evict()
+        self._step += num_steps
+        num_tokens = self._num_decoding * num_steps
+        self._num_context_tokens += num_tokens
+        self.num_sampled_tokens += num_tokens
+        while (request := self._next_to_end()) is not None and self._ends[0][0] <= self._step:
+            heapq.heappop(self._ends)
+            self._leave(request)
+            progress.finished.append(request)
+
+    def _next_to_end(self) -> Request | None:
+        ends = self._ends
+        while ends and (ends[0][1] != ends[0][2].admission or ends[0][2].joined_step < 0):
+            heapq.heappop(ends)
+        return ends[0][2] if ends else None
+
+    def _steps_to_next_end(self) -> int:
+        """Return how many steps all requests that decode can do together; at least 1 fits."""
+        assert self._next_to_end() is not None
+        num_steps = self._ends[0][0] - self._step
+        num_available = self._num_available()
+        size, num_decoding = self._shape.block_size, self._num_decoding
+        if num_available >= num_decoding * -(-num_steps // size):
+            return num_steps
+        cycles, num_left = divmod(num_available, num_decoding)
+        steps = cycles * size
+        while steps < num_steps:
+            num_left -= self._crossings[(self._step + steps) % size]
+            if num_left < 0:
+                break
+            steps += 1
+        return min(steps, num_steps)
+
+    def _growth(self, num_steps: int) -> int:
+        """Return how many blocks the requests that decode take in their next steps."""
+        size = self._shape.block_size
+        cycles, rest = divmod(num_steps, size)
+        start = self._step % size
+        crossings = self._crossings
+        num_blocks = cycles * self._num_decoding + sum(crossings[start : start + rest])
+        if start + rest > size:
+            num_blocks += sum(crossings[: start + rest - size])
+        return num_blocks
+
+    def _join(self, request: Request) -> None:
+        """Begin to decode after the prompt, of which the first token was sampled."""
+        request.joined_step = self._step
+        self._num_decoding += 1
+        self._num_context_tokens += request.num_prompt_tokens
+        self._crossings[(self._step - request.num_prompt_tokens) % self._shape.block_size] += 1
+        end = self._step + request.num_outputs - request.num_sampled
+        heapq.heappush(self._ends, (end, request.admission, request))
+
+    def _leave(self, request: Request) -> None:
+        """Take a running request out; its full blocks stay in the prefix cache."""
+        if request.joined_step >= 0:
+            num_steps = self._step - request.joined_step
+            request.num_computed = request.num_prompt_tokens + num_steps
+            request.num_sampled += num_steps
+            self._num_decoding -= 1
+            self._num_context_tokens -= request.num_computed
+            residue = (request.joined_step - request.num_prompt_tokens) % self._shape.block_size
+            self._crossings[residue] -= 1
+            request.joined_step = -1
+        else:
+            self._prefilling.remove(request)
+        self._store(request)
+        if request.num_computed % self._shape.block_size:
+            self._num_private_blocks -= 1
+        self.cache.release(request.path, request.num_stored)
+        request.num_stored = 0
+        del self._running[request]
+
+    # --- prefill ---
+
+    def _admit(self, budget: int, num_reserved: int) -> None:
+        size = self._shape.block_size
+        while self._waiting and budget > 0 and len(self._running) < self._shape.max_running:
+            request = self._waiting[0]
+            num_tokens = request.num_prompt_tokens
+            num_matched, num_idle = self.cache.match(request.path, (num_tokens - 1) // size)
+            num_missing = -(-num_tokens // size) - num_matched
+            if num_missing > self._num_available() - num_reserved - num_idle:
+                return
+            self._waiting.popleft()
+            self.cache.hold(request.path, num_matched)
+            request.num_stored = num_matched
+            request.num_computed = num_matched * size
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = request.num_computed
+            self._num_admissions += 1
+            request.admission = self._num_admissions
+            self._running[request] = None
+            self._prefilling.append(request)
+            num_chunk = min(budget, num_tokens - request.num_computed)
+            self._num_private_blocks += self._num_new_blocks(request, num_chunk)
+            self._chunks.append((request, num_chunk))
+            budget -= num_chunk
+
+    def _prefilled(self, request: Request, num_tokens: int, progress: Progress) -> None:
+        request.num_computed += num_tokens
+        self.num_prefilled_tokens += num_tokens
+        self._store(request)
+        if request.num_computed < request.num_prompt_tokens:
+            return
+        request.num_sampled += 1
+        self.num_sampled_tokens += 1
+        if not request.is_prefilled:
+            request.is_prefilled = True
+            progress.prefilled.append(request)
+        if request.num_sampled == request.num_outputs:
+            self._leave(request)
+            progress.finished.append(request)
+        else:
+            self._prefilling.remove(request)
+            self._join(request)
+
+    # --- blocks ---
+
+    def _num_available(self) -> int:
+        """Count blocks that are free or can be evicted."""
+        num_used = self.cache.num_blocks - self.cache.num_idle_blocks + self._num_private_blocks
+        return self._shape.capacity_blocks - num_used
+
+    def _num_new_blocks(self, request: Request, num_tokens: int) -> int:
+        size = self._shape.block_size
+        return -(-(request.num_computed + num_tokens) // size) - -(-request.num_computed // size)
+
+    def _evict(self) -> None:
+        num_over = self.cache.num_blocks + self._num_private_blocks - self._shape.capacity_blocks
+        if num_over > 0:
+            self.cache.evict(num_over)
+
+    def _store(self, request: Request) -> None:
+        """Put a running request's full blocks into the prefix cache."""
+        num_full = request.num_computed // self._shape.block_size
+        self._num_private_blocks -= num_full - request.num_stored
+        self.cache.store(request.path, request.num_stored, num_full)
+        request.num_stored = num_full
+
+    def _make_room_to_decode(self) -> bool:
+        """Preempt until one step of those that decode fits. Returns True if that was needed."""
+        num_before = self.num_preemptions
+        while self._num_decoding and self._growth(1) > self._num_available():
+            self._preempt_youngest()
+        return self.num_preemptions > num_before
+
+    def _preempt_youngest(self) -> None:
+        request = next(reversed(self._running))
+        chunk = next((num for chunked, num in self._chunks if chunked is request), 0)
+        if chunk:  # it was given blocks for a step that does not happen
+            self._num_private_blocks -= self._num_new_blocks(request, chunk)
+            self._chunks = [entry for entry in self._chunks if entry[0] is not request]
+        self._interrupt(request)
+        self.num_preemptions += 1
+
+    def _interrupt_all(self) -> None:
+        while self._running:
+            self._interrupt(next(reversed(self._running)))
+
+    def _interrupt(self, request: Request) -> None:
+        """Send a running request back to the head of the queue, where it waits to be prefilled again."""
+        is_decoding = request.joined_step >= 0
+        self._leave(request)
+        if is_decoding:
+            request.num_prompt_tokens = request.num_computed + 1  # the last sampled token's KV is not there yet
+        request.num_computed = 0
+        self._waiting.appendleft(request)

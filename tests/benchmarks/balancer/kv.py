@@ -1,0 +1,151 @@
+"""The prefix cache of a simulated replica: blocks by run, not by token. Synchronous.
+
+A context is a path of runs: the system prompt's blocks, then the group's, then the trajectory's own; a block is
+named by its run and its place in the context. Runs are cached from their first block on, and vLLM's order of
+eviction keeps it so: a request that ends frees its blocks last one first, so the least recently used run loses
+its tail, and a trajectory's run goes before its group's and that before the system prompt's. Each operation costs
+O(runs on the path), however long the context.
+
+Differences from vLLM: a run is held as a whole while any request holds a block of it; a block that two requests
+compute at the same time is kept once as soon as both have it, not until both have ended.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+END = 1 << 40
+"""The end of the last run of a path: a trajectory's own."""
+
+Run = tuple[int, int, int]
+"""Name, first block and end, in blocks of the context."""
+
+Path = tuple[Run, ...]
+"""Runs that follow each other; the first begins with block 0, none is empty."""
+
+
+@dataclass(slots=True)
+class _Cached:
+    end: int  # blocks from the run's first to this are cached
+    num_holders: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks `first` to `end` of a run are cached now; `parent` names the block before (run, block)."""
+
+    run: int
+    first: int
+    end: int
+    parent: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks `first` to `end` of a run were evicted."""
+
+    run: int
+    first: int
+    end: int
+
+
+class PrefixCache:
+    """The cached blocks of one replica; who needs more than fit asks for `evict` first."""
+
+    def __init__(self, is_heard: bool = False) -> None:
+        """`is_heard`: `events` collects what was stored and removed, for its reader to take."""
+        self.num_blocks = 0
+        self.num_idle_blocks = 0  # held by no request
+        self.events: list[Stored | Removed] = []
+        self._is_heard = is_heard
+        self._runs: dict[int, _Cached] = {}
+        self._idle: OrderedDict[int, int] = OrderedDict()  # run -> its first block; least recently used first
+
+    def match(self, path: Path, max_blocks: int) -> tuple[int, int]:
+        """Return how many leading blocks are cached, at most `max_blocks`, and how many idle ones `hold` takes."""
+        num_matched = num_idle = 0
+        for run, first, end in path:
+            cached = self._runs.get(run)
+            if cached is None or first >= max_blocks:
+                break
+            num_matched = min(cached.end, max_blocks)
+            if not cached.num_holders:
+                num_idle += cached.end - first
+            if cached.end < end:
+                break
+        return num_matched, num_idle
+
+    def hold(self, path: Path, num_blocks: int) -> None:
+        """Hold the runs of the first `num_blocks` blocks, which are cached."""
+        for run, first, _ in path:
+            if first >= num_blocks:
+                break
+            self._hold(run, first)
+
+    def store(self, path: Path, num_held: int, num_blocks: int) -> int:
+        """Cache a holder's blocks from `num_held` to `num_blocks` and hold their runs. Returns how many are new."""
+        num_new = 0
+        parent = None
+        for run, first, end in path:
+            if first >= num_blocks:
+                break
+            if end > num_held:
+                if first >= num_held:
+                    self._hold(run, first)
+                cached = self._runs[run]
+                stop = min(end, num_blocks)
+                if stop > cached.end:
+                    num_new += stop - cached.end
+                    if self._is_heard:
+                        before = parent if cached.end == first else (run, cached.end - 1)
+                        self.events.append(Stored(run, cached.end, stop, before))
+                    cached.end = stop
+            parent = (run, end - 1)
+        self.num_blocks += num_new
+        return num_new
+
+    def release(self, path: Path, num_held: int) -> None:
+        """Give back the runs of the first `num_held` blocks; they become the most recently used."""
+        for run, first, _ in reversed(path):
+            if first >= num_held:
+                continue
+            cached = self._runs[run]
+            cached.num_holders -= 1
+            if not cached.num_holders:
+                self._idle[run] = first
+                self.num_idle_blocks += cached.end - first
+
+    def evict(self, num_blocks: int) -> None:
+        """Evict idle blocks, least recently used first. Raises ValueError if there are not so many."""
+        if num_blocks > self.num_idle_blocks:
+            raise ValueError(f"{num_blocks} blocks to evict, {self.num_idle_blocks} idle")
+        self.num_blocks -= num_blocks
+        self.num_idle_blocks -= num_blocks
+        while num_blocks:
+            run, first = next(iter(self._idle.items()))
+            cached = self._runs[run]
+            new_end = max(first, cached.end - num_blocks)
+            num_blocks -= cached.end - new_end
+            if self._is_heard:
+                self.events.append(Removed(run, new_end, cached.end))
+            cached.end = new_end
+            if new_end == first:
+                del self._idle[run], self._runs[run]
+
+    def clear(self) -> None:
+        """Forget everything. Raises ValueError while a request holds a block."""
+        if self.num_blocks != self.num_idle_blocks:
+            raise ValueError("a request holds blocks")
+        self._runs.clear()
+        self._idle.clear()
+        self.num_blocks = self.num_idle_blocks = 0
+
+    def _hold(self, run: int, first: int) -> None:
+        cached = self._runs.get(run)
+        if cached is None:
+            cached = self._runs[run] = _Cached(first)
+        elif not cached.num_holders:
+            del self._idle[run]
+            self.num_idle_blocks -= cached.end - first
+        cached.num_holders += 1
