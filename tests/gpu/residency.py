@@ -1,9 +1,11 @@
-"""The residency model against a vLLM on this GPU: the cached tokens that it foretells, turn by turn.
+"""The residency model against vLLM with a model of a known shape: the cached tokens that it foretells.
 
     python -m tests.gpu.residency --shape qwen3-4b --out runs/residency.json
+    python -m tests.gpu.residency --shape tiny --device cpu --block-size 32 --context 1024 --kv-blocks 256
 
-One engine with dummy weights and as many blocks as asked for. The first workload fits in them, the second needs
-about three times as many; the model goes on from the first to the second, and hears no events.
+One engine with dummy weights and as many blocks as asked for; vLLM runs alone, without our service. The first
+workload fits in the blocks, the second needs about three times as many; the model goes on from the first to the
+second, and hears no events.
 """
 
 from __future__ import annotations
@@ -14,43 +16,70 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
 from agentloop.scheduling.residency import ReplicaKV
-from agentloop_servers.engines.vllm.config import VllmConfig
-from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop.types import FinishReason, GenerateRequest, Generation, WeightVersionSpan
 from tests.benchmarks import report
 from tests.benchmarks.shapes import SHAPES, TOKENS_START, Shape, write_model_folder
 from tests.support.engine.residency_replay import Agreement, ReplayShape, capacity_blocks, replay
 
 DTYPE_BYTES = 2
-CONTEXT_TOKENS = 8192
 FITS_SHARE, LARGER_SHARE = 0.4, 3.0  # of the cache that a workload's trajectories need at their ends
 
 
-def config_of(shape: Shape, folder: Path, args: argparse.Namespace) -> VllmConfig:
+def engine_of(shape: Shape, folder: Path, args: argparse.Namespace) -> AsyncLLM:
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES
-    return VllmConfig(
-        str(write_model_folder(shape, folder, max_context_tokens=CONTEXT_TOKENS, dtype="bfloat16")),
-        None,
-        load_format="dummy",
-        device="cuda",
-        max_model_len=CONTEXT_TOKENS,
-        max_num_seqs=256,
-        block_size=args.block_size,
-        kv_cache_memory_bytes=args.kv_blocks * args.block_size * token_bytes,
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(write_model_folder(shape, folder, max_context_tokens=args.context, dtype="bfloat16")),
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=args.context,
+            max_num_seqs=64,
+            block_size=args.block_size,
+            kv_cache_memory_bytes=args.kv_blocks * args.block_size * token_bytes,
+            enable_prefix_caching=True,
+            enforce_eager=args.device == "cpu",
+            disable_log_stats=True,
+        )
     )
 
 
-def workload(shape: Shape, num_groups: int) -> ReplayShape:
-    """Contexts of about 3,400 tokens at their ends."""
+async def generate(llm: AsyncLLM, request: GenerateRequest) -> Generation:
+    """Sample one turn."""
+    sampling = SamplingParams(
+        max_tokens=request.sampling.max_tokens, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    prompt = TokensPrompt(prompt_token_ids=list(request.token_ids))
+    outputs = [output async for output in llm.generate(prompt, sampling, request.request_id)]
+    ids = tuple(outputs[-1].outputs[0].token_ids)
+    return Generation(
+        request.request_id,
+        ids,
+        (0.0,) * len(ids),
+        (WeightVersionSpan(0, 0, len(ids)),),
+        FinishReason.LENGTH,
+        cached_tokens=outputs[-1].num_cached_tokens or 0,
+    )
+
+
+def workload(shape: Shape, context: int) -> ReplayShape:
+    """One group, whose trajectories end at about 0.4 of the longest context."""
     return ReplayShape(
-        num_groups=num_groups,
+        num_groups=1,
         num_samples=8,
         num_turns=6,
         num_together=16,
-        system=512,
-        prompt=800,
-        observation=250,
-        max_sampled=100,
+        system=context // 16,
+        prompt=context // 10,
+        observation=context // 32,
+        max_sampled=context // 80,
         vocab=(TOKENS_START, shape.vocab),
     )
 
@@ -62,28 +91,31 @@ def final_tokens(one: ReplayShape) -> int:
 
 async def measure(shape: Shape, args: argparse.Namespace, folder: Path) -> dict[str, Agreement]:
     """Run both workloads on one engine."""
-    engine = VllmEngine(config_of(shape, folder, args))
-    await engine.start()
+    llm = engine_of(shape, folder, args)
     try:
-        info = engine.info
-        kv = ReplicaKV(capacity_blocks(info.kv_capacity_tokens, info.block_size))
+        cache = llm.vllm_config.cache_config
+        num_tokens = cache.num_gpu_blocks * cache.block_size
+        kv = ReplicaKV(capacity_blocks(num_tokens, cache.block_size))
         found = {}
         for name, share in (("fits", FITS_SHARE), ("larger", LARGER_SHARE)):
-            one = workload(shape, 1)
-            num_groups = max(1, round(share * info.kv_capacity_tokens / final_tokens(one)))
-            one = replace(one, num_groups=num_groups)
-            found[name] = await replay(engine, kv, info.block_size, one, seed=args.seed, name=name)
+            one = workload(shape, args.context)
+            one = replace(one, num_groups=max(1, round(share * num_tokens / final_tokens(one))))
+            found[name] = await replay(
+                lambda request: generate(llm, request), kv, cache.block_size, one, seed=args.seed, name=name
+            )
             print(f"{name}: {found[name]}; {kv.num_blocks} of {kv.capacity_blocks} blocks in use", flush=True)
         return found
     finally:
-        await engine.close()
+        llm.shutdown()
 
 
 def main() -> None:
     """Replay, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--block-size", type=int, default=16, help="on CPU a multiple of 32")
     parser.add_argument("--kv-blocks", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from agentloop.engine import TokenEngine
 from agentloop.kv_hashes import BlockChain, num_reusable_blocks, root_hash
 from agentloop.scheduling.residency import ReplicaKV
-from agentloop.types import GenerateRequest, SamplingParams
+from agentloop.types import GenerateRequest, Generation, SamplingParams
+
+Generate = Callable[[GenerateRequest], Awaitable[Generation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def capacity_blocks(kv_capacity_tokens: int, block_size: int) -> int:
 
 
 async def replay(
-    engine: TokenEngine, kv: ReplicaKV, block_size: int, shape: ReplayShape, *, seed: int, name: str
+    generate: Generate, kv: ReplicaKV, block_size: int, shape: ReplayShape, *, seed: int, name: str
 ) -> Agreement:
     """Run a workload to its end and return how well the model foretold it. `kv` is what the engine holds before."""
     rng, agreement = random.Random(seed), Agreement()
@@ -94,7 +95,7 @@ async def replay(
         }  # drawn first: rounds must not depend on which turn ends first
         async with asyncio.timeout(600.0), asyncio.TaskGroup() as tasks:
             for one in together:
-                tasks.create_task(_turn(engine, kv, shape, one, f"{name}-{seed}", agreement))
+                tasks.create_task(_turn(generate, kv, shape, one, f"{name}-{seed}", agreement))
         for one in together:
             _extend(one, observed[one.number])
             one.num_turns_left -= 1
@@ -103,7 +104,7 @@ async def replay(
 
 
 async def _turn(
-    engine: TokenEngine, kv: ReplicaKV, shape: ReplayShape, one: _Live, name: str, agreement: Agreement
+    generate: Generate, kv: ReplicaKV, shape: ReplayShape, one: _Live, name: str, agreement: Agreement
 ) -> None:
     holder_id, size, num_prompt = f"{name}-{one.number}", one.chain.block_size, len(one.ids)
     num_reusable = num_reusable_blocks(num_prompt, size)
@@ -112,7 +113,7 @@ async def _turn(
     kv.reserve(holder_id, 1 if num_prompt % size else 0)
     sampling = SamplingParams(max_tokens=shape.max_sampled, seed=one.number)
     request = GenerateRequest(f"{holder_id}-{one.num_turns_left}", tuple(one.ids), sampling)
-    generation = await engine.generate(request)
+    generation = await generate(request)
     agreement.add(num_reusable, num_foretold, generation.cached_tokens // size)
     _extend(one, generation.token_ids)
     kv.store(holder_id, one.chain.hashes[: num_reusable_blocks(len(one.ids), size)])

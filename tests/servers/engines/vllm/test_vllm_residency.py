@@ -158,10 +158,10 @@ async def engine() -> AsyncIterator[VllmEngine]:
 async def test_the_model_foretells_what_an_engine_says_was_cached(engine: VllmEngine) -> None:
     info = engine.info
     kv = ReplicaKV(capacity_blocks(info.kv_capacity_tokens, info.block_size))
-    fitting = await replay(engine, kv, info.block_size, FITS, seed=1, name="fits")
+    fitting = await replay(engine.generate, kv, info.block_size, FITS, seed=1, name="fits")
     print(f"without eviction: {fitting}")
     assert kv.num_blocks < kv.capacity_blocks
-    larger = await replay(engine, kv, info.block_size, LARGER, seed=2, name="larger")
+    larger = await replay(engine.generate, kv, info.block_size, LARGER, seed=2, name="larger")
     print(f"with eviction: {larger}")
     assert kv.num_blocks == kv.capacity_blocks
     assert fitting.num_cached > 50
