@@ -13,8 +13,8 @@ latter case each `OLDEST_EVERY`-th place goes to the oldest group, so a sample w
 before it waits for at most `OLDEST_EVERY` * (n + 1) places of the flow, whatever comes after it.
 
 A sample is the unit: siblings may run in different workers, so no group waits for a worker that has room for all of
-it. Where replicas have no room (`Admission.FULL`) nothing is passed by; a group that waits for its own sake
-(`Admission.LATER`) keeps its turn, and up to `_MAX_ASIDE` such groups of a flow are passed by.
+it. Where replicas have no room (`BeginOutcome.FULL`) nothing is passed by; a group that waits for its own sake
+(`BeginOutcome.LATER`) keeps its turn, and up to `_MAX_ASIDE` such groups of a flow are passed by.
 
 Invariants: a flow is in the heap, or held back (its `max_running` runs, or its budget has no room), or has nothing
 queued. Each step costs O(log flows + log groups), and what is passed by.
@@ -31,21 +31,21 @@ from itertools import islice
 from typing import TypeAlias
 
 from agentloop.api import RolloutTerms
-from agentloop.scheduling.samples import Admission, LiveRollout, Sample, group_key
+from agentloop.scheduling.samples import BeginOutcome, LiveRollout, Sample, group_key
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
-from agentloop.types import RolloutGroup
 
 OLDEST_EVERY = 4  # places of a flow, of which one goes to its oldest group
 _MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
+_NEWEST_SHARE = 0.25  # of a task's mean: policies change, and the length of their answers with them
 _MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew
 
 FlowKey: TypeAlias = tuple[RolloutTerms, str, bool]
 
-Begin: TypeAlias = Callable[[Sample], Admission]
+Begin: TypeAlias = Callable[[Sample], BeginOutcome]
 """Give a sample its place, or say why it has none."""
 
-ExpectedWork: TypeAlias = Callable[[RolloutGroup], float]
-"""Predict the tokens of one sample of a group of which none has begun."""
+ExpectedWork: TypeAlias = Callable[[Sample], float]
+"""Predict the tokens of a sample of whose group none has begun."""
 
 
 class GroupOrder(StrEnum):
@@ -53,6 +53,29 @@ class GroupOrder(StrEnum):
 
     AGE = "age"  # as they came
     LONGEST = "longest"  # by expected work: what ends last begins first
+
+
+class TaskHistory:
+    """The tokens that trajectories of each task took before, in whichever rollout of its owner: a running mean.
+
+    Of the tasks that were seen most recently: the least recently seen one is forgotten for a new one.
+    """
+
+    def __init__(self, max_tasks: int = 50_000) -> None:
+        self._max_tasks = max_tasks
+        self._means: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def learn(self, sample: Sample, num_tokens: int) -> None:
+        """Take in a trajectory that ran to its end, with its prompt's tokens and all after them."""
+        key = _task_key(sample)
+        mean = self._means.pop(key, float(num_tokens))
+        self._means[key] = mean + (num_tokens - mean) * _NEWEST_SHARE
+        if len(self._means) > self._max_tasks:
+            self._means.popitem(last=False)
+
+    def expected_tokens(self, sample: Sample) -> float | None:
+        """Return the mean of a sample's task; None if none is remembered."""
+        return self._means.get(_task_key(sample))
 
 
 @dataclass(slots=True, eq=False)
@@ -181,8 +204,7 @@ class _Flow:
 class DispatchOrder:
     """Queued samples in their flows. Whoever takes a sample from it says `begun`, and later `ended`."""
 
-    def __init__(self, order: GroupOrder = GroupOrder.AGE, expected_work: ExpectedWork | None = None) -> None:
-        """Without `expected_work` all groups are alike, and the older goes first."""
+    def __init__(self, order: GroupOrder, expected_work: ExpectedWork) -> None:
         self._order = order
         self._expected_work = expected_work
         self._flows: dict[FlowKey, _Flow] = {}
@@ -213,8 +235,7 @@ class DispatchOrder:
         """Queue the samples of a group that was accepted, or what is left of it after a restart."""
         first = samples[0]
         flow = self._flows[_key(first.rollout)]
-        expected_tokens = 0.0 if self._expected_work is None else self._expected_work(first.group)
-        flow.line.add_group(samples, expected_tokens)
+        flow.line.add_group(samples, self._expected_work(first))
         self._offer(flow)
 
     def add_again(self, sample: Sample) -> None:
@@ -304,14 +325,18 @@ def _first(line: _FlowLine, begin: Begin, later: set[str]) -> tuple[Sample | Non
     for num in (1, _MAX_ASIDE):
         for sample in line.heads(num):
             key = group_key(sample.assignment_id)
-            admission = Admission.LATER if key in later else begin(sample)
-            if admission is Admission.BEGUN:
+            admission = BeginOutcome.LATER if key in later else begin(sample)
+            if admission is BeginOutcome.BEGUN:
                 line.remove(sample, is_turn=True)
                 return sample, False
-            if admission is Admission.FULL:
+            if admission is BeginOutcome.FULL:
                 return None, True
             later.add(key)
     return None, False
+
+
+def _task_key(sample: Sample) -> tuple[str, str]:
+    return sample.rollout.terms.owner, sample.group.task.task_id
 
 
 def _key(rollout: LiveRollout) -> FlowKey:

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from agentloop import codec
 from agentloop.api import RolloutStatus, RolloutTerms
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
-from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder
+from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder, TaskHistory
 from agentloop.scheduling.samples import (
-    Admission,
+    BeginOutcome,
     LiveGroup,
     LiveRollout,
     Sample,
@@ -93,8 +93,9 @@ class RolloutQueue:
         max_attempts: int = 3,
         missing_after_s: float = 30.0,
         order: GroupOrder = GroupOrder.AGE,
-        expected_work: ExpectedWork | None = None,
+        expected_work: ExpectedWork = lambda _: 0.0,
     ) -> None:
+        """`expected_work` is of samples whose task was never seen."""
         self._max_queued = max_queued
         self._max_queued_bytes = max_queued_bytes
         self._max_attempts = max_attempts
@@ -102,7 +103,9 @@ class RolloutQueue:
         self._rollouts: dict[str, LiveRollout] = {}
         self._reserved: dict[str, _Reservation] = {}
         self._live: dict[str, Sample] = {}  # queued or running
-        self._order = DispatchOrder(order, expected_work)
+        self._history = TaskHistory()
+        self._expected_work = expected_work
+        self._order = DispatchOrder(order, self._expected_tokens)
         self._suspects = Suspects()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
@@ -202,7 +205,7 @@ class RolloutQueue:
             self._order.versions_changed()
 
     def take(
-        self, worker_id: str, num_free: int, now: float, begin: Begin = lambda _: Admission.BEGUN
+        self, worker_id: str, num_free: int, now: float, begin: Begin = lambda _: BeginOutcome.BEGUN
     ) -> tuple[Sample, ...]:
         """Take the next samples for `num_free` places of a worker: suspects that it may try, then the others.
 
@@ -322,12 +325,15 @@ class RolloutQueue:
         self._fail(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
         return True
 
-    def finished(self, name: str, *, is_trained: bool = True) -> bool:
+    def finished(self, name: str, *, is_trained: bool = True, num_tokens: int | None = None) -> bool:
         """The terminal record of a sample is durable. False: it was so before. If a worker other than the one
-        who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it."""
+        who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it.
+        `num_tokens`, of one that ran to its end, are what is expected of its task from now on."""
         sample = self._live.pop(name, None)
         if sample is None:
             return False
+        if num_tokens is not None:
+            self._history.learn(sample, num_tokens)
         if sample.state is SampleState.QUEUED:
             self._unqueue(sample)
         else:
@@ -462,9 +468,13 @@ class RolloutQueue:
 
     # --- inside ---
 
+    def _expected_tokens(self, sample: Sample) -> float:
+        seen = self._history.expected_tokens(sample)
+        return self._expected_work(sample) if seen is None else seen
+
     def _begun(self, sample: Sample, worker_id: str, now: float, begin: Begin) -> bool:
         """Give a suspect to a worker, if its limits admit it now and there is room for it."""
-        if not self._order.admits(sample, self._versions) or begin(sample) is not Admission.BEGUN:
+        if not self._order.admits(sample, self._versions) or begin(sample) is not BeginOutcome.BEGUN:
             return False
         self._run(sample, worker_id, now)
         return True

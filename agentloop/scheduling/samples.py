@@ -16,7 +16,7 @@ from agentloop.scheduling.staleness_budget import StalenessBudget
 from agentloop.types import RolloutGroup, StopReason
 
 
-class Admission(StrEnum):
+class BeginOutcome(StrEnum):
     """The answer to a sample whose turn it is."""
 
     BEGUN = "begun"  # it has its place

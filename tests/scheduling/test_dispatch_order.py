@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agentloop.api import RolloutTerms
 from agentloop.scheduling.dispatch_order import OLDEST_EVERY, GroupOrder
 from agentloop.scheduling.rollout_queue import RolloutQueue
-from agentloop.scheduling.samples import Admission, group_key
+from agentloop.scheduling.samples import BeginOutcome, group_key
 from agentloop.types import Message, RolloutGroup, RolloutTask
 
 
@@ -20,7 +20,7 @@ def longest_first(**config):
     """A queue that expects of a group as many tokens as the number its id ends with."""
     return RolloutQueue(
         order=GroupOrder.LONGEST,
-        expected_work=lambda one: float(one.group_id.partition("-")[2] or 0),
+        expected_work=lambda one: float(one.group.group_id.partition("-")[2] or 0),
         **config,
     )
 
@@ -32,7 +32,7 @@ def submit(queue, rollout_id, *groups, **terms):
     queue.add(rollout_id, 0.0)
 
 
-def take(queue, num, begin=lambda _: Admission.BEGUN, worker="w"):
+def take(queue, num, begin=lambda _: BeginOutcome.BEGUN, worker="w"):
     taken = [sample.assignment_id for sample in queue.take(worker, num, 1.0, begin)]
     queue.check()
     return taken
@@ -47,6 +47,18 @@ def test_what_is_expected_to_end_last_begins_first_and_its_group_is_made_whole()
     submit(queue, "r", ("a-10", 1), ("b-30", 2), ("c-20", 1), ("d-5", 1))
     assert groups_of(take(queue, 3)) == ["b-30", "b-30", "c-20"]
     assert groups_of(take(queue, 9)) == ["a-10", "d-5"]
+
+
+def test_a_task_that_was_long_before_begins_first_in_its_owners_next_rollout():
+    queue = RolloutQueue(order=GroupOrder.LONGEST, expected_work=lambda _: 50.0, max_queued=1000)
+    submit(queue, "r", ("short", 1), ("long", 1), owner="o")
+    take(queue, 2)
+    queue.finished("r/short/0", num_tokens=10)
+    queue.finished("r/long/0", num_tokens=900)
+    submit(queue, "s", ("short", 1), ("new", 1), ("long", 1), owner="o")
+    assert groups_of(take(queue, 3)) == ["long", "new", "short"]
+    submit(queue, "t", ("short", 1), ("new", 1), ("long", 1), owner="another")
+    assert groups_of(take(queue, 3)) == ["short", "new", "long"]
 
 
 def test_of_groups_that_have_begun_the_one_with_the_fewest_left_goes_first():
@@ -79,7 +91,7 @@ def test_nothing_overtakes_what_has_no_room():
 
     def begin(sample):
         asked.append(sample.assignment_id)
-        return Admission.FULL
+        return BeginOutcome.FULL
 
     assert take(queue, 9, begin) == []
     assert asked == ["high/g/0"]
@@ -95,9 +107,9 @@ def test_a_group_that_waits_for_its_own_sake_is_passed_by_and_keeps_its_turn():
     def begin(sample):
         key = group_key(sample.assignment_id)
         if began[key]:
-            return Admission.LATER  # behind the leader of its group
+            return BeginOutcome.LATER  # behind the leader of its group
         began[key] += 1
-        return Admission.BEGUN
+        return BeginOutcome.BEGUN
 
     assert take(queue, 9, begin) == ["r/a/0", "r/b/0", "r/c/0", "low/z/0"]
     assert take(queue, 9) == ["r/a/1", "r/b/1"]
@@ -108,7 +120,7 @@ def test_suspects_wait_for_room_too():
     submit(queue, "r", ("a", 1))
     take(queue, 1)
     queue.worker_lost("w", 1.0)
-    assert take(queue, 1, lambda _: Admission.FULL, "v") == []
+    assert take(queue, 1, lambda _: BeginOutcome.FULL, "v") == []
     assert take(queue, 1, worker="v") == ["r/a/0"]
 
 
@@ -123,7 +135,7 @@ def test_suspects_wait_for_room_too():
 def test_nobody_starves_whatever_comes_after_them(arrivals, order, laters):
     """A sample with n others before it in its flow waits for at most OLDEST_EVERY * (n + 1) places."""
     queue = RolloutQueue(
-        order=order, expected_work=lambda one: float(one.group_id.partition("-")[2]), max_queued=10_000
+        order=order, expected_work=lambda one: float(one.group.group_id.partition("-")[2]), max_queued=10_000
     )
     num_places = 0
     waiting: dict[str, int] = {}  # -> the place by which it must have begun
