@@ -55,6 +55,7 @@ class Blocks:
         self.held[holder] = [context[: n + 1] for n in range(num)]
         self.queue = [block for block in self.queue if block not in self.held[holder]]
         self.queue += [block for block in reversed(before) if not self.is_held(block)]
+        self.make_room()
         return num
 
     def make_room(self) -> None:
@@ -185,6 +186,13 @@ def test_a_request_with_more_blocks_than_there_are_is_a_fact() -> None:
     assert (kv.num_blocks, kv.num_held_blocks) == (3, 3)
     kv.release("a")
     assert (kv.num_blocks, kv.num_held_blocks, kv.match(names((0, 0, 0)))) == (2, 0, 2)
+
+
+def test_a_context_that_got_shorter_leaves_no_more_than_the_capacity() -> None:
+    kv = ReplicaKV(2)
+    kv.store("a", names((0, 0, 0)))
+    kv.hold("a", names((0,)))
+    assert (kv.num_blocks, kv.num_held_blocks) == (2, 1)
 
 
 def test_events_of_blocks_evicted_here_too_change_nothing() -> None:
