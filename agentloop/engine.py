@@ -179,12 +179,16 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks whose KV is now reusable. Hashes are the engine's own and chain from `parent_hash`."""
+    """Blocks whose KV is now reusable, or is so once more: each copy is told, and removed by itself.
+
+    Hashes are the engine's own and chain from `parent_hash`. Blocks that show images are not told, because their
+    ids do not name them; blocks that follow them are, and so have a parent that nobody was told of.
+    """
 
     block_hashes: tuple[int, ...]
     parent_hash: int | None
     token_ids: tuple[int, ...]
-    kv_version: int | None = None
+    kv_version: int | None = None  # of the first block of a context; None further on
 
 
 @dataclass(frozen=True, slots=True)

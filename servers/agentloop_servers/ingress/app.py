@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from agentloop.api import FrontPort
-from agentloop.engine import Engine
+from agentloop.engine import TokenEngine
 from agentloop.generation import LeaseConfig, SessionLeases
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import Endpoint, NotOwner, routes_dialects, routes_openai, routes_sessions
@@ -26,7 +26,7 @@ from agentloop_servers.ingress.rollouts import ROLLOUT_BODIES, RolloutRoutes
 
 def create_app(
     coordinator: FrontPort,
-    connect: Callable[[str], Engine],
+    connect: Callable[[str], TokenEngine],
     keys: Keys,
     limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
     *,

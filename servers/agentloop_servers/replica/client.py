@@ -1,4 +1,4 @@
-"""The data plane's client: an engine behind its replica's private HTTP port, as an Engine again.
+"""The data plane's client: an engine behind its replica's private HTTP port, for tokens and control again.
 
 A call through a Serve handle costs ten times as much, so tokens and weight-update verbs both come this way. The
 engine is asked for its final output unless a caller streams. Every pause, resume, stage, commit, sleep and wake
@@ -22,7 +22,6 @@ from agentloop.engine import (
     CommitReport,
     Delta,
     EngineInfo,
-    KVEvent,
     MemoryTag,
     OnProgress,
     Progress,
@@ -56,7 +55,10 @@ SILENCE_S = 15.0  # several reports that did not come: the replica, its host or 
 
 
 class RemoteEngine:
-    """An engine behind a DataPlaneServer, as an Engine. Properties show the state at the last control answer."""
+    """An engine behind a DataPlaneServer: a TokenEngine and an EngineControl.
+
+    Properties show the state at the last control answer.
+    """
 
     def __init__(self, url: str, http: PrivateHttp, commands: NumberedCommands) -> None:
         self.url = url
@@ -137,22 +139,10 @@ class RemoteEngine:
                 if isinstance(piece, Delta | Generation):
                     yield piece
                     continue
-                if not isinstance(piece, Progress):
-                    raise InvariantBroken(f"a {type(piece).__name__} among a request's frames")
                 if on_progress is not None:
                     on_progress(piece)
                 if loop.time() > late_at + piece.standstill_s:
                     raise DeadlineExceeded(f"{self.url}: no end of {request.request_id} in time")
-
-    async def kv_events(self) -> AsyncIterator[KVEvent]:
-        async with (
-            self._http.open("GET", self.url + "/kv_events") as answer,
-            aclosing(self._frames(answer)) as pieces,
-        ):
-            async for piece in pieces:
-                if isinstance(piece, Delta | Generation | Progress):
-                    raise InvariantBroken(f"a {type(piece).__name__} among KV events")
-                yield piece
 
     async def abort(self, request_id: str) -> None:
         await self._control("/abort", ControlAnswer[None], request_id)
@@ -209,9 +199,7 @@ class RemoteEngine:
         async with self._http.open("POST", self.url + path, body, timeout_s, headers) as answer:
             return await answer.read()
 
-    async def _frames(
-        self, answer: aiohttp.ClientResponse
-    ) -> AsyncGenerator[Delta | Generation | KVEvent | Progress, None]:
+    async def _frames(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[Delta | Generation | Progress, None]:
         while True:
             try:
                 kind, length = FRAME.unpack(await answer.content.readexactly(FRAME.size))

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from agentloop.codec import encode
-from agentloop.engine import (
-    AllBlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    Delta,
-    EngineInfo,
-    KVEvent,
-    MemoryTag,
-    Progress,
-)
+from agentloop.engine import Delta, EngineInfo, MemoryTag, Progress
 from agentloop.types import Generation, KVPolicy, Load, PauseMode
 
 T = TypeVar("T")
@@ -30,10 +21,7 @@ FRAMES = "application/octet-stream"  # the content type of frames; a Generation 
 FRAME_KINDS: dict[int, type] = {
     0: Delta,
     1: Generation,
-    2: BlocksStored,
-    3: BlocksRemoved,
-    4: AllBlocksCleared,
-    5: Progress,
+    2: Progress,
 }
 ERROR_FRAME = 255
 PROBE_ID = "probe-"
@@ -68,7 +56,7 @@ class PauseOrder:
     kv_policy: KVPolicy
 
 
-def frame(piece: Delta | Generation | KVEvent | Progress) -> bytes:
+def frame(piece: Delta | Generation | Progress) -> bytes:
     """One piece of a stream."""
     body = encode(piece)
     return FRAME.pack(_KIND_OF[type(piece)], len(body)) + body

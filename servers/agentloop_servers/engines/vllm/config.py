@@ -127,7 +127,12 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         # Under the distribution that was sampled from; raw ones are put beside them (`raw_logprobs.py`).
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
-        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=kv_endpoint),
+        "kv_events_config": KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=kv_endpoint,
+            replay_endpoint=replay_endpoint(kv_endpoint),
+        ),
         "worker_extension_cls": config.worker_extension,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics
@@ -169,6 +174,11 @@ def kv_endpoint(socket_dir: str) -> str:
     "tcp" is in the endpoint, and fails on others.
     """
     return f"ipc://{socket_dir}/inproc-kv"
+
+
+def replay_endpoint(endpoint: str) -> str:
+    """Return the socket on which vLLM sends again what it published on `endpoint`."""
+    return f"{endpoint}-replay"
 
 
 def _parallel_arguments(config: VllmConfig) -> dict[str, Any]:

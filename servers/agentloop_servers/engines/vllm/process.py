@@ -1,8 +1,10 @@
 """The vLLM process behind an engine: AsyncLLM, its event feed and its statistics, started and ended as one.
 
 KV-cache events are read from vLLM's publisher socket and handed to subscribers as our own. Wire: multipart
-`[topic, sequence (8 bytes big-endian), msgpack [timestamp, [event, ...], rank]]`; an event is a map tagged by
-`type`. One task reads; a gap in the sequence means lost events, and says so as `AllBlocksCleared`.
+`[topic, sequence (8 bytes big-endian), msgpack [timestamp, [event, ...], rank]]`, one for each step with events; an
+event is a map tagged by `type`. One task reads. A gap in a rank's sequence is filled from its replay socket, which
+answers a first sequence with all that it still has, up to sequence -1; what cannot be had any more counts as
+`AllBlocksCleared`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import structlog
 
 from agentloop.engine import (
     AllBlocksCleared,
@@ -35,21 +38,28 @@ from agentloop_servers.engines.vllm.config import (
     kv_endpoint,
     kv_endpoints,
     prepare_environment,
+    replay_endpoint,
 )
 from agentloop_servers.engines.vllm.convert import one_line, translate
+
+_log = structlog.stdlib.get_logger(__name__)
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
+    block_size: int
     medium: str | None = None
     extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[int]
     medium: str | None = None
+    group_idx: int | None = None
 
 
 class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
@@ -62,19 +72,34 @@ class _Batch(msgspec.Struct, array_like=True):
     rank: int | None = None  # of the data-parallel engine
 
 
+REPLAY_TIMEOUT_S = 10.0  # vLLM looks for such requests between two batches, and at least ten times a second
+
+_WHOLE_CONTEXT = ("full_attention", "mla_attention", "sink_full_attention")
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+
 class KVEventFeed:
-    """Owner of the subscriber socket and the task that reads it. Data-parallel ranks are one cache to its readers:
-    what one of them clears counts as cleared."""
+    """Owner of the subscriber socket and the task that reads it.
+
+    Data-parallel ranks are one cache to its readers: what one of them clears counts as cleared. Of a model whose
+    layers are cached in several groups, the first is told that keeps whole contexts; the others share its blocks'
+    hashes, and keep less.
+    """
 
     def __init__(self) -> None:
         self.events = KVEventPublisher()
         self._decoder = msgspec.msgpack.Decoder(_Batch)
-        self._next_sequence: dict[int | None, int] = {}  # by rank
-        self._version_by_hash: dict[int, int] = {}  # one entry a cached block
+        self._next_sequence: dict[int, int] = {}  # by rank
+        self._replays: Sequence[str] = ()  # endpoints, by rank
+        self._group: int | None = None  # the one that is told
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, endpoints: Sequence[str]) -> None:
-        """Connect to every rank's publisher and start reading, before the first request: nothing is missed."""
+    def start(self, endpoints: Sequence[str], replays: Sequence[str]) -> None:
+        """Connect to every rank's publisher and start reading, before the first request: nothing is missed.
+
+        `replays` are the ranks' replay sockets.
+        """
+        self._replays = replays
         self._task = asyncio.create_task(self._read(endpoints), name="vllm-kv-events")
 
     def clear(self) -> None:
@@ -89,55 +114,114 @@ class KVEventFeed:
                 await self._task
 
     async def _read(self, endpoints: Sequence[str]) -> None:
+        import zmq.asyncio
+
         try:
-            await self._receive(endpoints)
+            with zmq.asyncio.Context() as context:
+                await self._receive(context, endpoints)
         finally:
             self.events.close()
 
-    async def _receive(self, endpoints: Sequence[str]) -> None:
+    async def _receive(self, context: Any, endpoints: Sequence[str]) -> None:
         import zmq
-        import zmq.asyncio
 
-        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)  # the publisher's own bound applies
+        with _socket(context, zmq.SUB) as socket:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             for endpoint in endpoints:
                 socket.connect(endpoint)
             while True:
-                _, sequence, payload = await socket.recv_multipart()
-                for event in self._translate(int.from_bytes(sequence, "big"), payload):
-                    self.events.publish(event)
+                _, number, payload = await socket.recv_multipart()
+                batch, sequence = self._decoder.decode(payload), int.from_bytes(number, "big")
+                rank = batch.rank or 0
+                expected = self._next_sequence.get(rank, 0)
+                if sequence < expected:
+                    continue  # it came with a replay
+                if sequence > expected:
+                    await self._replay(context, rank, expected, sequence)
+                self._tell(batch)
+                self._next_sequence[rank] = sequence + 1
+                await asyncio.sleep(0)  # subscribers read before the next batch, which may be here already
 
-    def _translate(self, sequence: int, payload: bytes) -> Iterator[KVEvent]:
-        batch = self._decoder.decode(payload)
-        if sequence != self._next_sequence.get(batch.rank, 0):
-            self._version_by_hash.clear()
-            yield AllBlocksCleared()
-        self._next_sequence[batch.rank] = sequence + 1
+    async def _replay(self, context: Any, rank: int, expected: int, end: int) -> None:
+        """Tell the batches `[expected, end)` of a rank that did not arrive, or that they are lost."""
+        import zmq
+
+        missed: list[_Batch] = []
+        with contextlib.suppress(TimeoutError), _socket(context, zmq.DEALER) as socket:
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                socket.connect(self._replays[rank])
+                await socket.send_multipart([b"", expected.to_bytes(8, "big")])
+                while True:
+                    _, _, number, payload = await socket.recv_multipart()
+                    if number == _END_OF_REPLAY or int.from_bytes(number, "big") != expected + len(missed):
+                        break
+                    missed.append(self._decoder.decode(payload))
+        if expected + len(missed) < end:
+            _log.warning("kv_events_lost", rank=rank, num_batches=end - expected)
+            self.events.publish(AllBlocksCleared())
+            return
+        for batch in missed[: end - expected]:
+            self._tell(batch)
+
+    def _tell(self, batch: _Batch) -> None:
+        for event in self._translate(batch):
+            self.events.publish(event)
+
+    def _translate(self, batch: _Batch) -> Iterator[KVEvent]:
+        removed: list[int] = []  # one event of ours for many of vLLM's, which have a block each
         for event in batch.events:
+            if not isinstance(event, _Cleared) and not self._is_told(event):
+                continue
+            if isinstance(event, _Removed):
+                removed += event.block_hashes
+                continue
+            if removed:
+                yield BlocksRemoved(tuple(removed))
+                removed = []
             if isinstance(event, _Cleared):
-                self._version_by_hash.clear()
                 yield AllBlocksCleared()
-            elif event.medium not in (None, "GPU"):
-                continue  # a slower tier; "GPU" is the device's own cache, on CPU too
-            elif isinstance(event, _Removed):
-                for block_hash in event.block_hashes:
-                    self._version_by_hash.pop(block_hash, None)
-                yield BlocksRemoved(tuple(event.block_hashes))
-            else:
-                yield self._stored(event)
+            elif (stored := _stored(event)) is not None:
+                yield stored
+        if removed:
+            yield BlocksRemoved(tuple(removed))
 
-    def _stored(self, event: _Stored) -> BlocksStored:
-        """The salt, our KV version, stands in the keys of a chain's first block only."""
-        version: int | None = None
-        if event.parent_block_hash is not None:
-            version = self._version_by_hash.get(event.parent_block_hash)
-        elif event.extra_keys and event.extra_keys[0]:
-            version = int(event.extra_keys[0][-1])
-        if version is not None:
-            self._version_by_hash.update(dict.fromkeys(event.block_hashes, version))
-        return BlocksStored(tuple(event.block_hashes), event.parent_block_hash, tuple(event.token_ids), version)
+    def _is_told(self, event: _Stored | _Removed) -> bool:
+        if event.medium not in (None, "GPU"):
+            return False  # a slower tier; "GPU" is the device's own cache, on CPU too
+        if self._group is None and isinstance(event, _Stored) and event.kv_cache_spec_kind in _WHOLE_CONTEXT:
+            self._group = event.group_idx
+        return event.group_idx == self._group
+
+
+def _socket(context: Any, kind: int) -> Any:
+    import zmq
+
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)  # the sender's own bound applies
+    return socket
+
+
+def _stored(event: _Stored) -> BlocksStored | None:
+    """Return our event for vLLM's, without its blocks from the first one on that shows an image; None: all do.
+
+    A block's keys are the adapter's name, a pair for each image, and the salt: our KV version, in the keys of a
+    context's first block only.
+    """
+    keys, num_told = event.extra_keys or [], len(event.block_hashes)
+    for index, of_block in enumerate(keys):
+        if of_block and any(not isinstance(key, str) for key in of_block):
+            num_told = index
+            break
+    if num_told == 0:
+        return None
+    version: int | None = None
+    if event.parent_block_hash is None and keys and keys[0]:
+        version = int(keys[0][-1])
+    hashes, token_ids = event.block_hashes, event.token_ids
+    if num_told < len(hashes):
+        hashes, token_ids = hashes[:num_told], token_ids[: num_told * event.block_size]
+    return BlocksStored(tuple(hashes), event.parent_block_hash, tuple(token_ids), version)
 
 
 RAW_LOGPROBS = "agentloop_servers.engines.vllm.raw_logprobs:install"
@@ -202,7 +286,8 @@ class VllmProcess:
         construction = asyncio.create_task(asyncio.to_thread(self._construct, endpoint))
         try:
             self.llm = await asyncio.shield(construction)
-            self.feed.start(kv_endpoints(endpoint, self._config.data_parallel_size))
+            num_ranks = self._config.data_parallel_size
+            self.feed.start(kv_endpoints(endpoint, num_ranks), kv_endpoints(replay_endpoint(endpoint), num_ranks))
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
             if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
                 await self.on_workers("extend_runner", RAW_LOGPROBS, self._config.logprobs_mode.value)
