@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from agentloop.api import KVChanges
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
 from agentloop.fleet import Fleet, ReplicaRecord
 from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
 from agentloop.scheduling.placement import LoadIndex
+from agentloop.scheduling.replica_caches import ReplicaCaches
 from agentloop.types import Lease
 
 
@@ -52,6 +54,7 @@ class Balancer:
         self._index = LoadIndex()  # of the placeable ones
         self._num_changes_seen = -1  # of the fleet's
         self._group_homes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._caches = ReplicaCaches(fleet)
         self._mean_tokens = float(self._config.prior_trajectory_tokens)
         self._num_finished = 0
         self._num_placed = 0
@@ -142,7 +145,12 @@ class Balancer:
             self._count(holding, -1)
             holding.is_counted = False
         self._replicas.pop(replica_id, None)
+        self._caches.drop(replica_id)
         self._put(replica_id)
+
+    def kv_changed(self, replica_id: str, changes: KVChanges) -> bool:
+        """Take in what a replica tells of its prefix cache. False: it has to tell all that it holds."""
+        return self._caches.changed(replica_id, changes)
 
     def check(self) -> None:
         """Raise InvariantBroken unless every count is what the leases add up to."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.api.coordinator import KVChanges, ReplicaRegistration
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     Conflict,
@@ -43,6 +43,30 @@ async def test_a_lost_replicas_trajectories_move(site, coordinator):
     await site.clock.sleep(2.0)
     assert (await site.states())[lost] == "ready"
     await coordinator.rollouts.finish("w", record(assignment))
+
+
+@service("a")
+async def test_a_report_that_went_lost_makes_the_replica_tell_all_it_holds(site, coordinator):
+    replicas, report = coordinator.replicas, site.engines["a"].report()
+
+    async def tell(**changes):
+        return await replicas.heartbeat("a", replace(report, kv=KVChanges(**changes)))
+
+    assert not await tell(sequence=1)  # it has not said yet what it holds
+    assert await tell(sequence=2, resident=b"")
+    assert await tell(sequence=3, removed=bytes(8))
+    assert await tell(sequence=3, removed=bytes(8))  # sent twice
+    assert not await tell(sequence=5, removed=bytes(8))
+    await replicas.register(site.engines["a"].registration())
+    assert not await tell(sequence=6, removed=bytes(8))  # still not all
+    assert await tell(sequence=7, resident=bytes(16))
+    assert await tell(sequence=8, removed=bytes(8))
+    assert await replicas.heartbeat("a", report)  # nothing changed
+    assert replicas.fleet.get("a").report.kv is None
+    await replicas.deregister("a")
+    assert not await tell(sequence=9, removed=bytes(8))
+    await site.join("a")
+    assert not await tell(sequence=10, removed=bytes(8))
 
 
 @service("a", "b")
