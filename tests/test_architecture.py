@@ -302,10 +302,13 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.scheduling.balancer",
         "agentloop.scheduling.dispatch_order",
         "agentloop.scheduling.placement",
+        "agentloop.scheduling.replica_caches",
+        "agentloop.scheduling.residency",
         "agentloop.scheduling.rollout_queue",
         "agentloop.scheduling.suspects",
         "agentloop.sessions.calls",
         "agentloop.simulation.scheduler",
+        "agentloop_servers.replica.cached_blocks",
         "agentloop.trajectory.history_match",
     ),
     "one model family, dialect or set of routes a file": (
@@ -350,7 +353,6 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.cli.run",
     ),
     "few lines that say all of one idea": (
-        "agentloop.kv_hashes",
         "agentloop.parsers.choose",
         "agentloop_servers.tcp",
     ),
