@@ -7,11 +7,15 @@ hears of them, and of weights the intent before a replica is touched, the outcom
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from agentloop.api import UpdateReport
 from agentloop.engine import ALL_MEMORY, MemoryTag, PushSource, WeightUpdate
 from agentloop.types import KVPolicy, PauseMode
+
+T = TypeVar("T")
 
 WEIGHTS = frozenset({MemoryTag.WEIGHTS})
 
@@ -145,3 +149,31 @@ class DesiredState:
     def asleep(self) -> frozenset[MemoryTag]:
         """The memory that is given back."""
         return self.orders.asleep
+
+
+class SavedValue(Generic[T]):
+    """A value in the store. It is owed until a save of it has ended that no other one can come after: a save whose
+    caller gave up may still reach the disk."""
+
+    def __init__(self, value: T, save: Callable[[T], Awaitable[None]] | None) -> None:
+        """`save` writes a value; writes reach the store in the order of their calls. None: nothing is kept."""
+        self._value = value
+        self._save = save
+        self._is_owed = False
+        self._num_begun = 0
+
+    def owe(self, value: T) -> None:
+        """Have a value stand in place of the last; `save_owed` writes it."""
+        self._value = value
+        self._is_owed = True
+
+    async def save_owed(self) -> None:
+        """Write the value, if it is owed. Raises what the store raises; it stays owed then."""
+        if not self._is_owed:
+            return
+        self._num_begun += 1
+        value, number = self._value, self._num_begun
+        if self._save is not None:
+            await self._save(value)
+        if number == self._num_begun and value == self._value:
+            self._is_owed = False

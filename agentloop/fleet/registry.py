@@ -325,6 +325,11 @@ class Fleet:
         self._is_version_pinned = True
         self._serve(version)
 
+    def pin_version(self) -> None:
+        """Serve the present version, if there is one, until an update brings another. An update that failed may end
+        on a replica after all, which then brings its version along."""
+        self._is_version_pinned = self._is_version_pinned or self._weight_version is not None
+
     def withhold_version(self) -> None:
         """Serve nothing and say no version, because it is not known, until `set_weight_version` or `stay_at`."""
         self._is_version_pinned = True

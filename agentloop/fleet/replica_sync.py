@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ from agentloop.errors import (
     ServiceUnavailable,
     WeightUpdateFailed,
 )
-from agentloop.fleet.desired_state import DesiredState, FleetWeights, StandingOrders, UpdateSource
+from agentloop.fleet.desired_state import DesiredState, FleetWeights, SavedValue, StandingOrders, UpdateSource
 from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures, on_all, unfailed, within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.weight_update import FleetUpdate, SwitchOrder, UpdateState, WeightConfig, awaited_replicas
@@ -76,9 +76,8 @@ class ReplicaSync:
         self.connect = connect
         self.config = config or WeightConfig()
         self._clock = clock
-        self._on_weights = on_weights
-        self._on_orders = on_orders
-        self._are_weights_saved = self._are_orders_saved = True
+        self._saved_weights = SavedValue(FleetWeights(), on_weights)
+        self._saved_orders = SavedValue(StandingOrders(), on_orders)
         self._on_change = on_change
         self._wall_time = wall_time
         self._log = structlog.get_logger("fleet") if log is None else log
@@ -163,25 +162,17 @@ class ReplicaSync:
 
     async def save_owed(self) -> None:
         """Save what could not be saved when it became so. Raises what the store raises."""
-        if not self._are_weights_saved:
-            await self._save_weights()
-        if not self._are_orders_saved:
-            await self._save_orders()
+        await self._saved_weights.save_owed()
+        await self._saved_orders.save_owed()
 
     async def _record(self, weights: FleetWeights) -> None:
         """Have these weights be the fleet's. A store that fails does not keep the fleet from serving them."""
         self._desired = replace(self._desired, weights=weights)
-        self._are_weights_saved = False
+        self._saved_weights.owe(weights.without_secrets())
         try:
-            await within(self.config.save_timeout_s, self._save_weights())
+            await within(self.config.save_timeout_s, self._saved_weights.save_owed())
         except Exception as error:
             self._log.error("weights_not_saved", error=repr(error))
-
-    async def _save_weights(self) -> None:
-        weights = self._desired.weights
-        if self._on_weights is not None:
-            await self._on_weights(weights.without_secrets())
-        self._are_weights_saved = weights == self._desired.weights
 
     # --- the operator's orders ---
 
@@ -248,17 +239,11 @@ class ReplicaSync:
     async def _ordered(self, orders: StandingOrders) -> None:
         """Have these orders hold. A store that fails does not keep the fleet from obeying."""
         self._desired = replace(self._desired, orders=orders)
-        self._are_orders_saved = False
+        self._saved_orders.owe(orders)
         try:
-            await within(self.config.save_timeout_s, self._save_orders())
+            await within(self.config.save_timeout_s, self._saved_orders.save_owed())
         except Exception as error:
             self._log.error("orders_not_saved", error=repr(error))
-
-    async def _save_orders(self) -> None:
-        orders = self._desired.orders
-        if self._on_orders is not None:
-            await self._on_orders(orders)
-        self._are_orders_saved = orders == self._desired.orders
 
     async def _order_all(
         self, verb: str, ask: Callable[[EngineControl], Awaitable[None]], timeout_s: float
@@ -270,7 +255,8 @@ class ReplicaSync:
             await ask(self.connect(one.replica.url))
 
         await on_all(progress, verb, follow, StepLimits(timeout_s))
-        self._raise_failed(progress)
+        # One that a procedure took meanwhile gets the order at its end; only there is it known what it holds.
+        self._raise_failed(progress, but=self._claimed)
 
     async def _sleep_all(self) -> None:
         states = (ReplicaState.READY, ReplicaState.SUSPECT, ReplicaState.JOINING, ReplicaState.ASLEEP)
@@ -307,11 +293,12 @@ class ReplicaSync:
                 await on_all(woken, "resume", go_on, StepLimits(self._go_on_timeout_s))
             self._raise_failed(progress)
 
-    def _raise_failed(self, progress: Sequence[ReplicaProgress]) -> None:
-        """Have those that did not follow join anew. Raises EngineLost naming them."""
+    def _raise_failed(self, progress: Sequence[ReplicaProgress], but: Collection[str] = ()) -> None:
+        """Have those that did not follow join anew, but for these. Raises EngineLost naming them all."""
         failed = [one for one in progress if one.error is not None]
         for one in failed:
-            self._fleet.rejoin(one.replica, one.error or "")
+            if one.replica.replica_id not in but:
+                self._fleet.rejoin(one.replica, one.error or "")
         if failed:
             raise EngineLost(failures(failed))
 
@@ -431,6 +418,7 @@ class ReplicaSync:
                 await run.wake_weights(self._desired.asleep)
                 self._desired = replace(self._desired, orders=self._desired.orders.awake_to_stage())
                 await run.stage(_addressed(source.update, replicas))
+                self._fleet.pin_version()
                 await self._intend(source)
                 async with self._gate:
                     orders = self._desired.orders
@@ -449,12 +437,14 @@ class ReplicaSync:
     async def _intend(self, source: UpdateSource) -> None:
         """Record what an update is to bring. Raises ServiceUnavailable: no replica was touched then."""
         weights = self._desired.weights
-        self._desired = replace(self._desired, weights=replace(weights, pending=source))
-        self._are_weights_saved = False
+        intended = replace(weights, pending=source)
+        self._desired = replace(self._desired, weights=intended)
+        self._saved_weights.owe(intended.without_secrets())
         try:
-            await within(self.config.save_timeout_s, self._save_weights())
+            await within(self.config.save_timeout_s, self._saved_weights.save_owed())
         except Exception as error:
             self._desired = replace(self._desired, weights=weights)
+            self._saved_weights.owe(weights.without_secrets())
             raise ServiceUnavailable(f"the update cannot be recorded: {error}") from error
 
     # --- one replica to the desired state ---

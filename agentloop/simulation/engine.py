@@ -350,7 +350,8 @@ class SimulatedEngine:
         try:
             while True:
                 await self._has_work.wait()
-                await self._step()
+                if self._has_work.is_set():  # a pause may have come before this task had its turn
+                    await self._step()
         except Exception as error:
             # A bug, or a policy that raised: all callers hear of it, now and later, rather than wait for ever.
             self.kill(f"its step failed: {error!r}")

@@ -75,6 +75,26 @@ def test_who_does_not_follow_an_order_is_named_and_gets_it_again_as_it_joins_ane
     test()
 
 
+@virtual
+async def test_who_does_not_follow_an_order_while_it_is_brought_up_is_left_to_that(clock):
+    site = FleetSite(clock, "a", "b")
+    await site.update(1)
+    engine = site.engines["b"]
+    engine.seconds = {"pause": 0.5, "commit": 4.0}
+    engine.fail("pause", times=1)
+    pausing = asyncio.create_task(site.sync.pause(PauseMode.KEEP))
+    await clock.sleep(0.1)
+    site.fleet.quarantine(site.fleet.get("b"), "an update left it behind")
+    bringing = asyncio.create_task(site.late.bring_up("b"))
+    with pytest.raises(EngineLost, match="b: pause"):
+        await pausing
+    await clock.sleep(1.0)
+    assert site.fleet.get("b").weight_version is None  # within its commit
+    assert site.state("b") is ReplicaState.UPDATING
+    assert await bringing
+    assert engine.is_paused
+
+
 # --- level 1 ---
 
 

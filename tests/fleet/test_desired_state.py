@@ -1,0 +1,69 @@
+"""What of the desired state reaches the store, and in which order."""
+
+import asyncio
+
+import pytest
+
+from agentloop.fleet.desired_state import SavedValue
+
+
+class SlowStore:
+    """Writes in the order of the calls, also those whose caller has given up."""
+
+    def __init__(self):
+        self.value = None
+        self.calls = []
+
+    async def save(self, value):
+        done = asyncio.get_running_loop().create_future()
+        self.calls.append((value, done))
+        await asyncio.shield(done)
+
+    async def write_next(self):
+        self.value, done = self.calls.pop(0)
+        done.set_result(None)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+async def test_a_value_is_owed_until_no_other_can_come_after_it():
+    store = SlowStore()
+    saved = SavedValue("served", store.save)
+    saved.owe("served")
+    first = asyncio.create_task(saved.save_owed())
+    await asyncio.sleep(0)
+    saved.owe("pending")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await saved.save_owed()
+    saved.owe("served")  # the intent is taken back; its write is still on its way
+    await store.write_next()
+    await first
+    await store.write_next()
+    assert store.value == "pending"
+    again = asyncio.create_task(saved.save_owed())
+    await asyncio.sleep(0)
+    await store.write_next()
+    await again
+    assert store.value == "served"
+    await saved.save_owed()
+    assert not store.calls  # nothing is owed any more
+
+
+async def test_what_the_store_refuses_stays_owed():
+    values = []
+
+    async def save(value):
+        if not values:
+            values.append("refused")
+            raise OSError("no room")
+        values.append(value)
+
+    saved = SavedValue(0, save)
+    await saved.save_owed()
+    assert values == []  # nothing was owed
+    saved.owe(1)
+    with pytest.raises(OSError, match="no room"):
+        await saved.save_owed()
+    await saved.save_owed()
+    assert values == ["refused", 1]
