@@ -2,13 +2,14 @@
 
 Every adapter runs its requests under a `RequestWatch`. Time in which the engine is frozen, by a pause, an update or
 sleep, is no time of the request: it moves the deadline, and is told. A request that ends before the first report
-costs two timers.
+costs one timer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -42,7 +43,7 @@ class ReportPace:
 
 
 class RequestWatch:
-    """One request's timers, as a context. What is awaited meanwhile goes through `in_time`."""
+    """One request's timer, as a context. What is awaited meanwhile goes through `in_time`."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class RequestWatch:
         self._lifecycle = lifecycle
         self._pace = pace
         self._on_progress = on_progress
-        self._look = look
+        self._tokens_from = look
         self._end = end
         self._loop = asyncio.get_running_loop()
         self._is_held = lifecycle.phase is EnginePhase.DRAINING  # until the resume, whatever else comes
@@ -70,7 +71,9 @@ class RequestWatch:
         self._scope: asyncio.Timeout | None = None
         self._error: Exception | None = None  # raised by whatever is awaited next
         self._ending: asyncio.Task[None] | None = None
-        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._late_at = self._began_at + request.timeout_s  # when to look at the deadline
+        self._report_at = math.inf if on_progress is None else self._began_at + pace.interval_s
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def standstill_s(self) -> float:
@@ -78,14 +81,12 @@ class RequestWatch:
         return self._all_standstill_s - self._stood_still_s
 
     def __enter__(self) -> RequestWatch:
-        self._call_later(self._request.timeout_s, self._watch_deadline)
-        if self._on_progress is not None:
-            self._call_later(self._pace.interval_s, self._report)
+        self._set_timer()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._ending is not None:
             self._ending.cancel()
 
@@ -114,38 +115,52 @@ class RequestWatch:
     def _all_standstill_s(self) -> float:
         return self._lifecycle.shut_s if self._is_held else self._lifecycle.frozen_s
 
-    def _watch_deadline(self) -> None:
-        request = self._request
-        left_s = request.timeout_s - (self._loop.time() - self._began_at - self.standstill_s)
-        if left_s > 0 and self._ending is None:
-            self._call_later(max(left_s, _MIN_PAUSE_S), self._watch_deadline)
-        elif request.keeps_late and self._end is not None and self._ending is None:
-            self._ending = self._loop.create_task(self._ended(self._end), name="late request")
-            self._call_later(LATE_GRACE_S, self._watch_deadline)
-        else:
-            self._fail(DeadlineExceeded(f"request {request.request_id} did not finish in {request.timeout_s:g} s"))
+    def _set_timer(self) -> None:
+        """Look at what comes next, if anything does."""
+        at = min(self._late_at, self._report_at)
+        self._timer = None if math.isinf(at) else self._loop.call_at(at, self._look)
 
-    def _report(self) -> None:
+    def _look(self) -> None:
+        assert self._timer is not None
+        due_at = self._timer.when()
+        if self._late_at <= due_at:
+            self._late_at = self._watch_deadline()
+        if self._report_at <= due_at:
+            self._report_at = self._report()
+        self._set_timer()
+
+    def _watch_deadline(self) -> float:
+        """Return when to look again; infinity: the request has failed."""
+        request, now = self._request, self._loop.time()
+        left_s = request.timeout_s - (now - self._began_at - self.standstill_s)
+        if left_s > 0 and self._ending is None:
+            return now + max(left_s, _MIN_PAUSE_S)
+        if request.keeps_late and self._end is not None and self._ending is None:
+            self._ending = self._loop.create_task(self._ended(self._end), name="late request")
+            return now + LATE_GRACE_S
+        self._fail(DeadlineExceeded(f"request {request.request_id} did not finish in {request.timeout_s:g} s"))
+        return math.inf
+
+    def _report(self) -> float:
+        """Return when to report again; infinity: the request has failed."""
         now = self._loop.time()
         try:
-            tokens = Delta((), (), ()) if self._look is None else self._look(self._num_told)
+            tokens = Delta((), (), ()) if self._tokens_from is None else self._tokens_from(self._num_told)
             if self._on_progress is not None:
                 self._on_progress(Progress(tokens, self.standstill_s))
         except Exception as error:  # of a timer nobody would hear
             self._fail(error)
-            return
+            return math.inf
         num_new = len(tokens.token_ids)
         self._num_told += num_new
-        self._call_later(self._pace.next_s(num_new, now - self._told_at), self._report)
+        next_s = self._pace.next_s(num_new, now - self._told_at)
         self._told_at = now
+        return now + next_s
 
     def _fail(self, error: Exception) -> None:
         self._error = error
         if self._scope is not None:
             self._scope.reschedule(self._loop.time())
-
-    def _call_later(self, wait_s: float, call: Callable[[], None]) -> None:
-        self._timers[call] = self._loop.call_later(wait_s, call)
 
     @staticmethod
     async def _ended(end: Callable[[], Awaitable[None]]) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 _LAST_WORD_S = 0.25
 
@@ -23,19 +24,39 @@ class Deadline:
         """A fixed one."""
         self.at = at
         self._max_standstill_s: float | None = None
-        self._scope: asyncio.Timeout | None = None  # enforces it, and moves with it
+        self._scope: asyncio.Timeout | None = None  # ends the task; None: nobody does
+        self._is_enforced = False  # and may still end it
+        self._timer: asyncio.TimerHandle | None = None  # of the scope, at that moment or before it
         self._grace_s = 0.0
         self._stood_still_s = 0.0
         self._since: float | None = None  # standing still
         self._num_waiting = 0
 
     @classmethod
-    def of(cls, scope: asyncio.Timeout, max_standstill_s: float) -> Deadline:
-        """Return the deadline that a timeout enforces. Both move, by at most `max_standstill_s` in all."""
-        when = scope.when()
-        made = cls(math.inf if when is None else when)
-        made._scope, made._max_standstill_s = scope, max_standstill_s
+    def moving(cls, timeout_s: float, max_standstill_s: float) -> Deadline:
+        """Return a deadline that moves, by at most `max_standstill_s` in all.
+
+        It is enforced as `asyncio.timeout` is: enter it, and the block ends with TimeoutError. Its timer is set
+        once: what puts the moment off leaves it, and it looks again when it comes.
+        """
+        made = cls(loop_time() + timeout_s)
+        made._max_standstill_s = max_standstill_s
         return made
+
+    async def __aenter__(self) -> Deadline:
+        self._scope = await asyncio.timeout(None).__aenter__()
+        self._is_enforced = True
+        self._enforce()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_enforced = False
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._scope is not None, "not entered"
+        await self._scope.__aexit__(kind, error, trace)
 
     @property
     def left_s(self) -> float:
@@ -45,8 +66,18 @@ class Deadline:
 
     @property
     def enforced_at(self) -> float | None:
-        """The moment at which its timeout ends the task as things are now; None: it has none."""
-        return None if self._scope is None else self._scope.when()
+        """The moment at which it ends the task as things are now, or has ended it; None: it does not."""
+        if self._scope is None or math.isinf(self.at):
+            return None
+        if self._scope.expired():
+            return self._scope.when()
+        still_s = 0.0 if self._since is None or self._max_standstill_s is None else self._max_standstill_s
+        return self.at + self._grace_s + max(still_s - self._stood_still_s, 0.0)
+
+    @property
+    def has_ended_task(self) -> bool:
+        """True once it was enforced."""
+        return self._scope is not None and self._scope.expired()
 
     @property
     def standstill_s(self) -> float:
@@ -107,10 +138,26 @@ class Deadline:
             self._enforce()
 
     def _enforce(self) -> None:
-        if self._scope is None or self._scope.expired():
-            return
-        is_still = self._since is not None and self._max_standstill_s is not None
-        self._scope.reschedule(self.at + self._grace_s + (max(self.patience_s, 0.0) if is_still else 0.0))
+        """See that the timer comes no later than the task is to be ended."""
+        when = self.enforced_at if self._is_enforced else None
+        if when is not None and (self._timer is None or self._timer.when() > when):
+            self._set_timer(when)
+
+    def _set_timer(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(when, self._look)
+
+    def _look(self) -> None:
+        """End the task, or look again if its end was put off."""
+        when = self.enforced_at
+        assert self._timer is not None
+        assert self._scope is not None
+        if when is not None and when > self._timer.when():
+            self._set_timer(when)
+        else:
+            self._is_enforced = False
+            self._scope.reschedule(when)
 
 
 def loop_time() -> float:

@@ -410,8 +410,8 @@ class TrajectoryRun:
         try:
             kept = None if self._journal is None else self._journal.kept
             left_s = None if kept is None else kept.left_s
-            async with asyncio.timeout(self._task.limits.timeout_s if left_s is None else left_s) as scope:
-                ctx.deadline = Deadline.of(scope, self._parts.config.max_standstill_s)
+            timeout_s = self._task.limits.timeout_s if left_s is None else left_s
+            async with Deadline.moving(timeout_s, self._parts.config.max_standstill_s) as ctx.deadline:
                 if kept is not None and isinstance(self._loop, ResumableLoop):
                     ctx.resume(kept)
                     await self._loop.resume(self._task, ctx)
@@ -424,7 +424,7 @@ class TrajectoryRun:
         except BaseException as error:  # an exit, or another's cancellation, must not leave the task
             if isinstance(error, asyncio.CancelledError) and self._cancelled.done():
                 return _Outcome(StopReason.CANCELLED)
-            if isinstance(error, TimeoutError) and scope.expired():
+            if isinstance(error, TimeoutError) and ctx.deadline.has_ended_task:
                 return _Outcome(StopReason.DEADLINE)
             if isinstance(error, DeadlineExceeded) or (isinstance(error, AgentLoopError) and error.retryable):
                 return _Outcome(StopReason.ENGINE_FAILED, f"{error.code}: {error}")

@@ -9,9 +9,8 @@ end every record, every turn and every token is accounted for.
 Load: rollouts through `RolloutClient`, agents in sessions through the OpenAI client, and weight updates, by
 turns from a directory and from tensors; version n has the weights of the shipped checkpoint n % 2. The clients
 repeat calls as the SDK does, and nothing else. `lost`: accepted and without a record at the end. `doubled`:
-delivered or stored twice. `recovered`: from the blow until as many processes of the kind are there as before, the
-fleet has all its replicas, and (worker) another record came. `wasted`: the share of the tokens sampled that no
-complete record has. Exits with 1 if anything was lost, doubled or mislabelled, or did not end.
+delivered or stored twice. `recovered`: as `soak_recovery.py` says. `wasted`: the share of the tokens sampled that
+no complete record has. Exits with 1 if anything was lost, doubled or mislabelled, or did not end.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ import openai
 import yaml
 from transformers import AutoModelForCausalLM
 
-from agentloop.api import ServiceStatus
 from agentloop.client import RolloutClient
 from agentloop.client.rollout import load_tasks
 from agentloop.errors import AgentLoopError
@@ -46,6 +44,7 @@ from agentloop.storage import STORE_NAME, TrajectoryReader
 from agentloop.types import Limits, RolloutTask, Trajectory
 from tests.benchmarks import report
 from tests.benchmarks.soak_processes import KINDS, OTHERS, Kill, Tree, release, strike
+from tests.benchmarks.soak_recovery import Sight, recovered_s
 from tests.servers.recompute import POLICY, difference
 
 ROOT = Path(__file__).parents[2]
@@ -77,21 +76,6 @@ class Ledger:
     updates_s: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # reported as served
     attempted: set[int] = field(default_factory=lambda: {0})
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """The service at one moment, from outside."""
-
-    at_s: float
-    status: ServiceStatus | None
-    num_delivered: int
-    num_processes: Mapping[str, int]
-
-    @property
-    def num_ready(self) -> int:
-        replicas = self.status.replicas if self.status is not None else ()
-        return sum(one.state == "ready" and one.heartbeat_age_s < 3 for one in replicas)
 
 
 class Soak:
@@ -143,7 +127,7 @@ class Soak:
     async def _until_whole(self) -> None:
         """Wait for the last ones that were killed to be there again."""
         until = time.monotonic() + MAX_RETURN_S
-        while self._sights[-1].num_ready < NUM_REPLICAS and time.monotonic() < until:
+        while len(self._sights[-1].ready) < NUM_REPLICAS and time.monotonic() < until:
             await asyncio.sleep(0.5)
 
     # --- the service ---
@@ -294,8 +278,8 @@ class Soak:
                     known = self._sampled.get(one.replica_id, 0)
                     self._sampled[one.replica_id] = max(known, one.load.num_sampled_tokens)
                 self._tree.refresh()
-                counts = {kind: len(self._tree.of(kind)) for kind in KINDS}
-                self._sights.append(Sight(time.monotonic(), status, self._ledger.delivered.total(), counts))
+                living = {kind: frozenset(self._tree.of(kind)) for kind in KINDS}
+                self._sights.append(Sight(time.monotonic(), status, self._ledger.delivered.total(), living))
                 await asyncio.sleep(0.5)
 
     async def _measure(self) -> None:
@@ -402,30 +386,12 @@ class Soak:
     def _recoveries(self) -> list[tuple[object, ...]]:
         by_kind: dict[tuple[str, str], list[float | None]] = defaultdict(list)
         for kill in self._kills:
-            by_kind[kill.kind, kill.name].append(self._recovered_s(kill))
+            by_kind[kill.kind, kill.name].append(recovered_s(kill, self._sights))
         rows: list[tuple[object, ...]] = []
         for (kind, name), times in sorted(by_kind.items()):
             known = [one for one in times if one is not None]
             rows.append((kind, name, len(times), _p50(known), max(known, default=0.0), len(times) - len(known)))
         return rows
-
-    def _recovered_s(self, kill: Kill) -> float | None:
-        before = next((one for one in reversed(self._sights) if one.at_s < kill.at_s), None)
-        num_before = 1 if before is None else max(1, before.num_processes[kill.kind])
-        was_missed, num_delivered = kill.process.is_running(), None
-        for sight in self._sights:
-            if sight.at_s <= kill.over_at_s:
-                continue
-            is_whole = sight.num_processes[kill.kind] >= num_before and sight.num_ready >= NUM_REPLICAS
-            was_missed |= not is_whole or sight.status is None
-            if not is_whole or not was_missed:
-                continue  # at first the dead one still counts
-            if kill.kind == "worker":
-                num_delivered = sight.num_delivered if num_delivered is None else num_delivered
-                if sight.num_delivered == num_delivered:
-                    continue
-            return sight.at_s - kill.at_s
-        return None
 
 
 def _recomputed(records: list[Trajectory], rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
