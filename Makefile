@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-clients test-faults soak check bench bench-endpoint lock clean
+.PHONY: rollout test test-fast test-clients test-faults soak check bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -52,6 +52,10 @@ bench: $(VENV)/.dev
 
 bench-endpoint: $(VENV)/.dev
 	$(BIN)/python -m tests.benchmarks.endpoint $(ARGS)
+
+# A simulated fleet in virtual time, about 25 minutes on two cores: a part by ARGS="--regimes 3x --arms ours,sticky".
+bench-balancer: $(VENV)/.dev
+	$(BIN)/python -m tests.benchmarks.balancer $(ARGS)
 
 $(VENV)/.cpu: requirements/cpu.txt pyproject.toml
 	@echo "installing the CPU lane into $(VENV) (once, some minutes; then seconds)"

@@ -94,6 +94,7 @@ class _Live:
     num_outputs: int = 0  # of this turn, that are not sampled yet
     num_cached_tokens: int | None = None  # of this turn's first attempt
     is_in_flight: bool = False
+    first_token_turn: int = -1  # the last turn that had one
     has_ended: bool = False
 
 
@@ -224,7 +225,9 @@ class _Run:
         for request in progress.prefilled:
             live = self._live[request.trajectory]
             assert live.ask is not None
-            self._record.first_token_s.append(now - live.asked_at)
+            if live.first_token_turn != live.turn:
+                live.first_token_turn = live.turn
+                self._record.first_token_s.append(now - live.asked_at)
             self._timed(self._policy.prefilled, live.ask, engine.number, now)
         for request in progress.finished:
             self._turn_ended(self._live[request.trajectory], request, engine.number, now)
@@ -297,6 +300,9 @@ class _Run:
             if live.began_at is not None and not live.has_ended:
                 self._rename(live)
                 if live.is_in_flight:
+                    assert live.ask is not None
+                    extend_names(live.hashes, live.path, live.num_prompt_tokens // self._shape.block_size)
+                    live.ask = replace(live.ask, hashes=live.hashes)
                     self._bound(live)  # it is computed once more, for all that comes after
         paths = {live.trajectory.number: live.path for live in self._live}
         for engine in engines:

@@ -26,21 +26,21 @@ class ToolTimes:
     medium: tuple[float, float] = (8.0, 1.0)
     long: tuple[float, float] = (60.0, 1.2)
     shares: tuple[float, float, float] = (0.85, 0.12, 0.03)
-    longest_s: float = 600.0  # tools time out
+    longest_s: float = 120.0  # tools time out
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadParameters:
     """A distribution of workloads; medians in tokens and turns, sigmas of the underlying normal."""
 
-    num_groups: int = 50
+    num_groups: int = 64
     num_samples: int = 8  # a group
     num_systems: int = 1  # different system prompts; a group has one
     system_tokens: int = 2048
-    prompt: tuple[float, float] = (4000.0, 0.6)  # of a group, without the system prompt
+    prompt: tuple[float, float] = (6000.0, 0.6)  # of a group, without the system prompt
     turns: tuple[float, float] = (16.0, 0.6)  # a group's median
     turns_sibling_sigma: float = 0.25
-    max_turns: int = 50
+    max_turns: int = 40
     output: tuple[float, float] = (220.0, 0.9)
     observation: tuple[float, float] = (500.0, 1.1)
     max_observation: int = 16_000

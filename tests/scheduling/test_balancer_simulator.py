@@ -1,0 +1,562 @@
+"""The simulator that balancers are compared with: its cache and its engine against slow and plain ones, and that
+a run loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentloop.clock import VirtualClock
+from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
+from agentloop.simulation.policy import LatencyModel
+from agentloop.types import GenerateRequest, SamplingParams
+from tests.benchmarks.balancer.engine import INFINITY, Engine, Request
+from tests.benchmarks.balancer.kv import END, Path, PrefixCache, Removed, Stored
+from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, QuietPolicy, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.simulate import Disturbance, Happening, Recording, run
+from tests.benchmarks.balancer.summary import recoveries, summarize
+from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, generate
+
+TIMES = StepTimes((0.004, 1e-5, 1e-9), (0.003, 1e-5, 3e-8))
+
+
+# --- the cache ---------------------------------------------------------------------------------------------
+
+
+class BlockByBlock:
+    """A prefix cache of single blocks: vLLM's rule written plainly."""
+
+    def __init__(self) -> None:
+        self.holders: dict[tuple[int, int], int] = {}
+        self.idle: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    def match(self, blocks: list[tuple[int, int]]) -> int:
+        return next((n for n, block in enumerate(blocks) if block not in self.holders), len(blocks))
+
+    def hold(self, blocks: Iterable[tuple[int, int]]) -> None:
+        for block in blocks:
+            self.holders[block] = self.holders.get(block, 0) + 1
+            self.idle.pop(block, None)
+
+    def release(self, blocks: list[tuple[int, int]]) -> None:
+        for block in reversed(blocks):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.idle[block] = None
+
+    def evict(self, num_blocks: int) -> None:
+        for _ in range(num_blocks):
+            block, _ = self.idle.popitem(last=False)
+            del self.holders[block]
+
+
+def blocks_of(path: Path, num_blocks: int) -> list[tuple[int, int]]:
+    return [(run, block) for run, first, end in path for block in range(first, min(end, num_blocks))]
+
+
+TURNS = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 12), st.booleans()), min_size=1, max_size=60
+)
+
+
+@given(TURNS)
+@settings(max_examples=100, deadline=None)
+def test_the_cache_by_runs_is_the_cache_by_blocks(turns: list[tuple[int, int, int, bool]]) -> None:
+    """A turn of a trajectory holds what is cached, computes the rest and grows; others are in flight meanwhile."""
+    cache, plain = PrefixCache(is_heard=True), BlockByBlock()
+    heard: set[tuple[int, int]] = set()
+    lengths = dict.fromkeys(range(6), 5)
+    in_flight: dict[int, tuple[Path, int]] = {}
+    for number, num_grown, num_evicted, ends in turns:
+        path = ((100, 0, 2), (200 + number % 2, 2, 4), (number, 4, END))
+        if number in in_flight:
+            cache.release(*in_flight[number])
+            plain.release(blocks_of(*in_flight.pop(number)))
+        num_blocks = lengths[number] = lengths[number] + num_grown
+        num_matched, num_idle = cache.match(path, num_blocks)
+        assert num_matched == plain.match(blocks_of(path, num_blocks))
+        assert num_idle == sum(block in plain.idle for block in blocks_of(path, num_matched))
+        cache.hold(path, num_matched)
+        cache.store(path, num_matched, num_blocks)
+        plain.hold(blocks_of(path, num_blocks))
+        in_flight[number] = path, num_blocks
+        if ends:
+            cache.release(*in_flight[number])
+            plain.release(blocks_of(*in_flight.pop(number)))
+        num_evicted = min(num_evicted, len(plain.idle))
+        cache.evict(num_evicted)
+        plain.evict(num_evicted)
+        assert (cache.num_blocks, cache.num_idle_blocks) == (len(plain.holders), len(plain.idle))
+        for event in cache.events:
+            blocks = {(event.run, block) for block in range(event.first, event.end)}
+            heard = heard | blocks if isinstance(event, Stored) else heard - blocks
+            assert isinstance(event, Stored | Removed)
+        cache.events.clear()
+        assert heard == set(plain.holders)
+
+
+def test_no_more_is_evicted_than_is_idle() -> None:
+    cache = PrefixCache()
+    path: Path = ((1, 0, END),)
+    cache.store(path, 0, 3)
+    with pytest.raises(ValueError, match="0 idle"):
+        cache.evict(1)
+    with pytest.raises(ValueError, match="holds"):
+        cache.clear()
+
+
+# --- the engine --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class PlainRequest:
+    """A request of the engine below."""
+
+    path: Path
+    num_prompt: int
+    num_outputs: int
+    computed: int = 0
+    sampled: int = 0
+    num_private: int = 0
+    num_shared: int = 0
+    cached: int | None = None
+    ended_at: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.sampled
+
+
+@dataclass
+class StepByStep:
+    """The engine's rules, one step after the other and block by block, with no closed form."""
+
+    shape: FleetShape
+    cache: BlockByBlock = field(default_factory=BlockByBlock)
+    running: list[PlainRequest] = field(default_factory=list)
+    waiting: list[PlainRequest] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    def free(self) -> int:
+        private = sum(request.num_private for request in self.running)
+        return self.shape.capacity_blocks - len(self.cache.holders) + len(self.cache.idle) - private
+
+    def missing(self, request: PlainRequest, num_tokens: int) -> int:
+        size = self.shape.block_size
+        return -(-(request.computed + num_tokens) // size) - -(-request.computed // size)
+
+    def preempt(self) -> PlainRequest:
+        victim = self.running.pop()
+        self.leave(victim)
+        victim.computed = 0
+        self.waiting.insert(0, victim)
+        self.num_preemptions += 1
+        return victim
+
+    def leave(self, request: PlainRequest) -> None:
+        self.store(request)
+        self.cache.release(blocks_of(request.path, request.num_shared))
+        request.num_private = request.num_shared = 0
+
+    def store(self, request: PlainRequest) -> None:
+        num_full = request.computed // self.shape.block_size
+        self.cache.hold(blocks_of(request.path, num_full)[request.num_shared :])
+        request.num_private -= num_full - request.num_shared
+        request.num_shared = num_full
+
+    def step(self, now: float) -> float:
+        """Do one step; return when it ends."""
+        times, size = self.shape.step_times, self.shape.block_size
+        budget, has_preempted = self.shape.max_batched_tokens, False
+        plan: list[tuple[PlainRequest, int]] = []
+        decoding = [request for request in self.running if request.computed == request.num_tokens - 1]
+        decoding = [request for request in decoding if request.sampled]
+        while sum(self.missing(request, 1) for request in decoding) > self.free():
+            victim, has_preempted = self.preempt(), True
+            decoding = [request for request in decoding if request is not victim]
+        for request in decoding:
+            request.num_private += self.missing(request, 1)
+            plan.append((request, 1))
+            budget -= 1
+        for request in [request for request in self.running if request not in decoding]:
+            num = min(budget, request.num_tokens - request.computed)
+            while num > 0 and request in self.running and self.missing(request, num) > self.free():
+                self.preempt()
+                has_preempted = True
+            if num > 0 and request in self.running:
+                request.num_private += self.missing(request, num)
+                plan.append((request, num))
+                budget -= num
+        while not has_preempted and self.waiting and budget > 0:
+            request = self.waiting[0]
+            blocks = blocks_of(request.path, (request.num_tokens - 1) // size)
+            num_matched = self.cache.match(blocks)
+            idle = sum(block in self.cache.idle for block in blocks[:num_matched])
+            if -(-request.num_tokens // size) - num_matched > self.free() - idle:
+                break
+            self.running.append(self.waiting.pop(0))
+            self.cache.hold(blocks[:num_matched])
+            request.num_shared, request.computed = num_matched, num_matched * size
+            request.cached = request.computed if request.cached is None else request.cached
+            num = min(budget, request.num_tokens - request.computed)
+            request.num_private = self.missing(request, num)
+            plan.append((request, num))
+            budget -= num
+        self.cache.evict(max(0, -(self.free() - len(self.cache.idle))))
+        plan = [(request, num) for request, num in plan if request in self.running]
+        decoding = [request for request in decoding if request in self.running]
+        num_decoding, num_context = len(decoding), sum(request.computed for request in decoding)
+        chunks = [(request, num) for request, num in plan if request not in decoding]
+        if chunks:
+            seconds = max(times.prefill[0], times.decode[0] if num_decoding else 0.0)
+            seconds += times.decode[1] * num_decoding + times.decode[2] * num_context
+            for request, num in chunks:
+                seconds += times.prefill_s(num, request.computed) - times.prefill[0]
+        else:
+            seconds = times.step_s(num_decoding, num_context)
+        ended = []
+        for request, num in plan:
+            request.computed += num
+            if request not in decoding:
+                self.store(request)
+            if request.computed == request.num_tokens:
+                request.sampled += 1
+            if request.sampled == request.num_outputs:
+                ended.append(request)
+        for request in ended:
+            request.ended_at = now + seconds
+            self.running.remove(request)
+            self.leave(request)
+        return now + seconds
+
+
+def play_plain(shape: FleetShape, arrivals: list[tuple[float, PlainRequest]]) -> StepByStep:
+    engine, now, queue = StepByStep(shape), 0.0, list(arrivals)
+    while queue or engine.running or engine.waiting:
+        if not engine.running and not engine.waiting:
+            now = max(now, queue[0][0])
+        while queue and queue[0][0] <= now + 1e-9:
+            engine.waiting.append(queue.pop(0)[1])
+        now = engine.step(now)
+    return engine
+
+
+def play(shape: FleetShape, arrivals: list[tuple[float, Request]]) -> tuple[Engine, dict[int, float]]:
+    engine, queue, ended = Engine(0, shape), list(arrivals), {}
+    while queue or engine.has_work:
+        if queue and queue[0][0] <= engine.ends_at:
+            now, request = queue.pop(0)
+            engine.submit(request, now)
+        else:
+            now = engine.ends_at
+            for request in engine.complete(now).finished:
+                ended[request.trajectory] = now
+        engine.plan(now)
+    assert engine.num_held_blocks == 0
+    return engine, ended
+
+
+def random_arrivals(seed: int, num: int, is_short: bool) -> list[tuple[float, int, Path, int, int]]:
+    """Requests of three groups that share prompts; times are irrational enough never to meet a step's end."""
+    rng, now, found = random.Random(seed), 0.0, []
+    for number in range(num):
+        now += rng.expovariate(4.0 if is_short else 12.0)
+        group = rng.randrange(3)
+        path: Path = ((1000, 0, 3), (2000 + group, 3, 8 + group), (number, 8 + group, END))
+        num_prompt = (8 + group) * 16 + rng.randrange(1, 60 if is_short else 300)
+        found.append((now, number, path, num_prompt, rng.randrange(1, 20 if is_short else 150)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("capacity_blocks", "max_batched_tokens"), [(4000, 8192), (4000, 160), (60, 160)])
+def test_going_from_event_to_event_is_going_step_by_step(
+    seed: int, capacity_blocks: int, max_batched_tokens: int
+) -> None:
+    shape = FleetShape(1, capacity_blocks, 16, TIMES, max_batched_tokens, max_running=10_000)
+    arrivals = random_arrivals(seed, 60, is_short=False)
+    plain = [(at, PlainRequest(path, prompt, outputs)) for at, _, path, prompt, outputs in arrivals]
+    fast = [(at, Request(number, path, prompt, outputs)) for at, number, path, prompt, outputs in arrivals]
+    expected = play_plain(shape, plain)
+    engine, ended = play(shape, fast)
+    assert [request.num_cached_tokens for _, request in fast] == [request.cached for _, request in plain]
+    assert list(dict(sorted(ended.items())).values()) == pytest.approx([one.ended_at for _, one in plain], abs=1e-6)
+    assert engine.num_preemptions == expected.num_preemptions
+    assert bool(expected.num_preemptions) == (capacity_blocks == 60)
+    assert engine.num_sampled_tokens == sum(outputs for *_, outputs in arrivals)
+
+
+def test_decode_by_hand() -> None:
+    """Two requests of 3 and 5 tokens: a step with both prompts, two with both, two with one."""
+    times = StepTimes((0.5, 0.01, 0.001), (0.1, 0.02, 0.001))
+    shape = FleetShape(1, 100, 4, times)
+    first, second = Request(1, ((1, 0, END),), 10, 3), Request(2, ((2, 0, END),), 20, 5)
+    engine = Engine(0, shape)
+    engine.submit(first, 0.0)
+    engine.submit(second, 0.0)
+    _, ended = play(shape, [(0.0, Request(1, ((1, 0, END),), 10, 3))])
+    assert ended[1] == pytest.approx(0.5 + 0.1 + 0.1 + 2 * (0.1 + 0.02) + 0.001 * (10 + 11))
+    engine.plan(0.0)
+    prefill_s = 0.5 + 0.01 * 30 + 0.001 * (100 + 400)
+    assert engine.ends_at == pytest.approx(prefill_s)
+    assert engine.complete(prefill_s).prefilled == [first, second]
+    engine.plan(prefill_s)
+    both_s = 2 * (0.1 + 0.04) + 0.001 * (30 + 32)
+    assert engine.ends_at == pytest.approx(prefill_s + both_s)
+    assert engine.complete(engine.ends_at).finished == [first]
+    engine.plan(prefill_s + both_s)
+    assert engine.ends_at == pytest.approx(prefill_s + both_s + 2 * (0.1 + 0.02) + 0.001 * (22 + 23))
+
+
+def test_equal_prompts_in_one_step_are_all_computed() -> None:
+    shape = FleetShape(1, 100, 4, TIMES)
+    path: Path = ((1, 0, 5),)
+    requests = [Request(number, (*path, (10 + number, 5, END)), 21, 2) for number in range(3)]
+    late = Request(3, (*path, (13, 5, END)), 21, 2)
+    engine, _ = play(shape, [*((0.0, request) for request in requests[:1]), (1e-6, requests[1])])
+    assert engine.num_prefilled_tokens == 21 + 1
+    engine = Engine(0, shape)
+    for request in requests:
+        engine.submit(request, 0.0)
+    engine.plan(0.0)
+    engine.complete(engine.ends_at)
+    assert engine.num_prefilled_tokens == 3 * 21
+    engine.submit(late, 1.0)
+    engine.plan(1.0)
+    assert late.num_cached_tokens == 20
+
+
+def test_a_request_that_cannot_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        Engine(0, FleetShape(1, 10, 4, TIMES)).submit(Request(0, ((1, 0, END),), 40, 1), 0.0)
+
+
+@pytest.mark.parametrize(("seed", "num_blocks"), [(0, 4000), (1, 4000), (2, 90), (3, 90)])
+def test_it_times_and_caches_as_the_simulated_engine_does(seed: int, num_blocks: int) -> None:
+    """Trajectories of some turns each, on both engines under one latency model, with and without eviction."""
+    latency = LatencyModel(0.0, 1e-4, 0.003, 1e-4, 1e-6)
+    shape = FleetShape(1, num_blocks, 4, StepTimes((0.0, 1e-4, 0.0), (0.003, 1e-4, 1e-6)), 100_000)
+    rng = random.Random(seed)
+    scripts = [
+        [(rng.uniform(0.02, 0.4), rng.randrange(3, 12), rng.randrange(2, 12)) for _ in range(rng.randrange(1, 6))]
+        for _ in range(6)
+    ]
+    clock = VirtualClock()
+    theirs = clock.run(_simulated(clock, scripts, latency, num_blocks))
+    mine = _fast(scripts, shape)
+    assert [cached for cached, _ in mine] == [cached for cached, _ in theirs]
+    assert [at for _, at in mine] == pytest.approx([at for _, at in theirs], abs=1e-6)
+    assert any(cached for cached, _ in mine)
+
+
+_Script = list[tuple[float, int, int]]  # wait, new tokens, outputs
+
+
+async def _simulated(
+    clock: VirtualClock, scripts: list[_Script], latency: LatencyModel, num_blocks: int
+) -> list[tuple[int, float]]:
+    spec = SimulatedSpec(max_context_tokens=300, block_size=4, num_blocks=num_blocks, latency=latency)
+    engine = SimulatedEngine(spec, clock=clock)
+    await engine.start()
+    found: dict[tuple[int, int], tuple[int, float]] = {}
+
+    async def trajectory(number: int, script: _Script) -> None:
+        tokens = list(range(20))
+        for turn, (wait_s, num_new, num_outputs) in enumerate(script):
+            await clock.sleep(wait_s)
+            tokens += [1000 * (number + 1) + turn * 40 + n for n in range(num_new)]
+            sampling = SamplingParams(max_tokens=num_outputs, temperature=0.0)
+            generation = await engine.generate(GenerateRequest(f"{number} {turn}", tuple(tokens), sampling))
+            tokens += generation.token_ids
+            found[number, turn] = generation.cached_tokens, clock.now()
+
+    start = clock.now()
+    await asyncio.gather(*itertools.starmap(trajectory, enumerate(scripts)))
+    await engine.close()
+    return [(cached, at - start) for _, (cached, at) in sorted(found.items())]
+
+
+def _fast(scripts: list[_Script], shape: FleetShape) -> list[tuple[int, float]]:
+    engine, found = Engine(0, shape), {}
+    turns = dict.fromkeys(range(len(scripts)), 0)
+    lengths = dict.fromkeys(range(len(scripts)), 20)
+    due = {number: script[0][0] for number, script in enumerate(scripts)}
+    requests: dict[int, Request] = {}
+    while due or engine.has_work:
+        number = min(due, key=due.__getitem__) if due else -1
+        if due and due[number] <= engine.ends_at:
+            now = due.pop(number)
+            _, num_new, num_outputs = scripts[number][turns[number]]
+            lengths[number] += num_new
+            requests[number] = Request(number, ((99, 0, 5), (number, 5, END)), lengths[number], num_outputs)
+            engine.submit(requests[number], now)
+        else:
+            now = engine.ends_at
+            for request in engine.complete(now).finished:
+                number = request.trajectory
+                assert request.num_cached_tokens is not None
+                found[number, turns[number]] = request.num_cached_tokens, now
+                lengths[number] += request.num_outputs
+                turns[number] += 1
+                if turns[number] < len(scripts[number]):
+                    due[number] = now + scripts[number][turns[number]][0]
+        engine.plan(now)
+    assert engine.ends_at == INFINITY
+    return [entry for _, entry in sorted(found.items())]
+
+
+# --- whole runs --------------------------------------------------------------------------------------------
+
+
+class Checked(QuietPolicy):
+    """Places at random, sometimes refuses, and checks what it is told."""
+
+    hears_kv = True
+
+    def __init__(self, shape: FleetShape, seed: int) -> None:
+        self.shape = shape
+        self.rng = random.Random(seed)
+        self.alive = set(range(shape.num_replicas))
+        self.in_flight: dict[int, int] = {}
+        self.resident: dict[int, set[int]] = {replica: set() for replica in self.alive}
+        self.num_finished = 0
+        self.num_retries = 0
+
+    def rank(self, turn: TurnAsk, now: float) -> float:
+        return self.rng.random()
+
+    def place(self, turn: TurnAsk, now: float) -> int | None:
+        assert turn.trajectory not in self.in_flight
+        assert len(turn.hashes) == turn.num_prompt_tokens // self.shape.block_size
+        if self.rng.random() < 0.3:
+            return None
+        self.num_retries += turn.is_retry
+        if turn.last_replica in self.alive and self.rng.random() < 0.7:
+            return turn.last_replica
+        return self.rng.choice(sorted(self.alive))
+
+    def began(self, turn: TurnAsk, replica: int, now: float) -> None:
+        self.in_flight[turn.trajectory] = replica
+
+    def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
+        assert self.in_flight.pop(turn.trajectory) == end.replica
+        assert len(turn.hashes) == end.num_context_tokens // self.shape.block_size
+        assert end.num_cached_tokens < turn.num_prompt_tokens
+
+    def finished(self, trajectory: int, now: float) -> None:
+        self.num_finished += 1
+
+    def replica_lost(self, replica: int, now: float) -> None:
+        self.alive.remove(replica)
+        self.in_flight = {one: where for one, where in self.in_flight.items() if where != replica}
+
+    def replica_added(self, replica: int, now: float) -> None:
+        assert replica == len(self.resident)
+        self.alive.add(replica)
+        self.resident[replica] = set()
+
+    def kv_changed(self, replica: int, change: KVChange, now: float) -> None:
+        resident = self.resident[replica]
+        if change.is_cleared:
+            resident.clear()
+        assert not resident & set(change.stored)
+        assert change.parent is None or change.parent in resident
+        resident |= set(change.stored)
+        assert resident >= set(change.removed)
+        resident -= set(change.removed)
+        assert len(resident) <= self.shape.capacity_blocks
+
+
+SMALL = WorkloadParameters(
+    num_groups=6, num_samples=4, turns=(5.0, 0.6), prompt=(600.0, 0.5), system_tokens=300, max_context=9000
+)
+DISTURBANCES = [
+    Disturbance(),
+    Disturbance(7.0, 3.0),
+    Disturbance(7.0, 3.0, is_flushed=False),
+    Disturbance(loses_replica=True),
+    Disturbance(adds_replica=True),
+    Disturbance(9.0, 5.0, loses_replica=True, adds_replica=True),
+]
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+@pytest.mark.parametrize("capacity_blocks", [3000, 800])
+def test_all_trajectories_end_and_tokens_add_up(disturbance: Disturbance, capacity_blocks: int) -> None:
+    workload = generate(replace(SMALL, tools=ToolTimes(shares=(1.0, 0.0, 0.0))), 3)
+    shape = FleetShape(3, capacity_blocks, 16, TIMES, max_live=12)
+    policies: list[Checked] = []
+
+    def make(shape: FleetShape, workload: object, seed: int) -> Checked:
+        policies.append(Checked(shape, seed))
+        return policies[-1]
+
+    record = run(Arm("checked", make), shape, workload, disturbance, seed=1)
+    policy = policies[0]
+    assert policy.num_finished == len(workload.trajectories) == len(record.trajectory_ended_at)
+    assert not policy.in_flight
+    assert record.num_turns == workload.num_turns == len(record.turn_s) == len(record.first_token_s)
+    assert record.num_sampled_tokens == workload.num_sampled_tokens
+    assert sum(map(sum, record.tokens_by_second)) == pytest.approx(workload.num_sampled_tokens)
+    assert record.num_input_tokens == workload.num_input_tokens
+    assert record.num_cached_tokens < record.num_bound_tokens < record.num_input_tokens
+    assert record.num_prefilled_tokens >= record.num_input_tokens - record.num_cached_tokens
+    assert len(record.group_ended_at) == SMALL.num_groups
+    assert 0.0 < record.busy_s < record.alive_s
+    assert summarize(record).makespan_s == max(record.trajectory_ended_at)
+    assert bool(record.happenings) == (disturbance != Disturbance())
+    assert bool(policy.num_retries) == disturbance.loses_replica
+    again = run(Arm("checked", make), shape, workload, disturbance, seed=1)
+    assert again.trajectory_ended_at == record.trajectory_ended_at
+
+
+class Nowhere(QuietPolicy):
+    """Places nothing."""
+
+    def place(self, turn: TurnAsk, now: float) -> int | None:
+        return None
+
+
+def test_a_policy_that_starves_turns_is_told_so() -> None:
+    shape = FleetShape(2, 3000, 16, TIMES)
+    arm = Arm("nowhere", lambda shape, workload, seed: Nowhere())
+    with pytest.raises(RuntimeError, match="no turn is placed"):
+        run(arm, shape, generate(SMALL, 0), Disturbance())
+
+
+class OneReplica(QuietPolicy):
+    """Places everything on replica 0."""
+
+    def place(self, turn: TurnAsk, now: float) -> int | None:
+        return 0
+
+
+def test_the_bound_is_what_one_replica_without_end_reaches() -> None:
+    """One trajectory after the other on one replica that never evicts."""
+    shape = FleetShape(1, 3000, 16, TIMES, max_live=1)
+    arm = Arm("one", lambda shape, workload, seed: OneReplica(), has_infinite_kv=True)
+    record = run(arm, shape, generate(SMALL, 0), Disturbance())
+    assert record.num_cached_tokens == record.num_bound_tokens > 0
+    assert record.num_prefilled_tokens == record.num_input_tokens - record.num_cached_tokens
+    assert record.num_moves == record.num_preemptions == 0
+
+
+def test_recovery_is_measured_against_the_time_before() -> None:
+    steady, nothing = [100.0] * 40, [0.0] * 10
+    flush = Recording(tokens_by_second=[[*steady, *nothing, *steady]])
+    flush.happenings = [Happening("update", 40.0, 0.3)]
+    assert recoveries(flush) == (10.0,)  # nine tenths of five seconds need the fifth whole
+    lost = Recording(tokens_by_second=[[*steady, *steady], steady])
+    lost.happenings = [Happening("loss", 40.0, 0.5)]
+    assert recoveries(lost) == (0.0,)
+    dead = Recording(tokens_by_second=[[*steady, *nothing, *nothing]])
+    dead.happenings = [Happening("update", 40.0, 0.3), Happening("update", 50.0, 0.9)]
+    assert recoveries(dead) == (None,)
