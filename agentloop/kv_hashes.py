@@ -9,6 +9,7 @@ have it in memory.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable
 
@@ -62,9 +63,7 @@ class BlockChain:
         self.num_tokens += len(packed)
         data, size = self._tail + packed.tobytes(), 4 * self.block_size
         end = len(data) - len(data) % size
-        hashes, digest = self.hashes, xxhash.xxh3_64_intdigest
-        parent = hashes[-1] if hashes else self.root
-        for start in range(0, end, size):
-            parent = digest(data[start : start + size], seed=parent)
-            hashes.append(parent)
+        digest, parent = xxhash.xxh3_64_intdigest, self.hashes[-1] if self.hashes else self.root
+        blocks = struct.iter_unpack(f"{size}s", data[:end])
+        self.hashes.extend(array("Q", [parent := digest(block, parent) for (block,) in blocks]))
         self._tail = data[end:]
