@@ -295,6 +295,22 @@ def test_dynamo_weighs_uncached_prompt_against_active_load() -> None:
 
 
 @needs_dynamo
+@pytest.mark.parametrize(("scale", "replica"), [(1.0, 1), (16.0, 0)])
+def test_dynamo_heeds_its_settings(scale: float, replica: int) -> None:
+    """40 cached blocks against 60 decode blocks."""
+    policy = Dynamo(fleet(2), 0, settings={"prefill scale": scale})
+    try:
+        busy, names = ask(0, range(100, 160)), range(1, 41)
+        policy.kv_changed(0, KVChange(stored=busy.hashes), 0.0)
+        policy.kv_changed(0, KVChange(stored=array("Q", names)), 0.0)
+        assert begin(policy, busy) == 0
+        policy.prefilled(busy, 0, 0.0)
+        assert begin(policy, ask(1, names)) == replica
+    finally:
+        policy.close()
+
+
+@needs_dynamo
 def test_dynamo_with_sessions_stays_until_its_replica_is_lost() -> None:
     policy = Dynamo(fleet(2), 0, has_sessions=True)
     try:

@@ -46,10 +46,12 @@ def grid_arms() -> list[Arm]:
     ]
     arms += [weighted_scores(kv=0.0), weighted_scores(prefix=12.0), weighted_scores(prefix=12.0, kv=0.0)]
     if is_installed():
-        arms += [dynamo({"overlap_score_credit": credit}) for credit in (2.0, 4.0)]
-        arms += [dynamo({"prefill_load_scale": scale}) for scale in (4.0, 16.0)]
-        arms += [dynamo({"router_temperature": 0.2})]
-        arms += [dynamo({"prefill_load_scale": scale}, has_sessions=True) for scale in (0.25, 4.0)]
+        arms += [dynamo({"prefill scale": scale}) for scale in (2.0, 4.0, 8.0, 16.0)]
+        arms += [dynamo({"overlap credit": 4.0}), dynamo({"prefill scale": 8.0, "credit decay": 1.0})]
+        arms += [
+            dynamo({"request weight": 50.0}, has_sessions=True),
+            dynamo({"prefill scale": 4.0}, has_sessions=True),
+        ]
     arms += [infinite_cache(slack) for slack in (4, 16)]
     arms += [
         longest_first(fill, is_together)
@@ -91,11 +93,11 @@ def weighted_scores(prefix: float = 3.0, kv: float = 2.0, queue: float = 2.0) ->
     )
 
 
-def dynamo(overrides: Mapping[str, float], has_sessions: bool = False) -> Arm:
+def dynamo(settings: Mapping[str, float], has_sessions: bool = False) -> Arm:
     return Arm(
         DYNAMO_SESSIONS if has_sessions else DYNAMO,
-        lambda shape, work, seed: Dynamo(shape, seed, has_sessions, overrides),
-        dict(overrides),
+        lambda shape, work, seed: Dynamo(shape, seed, has_sessions, settings),
+        dict(settings),
     )
 
 

@@ -35,6 +35,13 @@ from tests.benchmarks.balancer.arms.spread import Counting
 from tests.benchmarks.balancer.policy import FleetShape, KVChange, TurnAsk, TurnEnd
 
 PACKAGE = "ai-dynamo-runtime==1.6.1"
+SETTINGS = {
+    "prefill scale": "DYN_ROUTER_PREFILL_LOAD_SCALE",  # blocks to prefill count so much against decode blocks
+    "overlap credit": "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
+    "credit decay": "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",  # where more waits to be prefilled
+    "request weight": "DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",  # blocks that an active request counts as
+    "temperature": "DYN_ROUTER_TEMPERATURE",
+}
 _SEED = 1337  # of Dynamo's block hashes
 _LONGEST_TTL_S = 31_536_000.0
 _SETTLE_TIMEOUT_S = 10.0
@@ -118,8 +125,9 @@ class _Publisher:
 class Dynamo(Counting):
     """Every turn where Dynamo's `select_and_reserve` puts it.
 
-    `overrides` are fields of its `router_config_override` (overlap_score_credit, router_temperature, ...).
-    Raises ImportError if the package is not installed. `close` ends its threads.
+    `settings` are names of `SETTINGS`, given by environment: version 1.6.1 takes a request's
+    `router_config_override` and does not heed it. Raises ImportError if the package is not
+    installed. `close` ends its threads.
     """
 
     hears_kv = True
@@ -129,12 +137,12 @@ class Dynamo(Counting):
         shape: FleetShape,
         seed: int,
         has_sessions: bool = False,
-        overrides: Mapping[str, float] | None = None,
+        settings: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(shape, seed)
         self._shape = shape
         self._has_sessions = has_sessions
-        self._overrides = dict(overrides or {})
+        self._settings = {SETTINGS[name]: str(value) for name, value in (settings or {}).items()}
         self._block_bytes = shape.block_size * 4
         self._hashes: dict[int, _Hashes] = {}
         self._reserved: dict[int, str] = {}  # trajectory -> selection of its turn in flight
@@ -199,7 +207,7 @@ class Dynamo(Counting):
     # --- inside ---
 
     async def _start(self) -> None:
-        with _environment(DYN_LOG="error", DYN_ROUTER_USE_KV_EVENTS="true"):
+        with _environment({"DYN_LOG": "error", "DYN_ROUTER_USE_KV_EVENTS": "true", **self._settings}):
             core = importlib.import_module("dynamo._core")
             ttl_s = _LONGEST_TTL_S if self._has_sessions else None
             self._service = core.SelectionService(indexer_threads=1, session_affinity_ttl_secs=ttl_s)
@@ -263,8 +271,6 @@ class Dynamo(Counting):
         }
         if self._has_sessions:
             request["session_id"] = f"trajectory-{turn.trajectory}"
-        if self._overrides:
-            request["router_config_override"] = self._overrides
         return request
 
     def _free(self, trajectory: int) -> None:
@@ -284,7 +290,7 @@ def _signed(name: int) -> int:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables, which the service reads when it is made, for a while."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
