@@ -46,12 +46,8 @@ def grid_arms() -> list[Arm]:
     ]
     arms += [weighted_scores(kv=0.0), weighted_scores(prefix=12.0), weighted_scores(prefix=12.0, kv=0.0)]
     if is_installed():
-        arms += [dynamo({"prefill scale": scale}) for scale in (2.0, 4.0, 8.0, 16.0)]
-        arms += [dynamo({"overlap credit": 4.0}), dynamo({"prefill scale": 8.0, "credit decay": 1.0})]
-        arms += [
-            dynamo({"request weight": 50.0}, has_sessions=True),
-            dynamo({"prefill scale": 4.0}, has_sessions=True),
-        ]
+        arms += [dynamo({"prefill scale": scale}) for scale in (4.0, 16.0)]
+        arms += [dynamo({"overlap credit": 4.0}), dynamo({"prefill scale": 4.0}, has_sessions=True)]
     arms += [infinite_cache(slack) for slack in (4, 16)]
     arms += [
         longest_first(fill, is_together)

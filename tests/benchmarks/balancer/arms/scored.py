@@ -7,6 +7,7 @@ contexts of turns in flight, the queue counts turns without a first token.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from tests.benchmarks.balancer.arms.spread import Counting
@@ -88,20 +89,26 @@ class WeightedScores(Counting):
         self._remove(replica, change.removed)
 
     def _matched(self, turn: TurnAsk) -> dict[int, int]:
-        """Count the leading blocks of a prompt that each replica holds."""
+        """Count the leading blocks of a prompt that each replica holds. Engines evict a context from its end."""
+        hashes = turn.hashes
         num_blocks = turn.num_prompt_tokens // self._shape.block_size
         matched = dict.fromkeys(self.in_flight, num_blocks)
         holding = sum(1 << replica for replica in self.in_flight)
-        for index in range(num_blocks):
-            still = self._holders.get(turn.hashes[index], 0) & holding
-            if still != holding:
-                gone = holding ^ still
-                while gone:
-                    matched[gone.bit_length() - 1] = index
-                    gone ^= 1 << (gone.bit_length() - 1)
-                holding = still
-                if not holding:
-                    break
+        start = 0
+        while start < num_blocks and holding:
+            gone = holding & ~self._holders.get(hashes[start], 0)
+            holding ^= gone
+            while gone:
+                replica = gone.bit_length() - 1
+                matched[replica] = start
+                gone ^= 1 << replica
+            wanted = holding
+            start = bisect_left(
+                range(num_blocks),
+                True,
+                start,
+                key=lambda index: self._holders.get(hashes[index], 0) & wanted != wanted,
+            )
         return matched
 
     def _clear(self, replica: int) -> None:
