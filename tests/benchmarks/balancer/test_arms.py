@@ -14,6 +14,7 @@ from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms, miss
 from tests.benchmarks.balancer.arms.dynamo import Dynamo, is_installed
 from tests.benchmarks.balancer.arms.oracles import LongestFirst, StickyGroups
 from tests.benchmarks.balancer.arms.prefix_tree import PrefixTree, RadixTree, Texts
+from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.scored import WeightedScores
 from tests.benchmarks.balancer.arms.spread import Counting, LeastInFlight, Random, RoundRobin
 from tests.benchmarks.balancer.arms.sticky import ConsistentHash, StickyInFlight, StickySessions
@@ -268,6 +269,54 @@ def test_scores_forget_what_engines_evicted_cleared_or_lost() -> None:
     policy.replica_lost(0, 0.0)
     policy.replica_added(2, 0.0)
     assert policy.scores(ask(0, [1, 2, 3])) == {1: 0.0, 2: 0.0}
+
+
+# --- programs ---
+
+
+def sized(trajectory: int, num_tokens: int, turn: int = 0) -> TurnAsk:
+    """A turn that asks for so many tokens, the buffer for its outputs included."""
+    return TurnAsk(trajectory, trajectory, 0, turn, num_tokens - 256, array("Q"), None)
+
+
+def test_programs_begin_where_their_tokens_fit_and_wait_otherwise() -> None:
+    policy = Programs(fleet(2, capacity_blocks=100), 0)  # 1,600 tokens each
+    assert begin(policy, sized(0, 1000)) == 0
+    assert begin(policy, sized(1, 900)) == 1
+    assert policy.place(sized(2, 701), 0.0) is None
+    assert begin(policy, sized(3, 700)) == 1
+    assert policy.used_tokens == {0: 1000, 1: 1600}
+    policy.finished(3, 0.0)
+    assert policy.used_tokens == {0: 1000, 1: 900}
+    assert policy.place(sized(4, 5000), 299.0) is None
+    assert policy.place(sized(4, 5000), 299.0 + 300.0) == 1  # it waited long enough
+
+
+def test_a_program_keeps_its_place_while_a_short_tool_runs_and_then_comes_back_to_it_or_moves() -> None:
+    policy = Programs(fleet(2, capacity_blocks=100), 0, ttl_s=10.0)
+    first = sized(0, 1000)
+    assert begin(policy, first) == 0
+    policy.ended(first, TurnEnd(0, 0, 1, 900, "read"), 100.0)
+    assert policy.used_tokens == {0: 900, 1: 0}
+    assert policy.place(sized(1, 800), 109.0) == 1
+    assert policy.place(sized(0, 1100, turn=1), 109.0) == 0
+    assert policy.used_tokens == {0: 1100, 1: 800}
+    policy.began(sized(0, 1100, turn=1), 0, 109.0)
+    policy.ended(sized(0, 1100, turn=1), TurnEnd(0, 0, 1, 1100, "tests"), 110.0)
+    assert policy.place(sized(2, 1500), 120.0) == 0  # the TTL is over
+    policy.finished(1, 120.0)
+    assert policy.place(sized(0, 1200, turn=2), 120.0) is None
+    assert policy.place(sized(0, 1200, turn=2), 121.0) == 1  # 1,600 tokens of room there, 100 at home
+    assert policy.used_tokens == {0: 1500, 1: 1200}
+
+
+def test_the_latest_to_pause_resumes_first() -> None:
+    policy = Programs(fleet(1), 0)
+    for number, ended_at in ((0, 5.0), (1, 9.0)):
+        begin(policy, sized(number, 500))
+        policy.ended(sized(number, 500), TurnEnd(0, 0, 1, 500, "read"), ended_at)
+    waiting = [sized(0, 600, 1), sized(1, 600, 1), sized(2, 600)]
+    assert sorted(waiting, key=lambda turn: policy.rank(turn, 9.0)) == [waiting[1], waiting[0], waiting[2]]
 
 
 # --- Dynamo ---

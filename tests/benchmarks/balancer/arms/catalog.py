@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from tests.benchmarks.balancer.arms.dynamo import PACKAGE, Dynamo, is_installed
 from tests.benchmarks.balancer.arms.oracles import LongestFirst, StickyGroups
 from tests.benchmarks.balancer.arms.prefix_tree import PrefixTree
+from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.scored import WeightedScores
 from tests.benchmarks.balancer.arms.spread import LeastInFlight, Random, RoundRobin
 from tests.benchmarks.balancer.arms.sticky import ConsistentHash, StickyInFlight, StickySessions
@@ -31,6 +32,7 @@ def default_arms() -> list[Arm]:
         Arm("sticky, sessions (vllm-router)", lambda shape, work, seed: StickySessions(shape, seed)),
         prefix_tree(),
         weighted_scores(),
+        programs(),
         *([dynamo({}), dynamo({}, has_sessions=True)] if is_installed() else []),
         infinite_cache(slack=1),
         longest_first(fill=None, is_together=True),
@@ -45,6 +47,7 @@ def grid_arms() -> list[Arm]:
         for absolute, relative in ((64, 1.5), (16, 1.2), (4, 1.1))
     ]
     arms += [weighted_scores(kv=0.0), weighted_scores(prefix=12.0), weighted_scores(prefix=12.0, kv=0.0)]
+    arms += [programs(fill, ttl_s) for fill, ttl_s in ((0.8, 10.0), (1.5, 10.0), (2.0, 10.0), (1.0, 2.0))]
     if is_installed():
         arms += [dynamo({"prefill scale": scale}) for scale in (4.0, 16.0)]
         arms += [dynamo({"overlap credit": 4.0}), dynamo({"prefill scale": 4.0}, has_sessions=True)]
@@ -86,6 +89,14 @@ def weighted_scores(prefix: float = 3.0, kv: float = 2.0, queue: float = 2.0) ->
         "weighted scores (llm-d)",
         lambda shape, work, seed: WeightedScores(shape, seed, prefix, kv, queue),
         {"prefix": prefix, "kv": kv, "queue": queue},
+    )
+
+
+def programs(fill: float = 1.0, ttl_s: float = 10.0) -> Arm:
+    return Arm(
+        "programs (vllm-router)",
+        lambda shape, work, seed: Programs(shape, seed, fill, ttl_s),
+        {"fill": fill, "ttl": ttl_s},
     )
 
 
