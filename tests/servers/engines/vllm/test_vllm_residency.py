@@ -1,22 +1,28 @@
-"""The residency model against vLLM: its own cache manager step by step, and a running engine's cached tokens.
+"""The residency model against vLLM: its own cache manager step by step, and a running engine's cached tokens; and
+what a replica makes of the engine's events, against both.
 
 The figures that the second test prints are those of one engine with fewer blocks than the second workload needs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from agentloop.kv_hashes import BlockChain, num_reusable_blocks, root_hash
+from agentloop.engine import BlocksRemoved, BlocksStored, KVEvent
+from agentloop.kv_hashes import BlockChain, hashes_of, num_reusable_blocks, root_hash
 from agentloop.scheduling.residency import ReplicaKV
+from agentloop.types import GenerateRequest, KVPolicy, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig, prepare_environment
 from agentloop_servers.engines.vllm.engine import VllmEngine
+from agentloop_servers.replica.cached_blocks import CachedBlocks
 from tests.servers.recompute import POLICY
 from tests.support.engine.residency_replay import ReplayShape, capacity_blocks, replay
 
@@ -168,3 +174,109 @@ async def test_the_model_foretells_what_an_engine_says_was_cached(engine: VllmEn
     assert larger.num_cached > 200
     assert fitting.share >= 0.99, fitting.wrong_turns
     assert larger.share >= 0.95, larger.wrong_turns
+
+
+# --- its events ----------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """An engine's events as a replica reads them, beside a count of each copy by all the ids up to its end."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        size = engine.info.block_size
+        self.engine, self.size = engine, size
+        self.cached = CachedBlocks(size, engine.info.kv_capacity_tokens // size)
+        self.num_removed = self.num_second_copies = self.num_turns = 0
+        self._ids: dict[int, tuple[int, ...]] = {}  # by the engine's hash
+        self._copies: Counter[int] = Counter()
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for event in self.engine.kv_events():
+            self.cached.take_in(event)
+            self._count(event)
+
+    def _count(self, event: KVEvent) -> None:
+        if isinstance(event, BlocksStored):
+            ids = () if event.parent_hash is None else self._ids[event.parent_hash]
+            for index, block_hash in enumerate(event.block_hashes):
+                ids += event.token_ids[index * self.size : (index + 1) * self.size]
+                self._ids[block_hash] = ids
+                self.num_second_copies += self._copies[block_hash] > 0
+                self._copies[block_hash] += 1
+        elif isinstance(event, BlocksRemoved):
+            for block_hash in event.block_hashes:
+                if self._copies[block_hash]:  # else of before
+                    self._copies[block_hash] -= 1
+                    self.num_removed += 1
+        else:
+            self._copies.clear()
+
+    def names(self, ids: Sequence[int]) -> list[int]:
+        chain = BlockChain(self.size, root_hash(0))
+        chain.extend(ids)
+        return list(chain.hashes)
+
+    async def turn(self, ids: Sequence[int], num_sampled: int = 1) -> tuple[tuple[int, ...], int]:
+        """Sample a turn; return the context after it, and the tokens of it that were cached."""
+        self.num_turns += 1
+        sampling = SamplingParams(max_tokens=num_sampled)
+        answer = await self.engine.generate(GenerateRequest(f"turn-{self.num_turns}", tuple(ids), sampling))
+        return (*ids, *answer.token_ids), answer.cached_tokens
+
+    async def told(self) -> set[int]:
+        """What the replica tells, once all events of before have come; and prove that the raw ones say the same."""
+        mark = tuple(random.Random(self.num_turns).choices(range(16, 1000), k=self.size + 1))
+        await self.turn(mark)
+        async with asyncio.timeout(30):
+            while not any(mark[: self.size] == self._ids[one] for one, num in self._copies.items() if num):
+                await asyncio.sleep(0.005)
+        self.cached.tell_all()
+        changes = self.cached.take_changes()
+        assert changes is not None
+        assert changes.resident is not None
+        told = set(hashes_of(changes.resident))
+        assert told == {self.names(self._ids[one])[-1] for one, num in self._copies.items() if num}
+        return told
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+async def test_a_replica_names_exactly_what_its_engine_holds(engine: VllmEngine) -> None:
+    rng, follower = random.Random(5), Follower(engine)
+    size = follower.size
+
+    async def trajectory(number: int) -> tuple[int, ...]:
+        ids = tuple(random.Random(number // 2).choices(range(16, 1000), k=12 * size))  # pairs share a prompt
+        for _ in range(4):
+            ids, _ = await follower.turn(ids, rng.randint(1, size))
+            ids = (*ids, *rng.choices(range(16, 1000), k=rng.randint(1, size)))
+        return ids
+
+    await asyncio.sleep(0)  # it subscribes
+    contexts: list[tuple[int, ...]] = []
+    for start in range(0, 36, 4):
+        contexts += await asyncio.gather(*(trajectory(number) for number in range(start, start + 4)))
+        assert len(await follower.told()) <= engine.info.kv_capacity_tokens // size
+    for _ in range(2):  # all of it is cached but for its last block, which is computed once more
+        await asyncio.gather(*(follower.turn(contexts[-1][: 12 * size]) for _ in range(2)))
+    assert follower.num_removed > 100
+    assert follower.num_second_copies > 0
+
+    num_found = 0
+    for ids in contexts:  # the engine itself says what it has of each
+        told, num = await follower.told(), 0
+        reusable = follower.names(ids)[: num_reusable_blocks(len(ids), size)]
+        while num < len(reusable) and reusable[num] in told:
+            num += 1
+        _, num_cached = await follower.turn(ids)
+        assert num_cached == num * size
+        num_found += num
+    assert num_found > 20
+
+    await engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+    await engine.resume()
+    assert len(await follower.told()) == 1
+    await follower.close()
