@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 _LAST_WORD_S = 0.25
@@ -126,15 +126,14 @@ class Deadline:
                 self.stood_still(0.0 if since is None else loop_time() - since)
                 self._enforce()
 
-    @contextmanager
-    def grace(self, seconds: float) -> Iterator[None]:
+    def grace(self, seconds: float) -> AbstractContextManager[None]:
         """While this lasts, it is enforced so much later: whoever awaits something then ends it by himself."""
+        return _Grace(self, seconds)
+
+    def put_off(self, seconds: float) -> None:
+        """Enforce it so much later than it comes."""
         self._grace_s = seconds
-        self._enforce()
-        try:
-            yield
-        finally:
-            self._grace_s = 0.0
+        if self._timer is not None and self._timer.when() > self.at + seconds:
             self._enforce()
 
     def _enforce(self) -> None:
@@ -158,6 +157,22 @@ class Deadline:
         else:
             self._is_enforced = False
             self._scope.reschedule(when)
+
+
+class _Grace:
+    """The grace of a deadline, as a context: of every turn, so not a generator."""
+
+    __slots__ = ("_deadline", "_seconds")
+
+    def __init__(self, deadline: Deadline, seconds: float) -> None:
+        self._deadline = deadline
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._deadline.put_off(self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        self._deadline.put_off(0.0)
 
 
 def loop_time() -> float:

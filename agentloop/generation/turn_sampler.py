@@ -202,7 +202,7 @@ class _Turn:
             keeps_kv=wanted.keeps_kv,
         )
         self._num_requests += 1
-        return continued(whole, sampled.since(0))
+        return continued(whole, sampled.since(0)) if sampled.token_ids else whole
 
     def _is_cut(self) -> bool:
         """Tell whether an abort cut the turn, and it goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from agentloop_servers.private_http.server import SECRET_HEADER
 from agentloop_servers.tcp import keep_alive
 
 CONNECT_TIMEOUT_S = 5.0
+LARGE_BODY_BYTES = 1 << 20  # what is larger is sent in pieces: aiohttp writes bytes in one go, and warns of it
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NOT_SENT = ("accept", "accept-encoding", "content-type", "user-agent")
 
@@ -61,7 +63,8 @@ class PrivateHttp:
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         headers = {**self._headers, **headers}
-        request = self._session.request(method, url, data=body, headers=headers, timeout=timeout)
+        data = io.BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
+        request = self._session.request(method, url, data=data, headers=headers, timeout=timeout)
         return OpenAnswer(request, url, self._raised)
 
     async def close(self) -> None:

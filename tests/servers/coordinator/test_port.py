@@ -1,9 +1,13 @@
 """The coordinator over its HTTP port: types, errors, deadlines, a restart elsewhere, and callers who leave."""
 
 import asyncio
+import gc
+import tracemalloc
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
+import numpy as np
 import pytest
 
 from agentloop.api.coordinator import (
@@ -20,7 +24,7 @@ from agentloop.codec import encode
 from agentloop.engine import WeightUpdate
 from agentloop.errors import Conflict, Forbidden, NotFound, ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import Lease, Load, PauseMode
+from agentloop.types import Lease, Load, PauseMode, Trajectory
 from agentloop_servers.coordinator.client import CoordinatorClient
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.coordinator.replicas import CoordinatorConfig
@@ -44,6 +48,7 @@ class Store(TrajectoryStore):
         super().__init__(path)
         self.commits, self.may_commit = asyncio.Event(), asyncio.Event()
         self.may_commit.set()
+        self.num_commits = 0
 
     async def accept(self, rollout_id, groups, *terms):
         if self.has_bug:
@@ -52,6 +57,7 @@ class Store(TrajectoryStore):
 
     async def commit(self, trajectories):
         self.commits.set()
+        self.num_commits += 1
         await self.may_commit.wait()
         return await super().commit(trajectories)
 
@@ -199,6 +205,50 @@ async def test_a_hand_in_goes_on_when_its_caller_leaves(tmp_path):
         await asyncio.sleep(0.1)
         site.store.may_commit.set()
         assert len((await site.client.front.read("r", 0, 1, 10.0)).trajectories) == 1
+
+
+def with_long_prompt(trajectory: Trajectory) -> Trajectory:
+    """4 MB as it travels."""
+    path = replace(trajectory.paths[0], prompt_ids=np.zeros(1_000_000, np.int32))
+    return replace(trajectory, paths=(path,))
+
+
+async def offered_in_vain(site: PortSite, records: list[Trajectory], num_commits: int) -> None:
+    """Offer records until so many wait for the disk, and leave."""
+    offers = [asyncio.create_task(site.client.workers.finish("w", one)) for one in records]
+    while site.store.num_commits < num_commits:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    for offer in offers:
+        offer.cancel()
+    await asyncio.wait(offers)
+
+
+async def test_a_stalled_disk_costs_the_memory_of_each_record_once(tmp_path):
+    """Records that workers offer again and again, as their calls end without an answer."""
+    async with site_at(tmp_path) as site:
+        await site.client.front.submit("r", (make_group("g", 4),))
+        assignments = (await site.client.workers.take(report("w", 4), 1.0)).start
+        records = [with_long_prompt(record(one)) for one in assignments]
+        size = len(encode(records[0]))
+        site.store.may_commit.clear()
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for number in range(8):
+                await offered_in_vain(site, records, 4 if number == 0 else 0)
+            held = bound = 5 * size
+            while held >= bound:  # the port learns that they left
+                await asyncio.sleep(0.05)
+                gc.collect()
+                held = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert held > 3 * size, "the records wait for the disk"
+        assert site.store.num_commits == 4
+        site.store.may_commit.set()
+        assert await asyncio.gather(*(site.client.workers.finish("w", one) for one in records)) == [True] * 4
+        assert len((await site.client.front.read("r", 0, 8, 10.0)).trajectories) == 4
 
 
 async def test_a_command_that_arrives_late_is_refused(tmp_path):
