@@ -49,6 +49,8 @@ class EngineCase:
     logits_of: Callable[[str, Sequence[int]], FloatArray] | None = None
     """Gives the logits `[n, vocabulary]` that follow each of n ids, by an independent model of a checkpoint; None
     skips the recomputation of logprobs."""
+    logit_error: float = 0.0
+    """How far the engine's arithmetic may put a logit from that of `logits_of`, as a share of the largest."""
     allowed_by: Callable[[Constraint, Sequence[int], Sequence[int]], BoolArray] | None = None
     """Gives the ids `[n, vocabulary]` that a constraint allows at each of n sampled ids, and the stop ids it ends
     with, by its grammar alone."""

@@ -6,6 +6,7 @@ minute, and `tests/servers/engines/vllm/test_vllm_weights.py` makes that compari
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -29,6 +30,10 @@ from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.contract.cases import EngineCase
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
+CPU_ROUNDING = 2.0**-24  # unit roundoff of float32
+GPU_ROUNDING = 2.0**-10
+"""Of TF32, whose 10 bits of mantissa are cut: on GPUs the products of attention in float32 are made in it (Triton's
+`tl.dot` by default), the others in float32."""
 _TEMPORARY: list[Path] = []
 
 
@@ -65,6 +70,12 @@ def logits_of(folder: str, token_ids: Sequence[int]) -> FloatArray:
     with torch.inference_mode():
         logits: FloatArray = _model(folder)(torch.tensor([list(token_ids)])).logits[0].float().numpy()
     return logits
+
+
+def logit_error(folder: str) -> float:
+    """Two rounded products a layer, in series: errors of random sign add up as the root of their number."""
+    rounding = GPU_ROUNDING if torch.cuda.is_available() else CPU_ROUNDING
+    return rounding * math.sqrt(2 * _model(folder).config.num_hidden_layers)
 
 
 @cache
@@ -106,6 +117,7 @@ async def start_vllm_case() -> EngineCase:
         text_of=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False),
         stop_id=tokenizer.token_to_id("<|im_end|>"),
         logits_of=logits_of,
+        logit_error=logit_error(str(POLICY / "v0")),
         allowed_by=allowed_by,
     )
 
