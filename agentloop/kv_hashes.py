@@ -43,9 +43,9 @@ def hashes_of(data: bytes) -> array[int]:
 
 
 class BlockChain:
-    """The names of one context's full blocks; it only grows, and costs O(new tokens) a time.
+    """The names of one context's full blocks; it grows at its end, and costs O(new tokens) a time.
 
-    `hashes` is read by all and written here alone. A context that changed before its end is a new chain.
+    `hashes` is read by all and written here alone.
     """
 
     __slots__ = ("_tail", "block_size", "hashes", "num_tokens", "root")
@@ -56,6 +56,11 @@ class BlockChain:
         self.hashes: array[int] = array("Q")
         self.num_tokens = 0
         self._tail = b""  # packed ids after the last full block
+
+    def cut(self, num_blocks: int) -> None:
+        """Go back to the first `num_blocks`: what followed them has changed."""
+        del self.hashes[num_blocks:]
+        self.num_tokens, self._tail = len(self.hashes) * self.block_size, b""
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append ids, each in [0, 2**32), and name the blocks that are full now."""

@@ -304,6 +304,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.scheduling.placement",
         "agentloop.scheduling.replica_caches",
         "agentloop.scheduling.residency",
+        "agentloop.scheduling.report_desk",
         "agentloop.scheduling.rollout_queue",
         "agentloop.scheduling.suspects",
         "agentloop.sessions.calls",

@@ -72,6 +72,68 @@ class Orders:
     cancel: tuple[str, ...] = ()  # assignment ids
 
 
+class TurnBegun(msgspec.Struct, frozen=True, tag=True):
+    """The news that a holder's turn begins: it is back from its tools, or it is its first."""
+
+    lease_id: str
+
+
+class TurnEnded(msgspec.Struct, frozen=True, tag=True):
+    """The news that a holder's turn has ended.
+
+    `block_hashes` are those of the full blocks of the context's KV from index `first_block` on, as `kv_hashes.py`
+    packs them: they follow what was reported before, and replace what was from there on. The last sampled token has
+    no KV yet. A turn that failed has no tokens.
+    """
+
+    lease_id: str
+    num_context_tokens: int  # of the prompt and the sampled ones
+    num_sampled_tokens: int
+    num_cached_tokens: int | None  # of the prompt, as the engine said; None: it did not come to that
+    first_block: int
+    block_hashes: bytes
+    tool: str = ""  # the first that runs now; empty: none, or not known
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease that a process holds, and what it knows of its holder."""
+
+    lease: Lease
+    holder_id: str  # an assignment's id, or `session_holder`
+    group_id: str  # siblings have one in common; empty: it has none
+    num_context_tokens: int  # of the last turn
+    block_hashes: bytes  # as in `TurnEnded`, all of them
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReport:
+    """News of a process's leases since its last report, and its sign of life.
+
+    A process sends one report at a time, and the same again until it is answered: `sequence` grows by one with each
+    other one. So a report that was seen already is a repeat or a late copy, and a gap means that news are missing.
+    Of one report, first `leases` count, then `taken`, `turns` and `released`.
+    """
+
+    process_id: str  # of one life of a process: it is never used again
+    sequence: int
+    turns: tuple[TurnBegun | TurnEnded, ...] = ()  # in their order
+    taken: tuple[str, ...] = ()  # ids of leases that it got
+    released: tuple[str, ...] = ()  # ids of leases that it needs no more
+    leases: tuple[HeldLease, ...] | None = None  # all that it holds; None: as the reports so far say
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrders:
+    """Orders to a process that holds leases. They are repeated until it has obeyed."""
+
+    moves: tuple[tuple[str, Lease | None], ...] = ()
+    """Leases by id, and what takes their place from the next turn on. None: ask before it, by a `move` without a
+    failure, and wait if there is no room."""
+
+    send_all: bool = False  # the next report brings `leases`
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutTerms:
     """A rollout's owner, and its turn among others.
@@ -245,6 +307,17 @@ class ServiceStatus:
     update: UpdateProgress | None = None  # the one under way
 
 
+def session_holder(session_id: str) -> str:
+    """Return the name under which a session or a direct call holds its lease: no assignment's, which begin with the
+    id of a rollout."""
+    return f"/{session_id}"
+
+
+def is_session_holder(holder_id: str) -> bool:
+    """Tell a session's or a direct call's lease from an assignment's."""
+    return holder_id.startswith("/")
+
+
 class ReplicaPort(Protocol):
     """The coordinator as an engine replica sees it."""
 
@@ -286,6 +359,9 @@ class WorkerPort(Protocol):
         True once the sample has its durable record, this one or one before it; False if it is rolled out again.
         """
 
+    async def report_leases(self, report: LeaseReport) -> LeaseOrders:
+        """Renew the leases of the worker's process, which is named as the worker, and tell of their turns."""
+
     async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the assignments among these whose samples lack their record."""
 
@@ -325,14 +401,17 @@ class RolloutPort(Protocol):
 class LeasePort(Protocol):
     """Places on replicas for direct calls and sessions."""
 
-    async def lease(self, session_id: str, num_tokens: int) -> Lease:
-        """Grant a place to one direct call or session. Raises NoHealthyReplica."""
+    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
+        """Grant a place to one direct call or session, or find the one it has. Raises NoHealthyReplica.
+
+        It ends unless the process reports that it was taken.
+        """
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
         """Grant another place; `is_failed`: the replica did not answer. Raises NotFound, NoHealthyReplica."""
 
-    async def release(self, lease: Lease) -> None:
-        """Give a place back. Unknown leases: no-op."""
+    async def report_leases(self, report: LeaseReport) -> LeaseOrders:
+        """Renew the leases of a process, and tell of their turns and their ends."""
 
 
 class FleetPort(Protocol):

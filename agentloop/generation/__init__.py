@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agentloop.generation.deadline import Deadline
 from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
+from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.generation.leased_engine import TURN_GRACE_S, Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
 from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test
@@ -20,8 +21,11 @@ __all__ = [
     "ImageAsker",
     "ImagePlacer",
     "LeaseConfig",
+    "LeaseHolder",
+    "LeaseReporter",
     "LeasedEngine",
     "NewestVersion",
+    "ReportConfig",
     "SelfTest",
     "SessionLeases",
     "TurnFinish",

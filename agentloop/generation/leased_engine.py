@@ -51,6 +51,7 @@ from agentloop.errors import (
     ServiceUnavailable,
 )
 from agentloop.generation.deadline import Deadline, loop_time
+from agentloop.generation.lease_reporter import LeaseHolder
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, clip_spans
@@ -90,6 +91,10 @@ class LeaseSource(Protocol):
 
     def give_up(self, failed: Lease) -> None:
         """Have the failure told, and the next call run elsewhere. Does not wait for either."""
+
+    @property
+    def holder(self) -> LeaseHolder:
+        """The holder of the lease, which is told of turns."""
 
 
 _MAX_SILENT_GENERATIONS = 1000  # of others, after which a replica's word counts no more
@@ -167,7 +172,8 @@ class LeasedEngine:
         """
         call = _Call(request, SampledTokens(), deadline)
         with self._telling(call):
-            return await call.in_time(self._generate(call))
+            call.generation = await call.in_time(self._generate(call))
+            return call.generation
 
     async def stream(
         self, request: GenerateRequest, sampled: SampledTokens | None = None, *, deadline: Deadline | None = None
@@ -181,6 +187,7 @@ class LeasedEngine:
             while (ended := call.ended()) is None:
                 asked = call.next_request()
                 lease = await call.in_time(self._lease(call, asked))
+                self._source.holder.begin()
                 try:
                     stream = self.connect(lease.url).stream(asked, call.hear)
                     async with aclosing(stream) as pieces:  # type: ignore[type-var] # engines write generators
@@ -190,24 +197,34 @@ class LeasedEngine:
                                 raise EngineLost(f"{lease.replica_id} ended a stream without its generation")
                             if isinstance(piece, Generation):
                                 self._check(asked, piece)
-                                yield call.finish(piece)
+                                call.generation = call.finish(piece)
+                                yield call.generation
                                 return
                             call.add(piece, self._vocab_size)
                             yield piece
                 except AgentLoopError as error:
                     await call.in_time(self._recover(call, lease, error))
+            call.generation = ended
             yield ended  # only the stream's last word was lost
+
+    def runs_tool(self, name: str) -> None:
+        """Note the tool that runs after the turn that has just ended."""
+        self._source.holder.run_tool(name)
 
     @contextlib.contextmanager
     def _telling(self, call: _Call) -> Iterator[None]:
-        """Have it told if a replica had no token for a call by its deadline: nobody has time for a retry then, but
-        the next call shall not meet the same silence."""
+        """Note that a turn begins and ends. Have it told if a replica had no token for it by its deadline: nobody
+        has time for a retry then, but the next call shall not meet the same silence."""
+        holder = self._source.holder
+        holder.enter()
         try:
             yield
         except BaseException:  # the deadline is the caller's: it may end the call by a cancellation
             if call.silent_lease is not None:
                 self._source.give_up(call.silent_lease)
             raise
+        finally:
+            holder.leave(call.last_lease, call.request, call.generation or call.cut_short())
 
     async def _generate(self, call: _Call) -> Generation:
         def hear(progress: Progress) -> None:
@@ -217,6 +234,7 @@ class LeasedEngine:
         while (ended := call.ended()) is None:
             asked = call.next_request()
             lease = await self._lease(call, asked)
+            self._source.holder.begin()
             try:
                 generation = await self.connect(lease.url).generate(asked, hear)
                 self._check(asked, generation)
@@ -315,6 +333,8 @@ class _Call:
         self._replica_id = ""
         self._refused_at: float | None = None  # the first of refusals in a row by a paused engine
         self._lease: Lease | None = None  # of the attempt, until it has failed otherwise than by its silence
+        self.last_lease: Lease | None = None  # of the last attempt
+        self.generation: Generation | None = None  # the whole reply
         self._began_at = 0.0
         self._standstill_s = 0.0  # of the attempt, as it was told
         self._heard_at = 0.0
@@ -362,7 +382,7 @@ class _Call:
         """Note that the request is sent."""
         self._attempt_first = len(self._sampled)
         self._replica_id, self._standstill_s, self._heard_at = lease.replica_id, 0.0, loop_time()
-        self._lease, self._began_at = lease, self._heard_at
+        self._lease, self._began_at, self.last_lease = lease, self._heard_at, lease
 
     @property
     def refused_s(self) -> float:
@@ -463,6 +483,10 @@ class _Call:
         if num_own >= sampling.max_tokens:
             return self._joined(FinishReason.LENGTH)
         return None
+
+    def cut_short(self) -> Generation | None:
+        """Return what there is of a reply that its caller ended, or that failed; None if that is nothing."""
+        return None if self.is_empty else self._joined(FinishReason.ABORT)
 
     def _stand_still(self, standstill_s: float) -> None:
         self.deadline.stood_still(max(standstill_s - self._standstill_s, 0.0))

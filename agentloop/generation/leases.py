@@ -1,7 +1,8 @@
 """Leases that calls run under: an assignment's, which comes with it, and a session's, which is asked for.
 
 Ownership: the leases of this process's sessions and direct calls, and the tasks that change them. A session takes
-its lease at its first call, renews it, and gives it back at its end; a direct call is a session of one call.
+its lease at its first call and gives it back at its end; a direct call is a session of one call. The process's
+`LeaseReporter` renews what is held, and tells the coordinator what was given back.
 """
 
 from __future__ import annotations
@@ -15,10 +16,17 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import OwnedTasks
-from agentloop.api import LeasePort, WorkerPort
+from agentloop.api import LeasePort, WorkerPort, session_holder
 from agentloop.checks import MAX_VOCAB_SIZE
-from agentloop.clock import Clock, RealClock
-from agentloop.errors import AgentLoopError, NoHealthyReplica, NotFound, ServiceUnavailable, SessionFinished
+from agentloop.errors import (
+    AgentLoopError,
+    Conflict,
+    NoHealthyReplica,
+    NotFound,
+    ServiceUnavailable,
+    SessionFinished,
+)
+from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter
 from agentloop.generation.leased_engine import Connect, LeasedEngine
 from agentloop.types import Assignment, GenerateRequest, Lease
 
@@ -28,35 +36,56 @@ _log = structlog.stdlib.get_logger(__name__)
 class AssignedLease:
     """The lease that came with an assignment. The coordinator takes it back with the trajectory's record."""
 
-    def __init__(self, coordinator: WorkerPort, assignment: Assignment) -> None:
+    def __init__(self, coordinator: WorkerPort, assignment: Assignment, reporter: LeaseReporter) -> None:
         self._coordinator = coordinator
         self._assignment_id = assignment.assignment_id
-        self._has_failed = False  # the lease held: another one is to be had before the next attempt
-        self._is_told = False  # the coordinator knows that
+        self._is_told = False  # the coordinator knows that the lease held has failed
+        self._logged = ""  # the replica that the logs of the trajectory's task name
+        self._is_closed = False
+        group_key = assignment.assignment_id.rpartition("/")[0]
+        self.holder = LeaseHolder(reporter, assignment.assignment_id, group_key)
         self._hold(assignment.lease)
 
     def held(self) -> Lease | None:
-        """Return the lease, unless it has failed."""
-        return None if self._has_failed else self._lease
+        """Return the lease, unless it failed, or the coordinator is to be asked. Raises Conflict after `close`."""
+        if self._is_closed:
+            raise Conflict(f"trajectory {self._assignment_id} is over")
+        lease = self.holder.usable
+        if lease is not None and lease.replica_id != self._logged:
+            self._logged = lease.replica_id
+            bind_contextvars(replica=lease.replica_id)
+        return lease
 
     async def lease(self, request: GenerateRequest) -> Lease:
-        """Return the lease held; in place of one that failed another, for which the coordinator makes wait."""
-        if self._has_failed:
+        """Return the lease held; in place of one that failed, or is to be left, another, for which the coordinator
+        makes wait."""
+        if self.holder.has_failed:
             try:
-                moved = await self._coordinator.move(self._assignment_id, self._lease, not self._is_told)
+                await self.ask(is_failed=not self._is_told)
             except NoHealthyReplica:
                 self._is_told = True  # once: what is reported again would count again
                 raise
-            self._hold(moved)
-        return self._lease
+        elif self.holder.must_ask:
+            try:
+                await self.ask(is_failed=False)
+            except NoHealthyReplica:
+                raise  # it waits for room, and asks again
+            except AgentLoopError as error:
+                _log.warning("not_asked", code=error.code, error=str(error))
+                self.holder.keep()  # the replica may well serve while the coordinator restarts
+        return self.last
+
+    async def ask(self, *, is_failed: bool) -> Lease:
+        """Return another lease in place of the one held. Raises what the coordinator raises."""
+        self._hold(await self._coordinator.move(self._assignment_id, self.last, is_failed))
+        return self.last
 
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
-        if failed != self._lease:
+        if not self.holder.fail(failed):
             return  # another call of the trajectory has told already
-        self._has_failed = True
         try:
-            self._hold(await self._coordinator.move(self._assignment_id, failed, True))
+            await self.ask(is_failed=True)
         except NoHealthyReplica:
             self._is_told = True
         except AgentLoopError as error:
@@ -64,12 +93,25 @@ class AssignedLease:
 
     def give_up(self, failed: Lease) -> None:
         """Have the next call ask for another place, which tells of the failure."""
-        self._has_failed = self._has_failed or failed == self._lease
+        self.holder.fail(failed)
+
+    def close(self) -> None:
+        """Report it no more: the trajectory has ended. Idempotent."""
+        self._is_closed = True
+        self.holder.drop()
+
+    @property
+    def last(self) -> Lease:
+        """The lease held, or the one that failed."""
+        assert self.holder.lease is not None, "the trajectory has ended"
+        return self.holder.lease
 
     def _hold(self, lease: Lease) -> None:
-        self._lease = lease
-        self._has_failed = self._is_told = False
-        bind_contextvars(replica=lease.replica_id)  # in the logs of the trajectory's task
+        self.holder.hold(lease)
+        self._is_told = False
+        if self._is_closed:  # while the coordinator was asked
+            self.holder.drop()
+        self.held()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +119,30 @@ class LeaseConfig:
     """Bounds of a session's leases and calls."""
 
     max_attempts: int = 4  # of one call that fails in a row
-    renew_after_s: float = 600.0  # well below the coordinator's `direct_lease_ttl_s`
     predicted_reply_tokens: int = 2048  # what a reply is charged with at most: few use all that they may
     coordinator_timeout_s: float = 30.0
-    max_releases: int = 32  # at once
 
 
 class SessionLeases:
-    """The leases of all sessions of a process. Close it at the end: it waits for those being given back."""
+    """The leases of all sessions of a process. Close it before its reporter: it waits for changes under way."""
 
     def __init__(
         self,
         coordinator: LeasePort,
         connect: Connect,
+        reporter: LeaseReporter,
         *,
         vocab_size: int = MAX_VOCAB_SIZE,
-        clock: Clock | None = None,
         config: LeaseConfig = LeaseConfig(),
     ) -> None:
         self.coordinator = coordinator
-        self.clock = RealClock() if clock is None else clock
+        self.reporter = reporter
         self.config = config
         self.tasks = OwnedTasks("session-lease")  # they outlive their callers: no lease is granted and forgotten
         self._connect = connect
         self._vocab_size = vocab_size
         self._leases: WeakValueDictionary[str, SessionLease] = WeakValueDictionary()
         self._holders: set[SessionLease] = set()  # who has a lease is not forgotten with its session
-        self._places = asyncio.Semaphore(config.max_releases)
 
     def engine(self, session_id: str) -> LeasedEngine:
         """Return a session's engine. All that anybody has share one lease, which the first call takes."""
@@ -131,14 +170,12 @@ class SessionLeases:
         """Sessions that have a lease now."""
         return len(self._holders)
 
-    def holds(self, holder: SessionLease) -> None:
-        """Note that this session has a lease now."""
-        self._holders.add(holder)
-
-    def give_back(self, holder: SessionLease, lease: Lease) -> None:
-        """Release a session's lease in a task of this object's own."""
-        self._holders.discard(holder)
-        self.tasks.start(self._release(lease))
+    def note(self, session: SessionLease) -> None:
+        """Note whether this session has a lease now."""
+        if session.holder.lease is None:
+            self._holders.discard(session)
+        else:
+            self._holders.add(session)
 
     async def ask(self, question: Awaitable[Lease]) -> Lease:
         """Return what the coordinator answers, within a deadline. Raises ServiceUnavailable."""
@@ -154,36 +191,25 @@ class SessionLeases:
             lease.close()
         await self.tasks.close()
 
-    async def _release(self, lease: Lease) -> None:
-        try:
-            async with self._places, asyncio.timeout(self.config.coordinator_timeout_s):
-                await self.coordinator.release(lease)
-        except (AgentLoopError, TimeoutError) as error:
-            # The coordinator itself drops leases that nobody renews.
-            _log.warning("lease_not_released", lease=lease.lease_id, error=repr(error))
-
 
 class SessionLease:
-    """One session's lease: taken at its first call, renewed in time, given back by `release` and `close`."""
+    """One session's lease: taken at its first call, given back by `release` and `close`."""
 
     def __init__(self, leases: SessionLeases, session_id: str) -> None:
         self._leases = leases
         self._session_id = session_id
-        self._lease: Lease | None = None
-        self._asked_at = 0.0
-        self._has_failed = False  # the lease held: it is no use any more
+        self.holder = LeaseHolder(leases.reporter, session_holder(session_id))
         self._changing = asyncio.Lock()
         self._is_closed = False
 
     def held(self) -> Lease | None:
-        """Return the lease, unless it has failed or is to be renewed. Raises SessionFinished after `close`."""
+        """Return the lease, unless it has failed, or is to be asked for. Raises SessionFinished after `close`."""
         if self._is_closed:
             raise self._ended()
-        is_fresh = self._leases.clock.now() - self._asked_at < self._leases.config.renew_after_s
-        return self._lease if is_fresh and not self._has_failed else None
+        return self.holder.usable
 
     async def lease(self, request: GenerateRequest) -> Lease:
-        """Return the session's lease, renewed in time. Raises SessionFinished after `close`."""
+        """Return the session's lease, asked for if there is none. Raises SessionFinished after `close`."""
         lease = self.held()
         return lease if lease is not None else await self._leases.tasks.run(self._take(request))
 
@@ -193,14 +219,13 @@ class SessionLease:
 
     def give_up(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure in a task of the leases' own; the next call waits for it."""
-        if self._fails(failed):
+        if self.holder.fail(failed):
             self._leases.tasks.start(self._tell(failed))
 
     def release(self) -> None:
         """Give the place back; the next call takes one again."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._leases.give_back(self, lease)
+        self.holder.release()
+        self._leases.note(self)
 
     def close(self) -> None:
         """Give the place back for good: attempts from now on raise SessionFinished. Idempotent."""
@@ -212,37 +237,54 @@ class SessionLease:
             lease = self.held()
             if lease is not None:
                 return lease  # another call of the session was faster
-            config = self._leases.config
-            num_tokens = len(request.token_ids) + min(request.sampling.max_tokens, config.predicted_reply_tokens)
-            try:
-                lease = await self._leases.ask(self._leases.coordinator.lease(self._session_id, num_tokens))
-            except AgentLoopError as error:
-                if self._lease is None or self._has_failed:
-                    raise
-                # The replica may well serve while the coordinator restarts; if it does not, the call says so.
-                _log.warning("lease_not_renewed", session=self._session_id, code=error.code)
-                self._asked_at = self._leases.clock.now() - 0.9 * config.renew_after_s
-                return self._lease
+            if self.holder.must_ask and not self.holder.has_failed:
+                lease = await self._asked()
+            if lease is None and self.holder.lease is None and self.holder.take_back():
+                lease = self.holder.lease
+            if lease is None:
+                lease = await self._leases.ask(self._granted(request))
             self._hold(lease)
             if self._is_closed:
                 raise self._ended()
             return lease
 
-    def _fails(self, lease: Lease) -> bool:
-        """Note that a lease is no use any more. False: another call of the session has told already."""
-        if self._lease != lease or self._has_failed:
-            return False
-        self._has_failed = True
-        return True
+    async def _granted(self, request: GenerateRequest) -> Lease:
+        """Return the place that the coordinator gives. Asked before it knows what was given back, it would give
+        that again, and then take it back."""
+        leases = self._leases
+        await self.holder.told()
+        num_reply = min(request.sampling.max_tokens, leases.config.predicted_reply_tokens)
+        num_tokens = len(request.token_ids) + num_reply
+        return await leases.coordinator.lease(self._session_id, num_tokens, leases.reporter.process_id)
+
+    async def _asked(self) -> Lease | None:
+        """Return the place to go on at, as the coordinator ordered to ask; None if it does not know the lease.
+
+        Raises NoHealthyReplica while there is no room.
+        """
+        held = self.holder.lease
+        if held is None:
+            return None
+        try:
+            return await self._leases.ask(self._leases.coordinator.move(self._session_id, held, False))
+        except NotFound:
+            self.holder.drop()
+            return None
+        except NoHealthyReplica:
+            raise
+        except AgentLoopError as error:
+            # The replica may well serve while the coordinator restarts; if it does not, the call says so.
+            _log.warning("not_asked", session=self._session_id, code=error.code)
+            return held
 
     async def _move(self, failed: Lease) -> None:
         async with self._changing:
-            if self._fails(failed):
+            if self.holder.fail(failed):
                 await self._replace(failed)
 
     async def _tell(self, failed: Lease) -> None:
         async with self._changing:
-            if self._lease == failed:
+            if self.holder.lease == failed:
                 await self._replace(failed)
 
     async def _replace(self, failed: Lease) -> None:
@@ -250,13 +292,14 @@ class SessionLease:
             moving = self._leases.coordinator.move(self._session_id, failed, True)
             self._hold(await self._leases.ask(moving))
         except NotFound:
-            self._lease = None  # it has expired, or the coordinator is a new one: ask for a place anew
+            self.holder.drop()  # it has expired, or the coordinator is a new one: ask for a place anew
+            self._leases.note(self)
         except AgentLoopError as error:  # the next attempt asks for a place
             _log.warning("not_moved", session=self._session_id, code=error.code)
 
     def _hold(self, lease: Lease) -> None:
-        self._lease, self._asked_at, self._has_failed = lease, self._leases.clock.now(), False
-        self._leases.holds(self)
+        self.holder.hold(lease)
+        self._leases.note(self)
         if self._is_closed:  # while the coordinator was asked
             self.release()
 

@@ -36,6 +36,7 @@ from agentloop.generation import (
     Deadline,
     ImagePlacer,
     LeasedEngine,
+    LeaseReporter,
     NewestVersion,
     TurnReader,
 )
@@ -99,6 +100,7 @@ class RunParts:
     max_context_tokens: int
     vocab_size: int
     placer: ImagePlacer
+    reporter: LeaseReporter
     journal: TurnJournal | None = None  # None: what a dead worker ran begins at the start
     newest: NewestVersion = field(default_factory=NewestVersion)
     loops: LoadedOnce[AgentLoop] = field(default_factory=lambda: LoadedOnce(load_loop, param="loop"))
@@ -136,6 +138,7 @@ class TrajectoryRun:
         self._task = assignment.task
         self._log = structlog.stdlib.get_logger("worker")
         self._started = time.perf_counter()
+        self._lease = AssignedLease(parts.coordinator, assignment, parts.reporter)
         self._outcome = _Outcome(StopReason.COMPLETED)
         self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop_task: asyncio.Task[_Outcome] | None = None
@@ -181,6 +184,8 @@ class TrajectoryRun:
                 raise
             self._log.error("trajectory_failed", error=error_line(error), exception=error_trace(error))
             record = self._failed(error)
+        finally:
+            self._lease.close()
         self._log.info(
             "trajectory_finished",
             stop_reason=record.stop_reason,
@@ -317,7 +322,7 @@ class TrajectoryRun:
         shared, task, assignment = self._parts, self._task, self._assignment
         engine = LeasedEngine(
             shared.connect,
-            AssignedLease(shared.coordinator, assignment),
+            self._lease,
             vocab_size=shared.vocab_size,
             max_attempts=shared.config.turn_attempts,
             newest=shared.newest,

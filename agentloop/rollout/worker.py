@@ -19,7 +19,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from agentloop.aio import deadline_after, is_set_by
 from agentloop.api import Orders, WorkerPort, WorkerReport
 from agentloop.errors import AgentLoopError, InvalidRequest, StorageFull
-from agentloop.generation import Connect, ImagePlacer, TurnReader
+from agentloop.generation import Connect, ImagePlacer, LeaseReporter, TurnReader
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
 from agentloop.rollout.toolbox import Toolbox
@@ -61,9 +61,12 @@ class Worker:
         takes_images: bool = False,
         journal: TurnJournal | None = None,
         begin: Callable[[Assignment], AssignedRun] | None = None,
+        reporter: LeaseReporter | None = None,
     ) -> None:
-        """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here."""
+        """`journal` stays the caller's to close. `begin` makes an assignment's run; by default it runs here.
+        `reporter` is that of the runs which `begin` makes; the worker stops it."""
         self.worker_id = worker_id
+        self._reporter = LeaseReporter(worker_id, coordinator.report_leases) if reporter is None else reporter
         self._coordinator = coordinator
         self._config = config
         self._log = structlog.get_logger("worker").bind(worker=worker_id)
@@ -77,6 +80,7 @@ class Worker:
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
             placer=ImagePlacer(takes_images=takes_images),
+            reporter=self._reporter,
             journal=journal,
         )
         self._journal = journal
@@ -104,7 +108,10 @@ class Worker:
                 await self._stop_running()
                 await self._leave()
         finally:
-            await self._leave()
+            try:
+                await self._leave()
+            finally:
+                await self._reporter.stop()
 
     def close(self) -> None:
         """Make `run` return. Idempotent."""

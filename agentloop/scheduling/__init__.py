@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.lease_table import Demand
+from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import (
     COORDINATOR,
     PendingRecord,
@@ -19,6 +20,7 @@ __all__ = [
     "Demand",
     "FleetVersions",
     "PendingRecord",
+    "ReportDesk",
     "RolloutQueue",
     "Sample",
     "assignment_id",

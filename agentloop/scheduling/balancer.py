@@ -12,9 +12,10 @@ predictions of the leases counted on it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentloop.api import KVChanges
+from agentloop.api import HeldLease, KVChanges, LeaseOrders, LeaseReport, is_session_holder
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
 from agentloop.fleet import Fleet, ReplicaRecord
 from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
@@ -89,11 +90,13 @@ class Balancer:
         return granted.lease
 
     def adopt(self, demand: Demand, lease: Lease, now: float) -> None:
-        """Count a lease that an earlier coordinator granted. No-op if the holder or the lease is known."""
+        """Count a lease that an earlier coordinator granted, whether or not its replica has joined this one yet.
+
+        No-op if the holder or the lease is known.
+        """
         if self._table.of_holder(demand.holder_id) is not None or self._table.of_lease(lease.lease_id) is not None:
             return
-        is_counted = self._fleet.get(lease.replica_id) is not None
-        self._hold(Holding(demand, lease, self._work_of(demand), is_counted), now)
+        self._hold(Holding(demand, lease, self._work_of(demand)), now)
 
     def move(self, lease: Lease, is_failed: bool, now: float) -> Lease:
         """Return another lease for the holder of `lease`, which ends.
@@ -127,6 +130,43 @@ class Balancer:
         if num_tokens is not None:
             self._num_finished = min(self._num_finished + 1, self._config.num_averaged)
             self._mean_tokens += (num_tokens - self._mean_tokens) / self._num_finished
+
+    def took(self, report: LeaseReport, now: float) -> LeaseOrders:
+        """Take the news of a process's leases, each report once (`ReportDesk`); returns what it is to do.
+
+        Of leases that are not its own, or have ended, it is told to ask.
+        """
+        process_id = report.process_id
+        self._table.renew(process_id, now)
+        if report.leases is not None:
+            self._compare(process_id, report.leases, now)
+        moves: list[tuple[str, Lease | None]] = []
+        for lease_id in dict.fromkeys((*report.taken, *(turn.lease_id for turn in report.turns))):
+            holding = self._table.of_lease(lease_id)
+            if holding is None or not self._table.heard(holding, process_id, now):
+                moves.append((lease_id, None))
+        for lease_id in report.released:
+            holding = self._table.of_lease(lease_id)
+            if holding is not None and holding.demand.process_id == process_id:
+                self._drop(holding)
+        return LeaseOrders(tuple(moves))
+
+    def _compare(self, process_id: str, leases: Sequence[HeldLease], now: float) -> None:
+        """Have the table agree with all that a process holds: leases that an earlier coordinator granted are
+        adopted, and those of sessions that it had and has no more end. A trajectory's end with its record."""
+        for held in leases:
+            is_session = is_session_holder(held.holder_id)
+            tokens = 0 if is_session else held.num_context_tokens
+            demand = Demand(held.holder_id, process_id, held.group_id, tokens, is_session=is_session)
+            self.adopt(demand, held.lease, now)
+            holding = self._table.of_lease(held.lease.lease_id)
+            if holding is not None:
+                self._table.heard(holding, process_id, now)
+        kept = {held.lease.lease_id for held in leases}
+        for holding in self._table.of_process(process_id):
+            demand = holding.demand
+            if demand.is_session and demand.expires_at is None and holding.lease.lease_id not in kept:
+                self._drop(holding)
 
     def renew(self, process_id: str, now: float) -> None:
         """Keep the leases of a process that gave a sign of life."""

@@ -10,7 +10,7 @@ exactly the holdings that `hold` put in and `drop` has not taken out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from agentloop.errors import InvariantBroken
@@ -27,7 +27,7 @@ class Demand:
     num_prompt_tokens: int = 0
     group_size: int = 1
     is_session: bool = False  # it is charged with `num_prompt_tokens` alone, and teaches nothing
-    expires_at: float | None = None  # its end, unless it is asked for again
+    expires_at: float | None = None  # its end, unless its process has said before that it holds it
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +114,14 @@ class LeaseTable:
         if demand.expires_at is not None:
             self._ending.add(holding)
         self.renew(demand.process_id, now)
+
+    def heard(self, holding: Holding, process_id: str, now: float) -> bool:
+        """Note that a process holds this lease. False: it is another's."""
+        if holding.demand.process_id not in ("", process_id):
+            return False
+        if holding.demand.process_id != process_id or holding.demand.expires_at is not None:
+            self.ask_again(holding, replace(holding.demand, process_id=process_id, expires_at=None), now)
+        return True
 
     def renew(self, process_id: str, now: float) -> None:
         """Note a sign of life of a process, if it has leases."""

@@ -28,7 +28,7 @@ from agentloop.api import FrontPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.generation import ImagePlacer, TurnReader
+from agentloop.generation import ImagePlacer, LeaseReporter, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.plugins import resolve
@@ -185,9 +185,8 @@ class AgentLoopWorkerDeployment:
         config.keys.hide()  # user code runs here
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
-        clients = EngineClients(key)
+        clients, client = EngineClients(key), coordinator_client(coordinator, key)
         self._closing.push_async_callback(clients.close)
-        client = coordinator_client(coordinator, key)
         self._closing.push_async_callback(client.close)
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS | settings.tools))
         self._closing.push_async_callback(toolbox.close)
@@ -195,13 +194,14 @@ class AgentLoopWorkerDeployment:
         self._closing.push_async_callback(journal.close)
         limits = WorkerConfig(capacity=settings.num_at_once, kv_policy=config.kv_policy)
         limits = replace(limits, turn_timeout_s=settings.turn_timeout_s, max_standstill_s=settings.max_standstill_s)
-        isolated = None
+        worker_id, isolated = serve.get_replica_context().replica_id.unique_id, None
+        reporter = LeaseReporter(worker_id, client.workers.report_leases)
         if settings.isolation == "process":
             setup = Setup.of(config, run_dir, limits, takes_images=takes_images(config))
-            isolated = IsolatedRuns(setup, client.workers, clients.connect, journal=journal)
+            isolated = IsolatedRuns(setup, client.workers, clients.connect, reporter, journal=journal)
             self._closing.push_async_callback(isolated.close)
         worker = Worker(
-            serve.get_replica_context().replica_id.unique_id,
+            worker_id,
             client.workers,
             clients.connect,
             chat.renderer,
@@ -213,6 +213,7 @@ class AgentLoopWorkerDeployment:
             takes_images=takes_images(config),
             journal=journal,
             begin=None if isolated is None else isolated.begin,
+            reporter=reporter,
         )
         self._closing.callback(LoopWatch().close)
         self._running = asyncio.create_task(worker.run(), name="worker")
@@ -244,8 +245,7 @@ class IngressDeployment:
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
-        self._url = url_of(config.host, config.port)
-        context = serve.get_replica_context()
+        self._url, context = url_of(config.host, config.port), serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
         self._process = IngressProcess(config, run_dir, secret, client.front)

@@ -27,6 +27,7 @@ from agentloop.errors import (
     SessionFinished,
 )
 from agentloop.generation.deadline import Deadline
+from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.leased_engine import TURN_GRACE_S, LeasedEngine, continued
 from agentloop.generation.leases import LeaseConfig, SessionLeases
 from agentloop.images import Image, ImageTokens
@@ -141,13 +142,15 @@ def virtually(test: Test) -> Callable[[], None]:
 
         async def main() -> None:
             coordinator, script = FakeCoordinator(), Script()
-            config = LeaseConfig(renew_after_s=100.0, coordinator_timeout_s=20.0)
-            leases = SessionLeases(coordinator, script.connect, vocab_size=VOCAB_SIZE, clock=clock, config=config)
+            config = LeaseConfig(coordinator_timeout_s=20.0)
+            reporter = LeaseReporter("test", coordinator.report_leases)
+            leases = SessionLeases(coordinator, script.connect, reporter, vocab_size=VOCAB_SIZE, config=config)
             await test(LeaseSite(clock, script, coordinator, leases, leases.engine("s")))
             coordinator.next_errors.clear()
             await leases.close()
+            await reporter.close()
             assert coordinator.leases == {}
-            assert leases.num_held == 0
+            assert leases.num_held == reporter.num_held == 0
 
         clock.run(main())
 
@@ -182,30 +185,21 @@ async def test_calls_share_one_lease_and_spilling_gives_it_back(site: LeaseSite)
     assert site.coordinator.leases == {}
     await site.engine.generate(request())
     assert site.coordinator.num_leased == 2
+    site.leases.release("s")
+    await site.engine.generate(request())  # nobody has heard yet that it was given back
+    assert site.coordinator.num_leased == 2
+    await site.clock.sleep(1.0)
+    assert len(site.coordinator.leases) == 1
 
 
 @virtually
-async def test_a_lease_is_renewed_before_it_expires(site: LeaseSite) -> None:
+async def test_a_place_is_asked_for_once_the_coordinator_knows_what_was_given_back(site: LeaseSite) -> None:
     await site.engine.generate(request())
-    await site.clock.sleep(99.0)
-    site.coordinator.next_errors = [NoHealthyReplica("would be raised if it were asked")]
+    site.leases.release("s")
+    site.coordinator.report_delay_s = 2.0
+    await site.clock.sleep(1.0)  # the report is on its way
     await site.engine.generate(request())
-    site.coordinator.next_errors = []
-    await site.clock.sleep(2.0)
-    site.coordinator.leases.clear()  # it has expired over there
-    await site.engine.generate(request())
-    assert [url for url, _ in site.script.requests] == ["url-1", "url-1", "url-2"]
-
-
-@virtually
-async def test_without_a_coordinator_the_lease_at_hand_serves_on(site: LeaseSite) -> None:
-    await site.engine.generate(request())
-    await site.clock.sleep(101.0)
-    site.coordinator.next_errors = [ServiceUnavailable("restarting"), ServiceUnavailable("restarting")]
-    await site.engine.generate(request())
-    await site.engine.generate(request())  # does not ask again at once
-    assert len(site.coordinator.next_errors) == 1
-    assert [url for url, _ in site.script.requests] == ["url-1"] * 3
+    assert [url for url, _ in site.script.requests] == ["url-1", "url-2"]
 
 
 @virtually
@@ -408,9 +402,9 @@ async def test_a_caller_that_leaves_while_a_lease_is_granted_leaves_none_behind(
     gate = asyncio.Event()
     grant = site.coordinator.lease
 
-    async def slow(session_id: str, num_tokens: int) -> Lease:
+    async def slow(session_id: str, num_tokens: int, process_id: str) -> Lease:
         await gate.wait()
-        return await grant(session_id, num_tokens)
+        return await grant(session_id, num_tokens, process_id)
 
     site.coordinator.lease = slow  # type: ignore[method-assign] # the fake's own hook
     calling = asyncio.create_task(site.engine.generate(request()))
@@ -435,7 +429,7 @@ async def test_a_closed_session_takes_no_lease(site: LeaseSite) -> None:
 
 @virtually
 async def test_a_silent_coordinator_is_no_engine_failure(site: LeaseSite) -> None:
-    async def silent(session_id: str, num_tokens: int) -> Lease:
+    async def silent(session_id: str, num_tokens: int, process_id: str) -> Lease:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -517,6 +511,7 @@ async def test_a_call_waits_for_a_replica_as_long_as_its_deadline(site: LeaseSit
     assert site.clock.now() == pytest.approx(250.0, abs=6.0)
     assert polls.num_asked < 20, "it polls, and does not storm"
     site.leases.release("s")
+    await site.clock.sleep(1.0)
     polls.back_at = 10_000.0
     with pytest.raises(NoHealthyReplica, match="for 30 s"):
         await site.engine.generate(request(timeout_s=30.0))
@@ -534,13 +529,13 @@ class LongPolls:
         self.num_asked = 0
         site.coordinator.lease = self._lease  # type: ignore[method-assign] # the fake's own hook
 
-    async def _lease(self, session_id: str, num_tokens: int) -> Lease:
+    async def _lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
         self.num_asked += 1
         away_s = self.back_at - self._site.clock.now()
         await self._site.clock.sleep(min(max(away_s, 0.0), 15.0))
         if away_s > 15.0:
             raise NoHealthyReplica("no replica takes traffic now")
-        return await self._grant(session_id, num_tokens)
+        return await self._grant(session_id, num_tokens, process_id)
 
 
 @virtually

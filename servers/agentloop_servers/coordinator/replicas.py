@@ -58,7 +58,6 @@ class CoordinatorConfig:
     max_wait_s: float = 60.0  # of one `read`
     placement_wait_s: float = 20.0  # of one call for a place; below its own deadline (`CoordinatorClient`)
     restart_grace_s: float = 10.0  # for workers to say what they still run, before that is given out again
-    direct_lease_ttl_s: float = 3600.0
     probe_interval_s: float = 5.0  # between generations asked of replicas that failed
     probe_timeout_s: float = 10.0
     num_lost_shown: int = 16

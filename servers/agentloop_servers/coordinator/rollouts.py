@@ -18,10 +18,31 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop import codec
 from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
-from agentloop.api import SESSIONS_ROLLOUT_ID, EncodedPage, Orders, RolloutStatus, RolloutTerms, WorkerReport
+from agentloop.api import (
+    SESSIONS_ROLLOUT_ID,
+    EncodedPage,
+    HeldLease,
+    LeaseOrders,
+    LeaseReport,
+    Orders,
+    RolloutStatus,
+    RolloutTerms,
+    WorkerReport,
+    is_session_holder,
+    session_holder,
+)
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
-from agentloop.scheduling import COORDINATOR, Demand, PendingRecord, RolloutQueue, Sample, assignment_id, group_key
+from agentloop.scheduling import (
+    COORDINATOR,
+    Demand,
+    PendingRecord,
+    ReportDesk,
+    RolloutQueue,
+    Sample,
+    assignment_id,
+    group_key,
+)
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
@@ -69,6 +90,7 @@ class Rollouts:
             max_attempts=config.max_attempts,
             missing_after_s=config.worker_timeout_s,
         )
+        self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}
         self._left: deque[str] = deque(maxlen=1000)  # workers that ended: a late call of theirs gets no work
         self._hand_ins: dict[str, asyncio.Task[bool]] = {}  # under way, by their samples
@@ -114,6 +136,7 @@ class Rollouts:
             return Orders()
         poll = self._polls.setdefault(worker_id, _Poll(now))
         poll.seen_at, poll.cut_at = now, None
+        self._replicas.balancer.renew(worker_id, now)
         poll.number += 1
         number = poll.number
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
@@ -182,7 +205,8 @@ class Rollouts:
         return tuple(name for name in names if self.queue.is_live(name))
 
     def look(self, now: float) -> None:
-        """Count the silence of workers, and end the grace of a restart."""
+        """Count the silence of workers and of processes that report, and end the grace of a restart."""
+        self._reports.expire(now)
         self.queue.set_versions(self._replicas.versions)
         for worker_id, poll in list(self._polls.items()):
             is_cut = poll.cut_at is not None and now - poll.cut_at >= self._config.worker_cut_s
@@ -313,14 +337,15 @@ class Rollouts:
 
     # --- leases of trajectories and sessions ---
 
-    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
         def grant() -> Lease:
             now = self._clock.now()
             demand = Demand(
                 holder_id=session_holder(session_id),
+                process_id=process_id,
                 num_prompt_tokens=num_tokens,
                 is_session=True,
-                expires_at=now + self._config.direct_lease_ttl_s,
+                expires_at=now + self._config.balancer.lease_ttl_s,
             )
             return self._replicas.balancer.acquire(demand, now)
 
@@ -334,10 +359,22 @@ class Rollouts:
             self._replicas.report_failure(lease)
         return await self._replicas.placed(lambda: self._moved(assignment_id, lease, is_failed))
 
-    async def release(self, lease: Lease) -> None:
-        self._replicas.balancer.release(lease, None, self._clock.now())
+    async def report_leases(self, report: LeaseReport) -> LeaseOrders:
+        now = self._clock.now()
+        if self._reports.is_news(report, now):
+            news = replace(report, leases=self._known(report.leases))
+        else:
+            news = LeaseReport(report.process_id, report.sequence)  # a sign of life
+        orders = self._replicas.balancer.took(news, now)
+        return replace(orders, send_all=self._reports.owes_all(report.process_id))
 
     # --- inside ---
+
+    def _known(self, leases: tuple[HeldLease, ...] | None) -> tuple[HeldLease, ...] | None:
+        """Return those whose holders there are: a trajectory that has its record needs no place any more."""
+        if leases is None:
+            return None
+        return tuple(one for one in leases if is_session_holder(one.holder_id) or self.queue.is_live(one.holder_id))
 
     def _moved(self, name: str, lease: Lease, is_failed: bool) -> Lease:
         balancer, now = self._replicas.balancer, self._clock.now()
@@ -357,12 +394,13 @@ class Rollouts:
             return ()
         self.queue.set_versions(self._replicas.versions)
         samples = self.queue.take(worker_id, num_free, self._clock.now())
-        return tuple(self._assignment(sample) for sample in samples)
+        return tuple(self._assignment(worker_id, sample) for sample in samples)
 
-    def _assignment(self, sample: Sample) -> Assignment:
+    def _assignment(self, worker_id: str, sample: Sample) -> Assignment:
         name, group = sample.assignment_id, sample.group
         demand = Demand(
             holder_id=name,
+            process_id=worker_id,
             group_id=group_key(name),
             num_prompt_tokens=_num_prompt_tokens(group.task),
             group_size=group.num_samples,
@@ -445,11 +483,6 @@ class Rollouts:
         if reaches not in (None, status.owner) and rollout_id != SESSIONS_ROLLOUT_ID:
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
         return status
-
-
-def session_holder(session_id: str) -> str:
-    """The holder name of a direct lease: no assignment's, which begin with the id of a rollout."""
-    return f"/{session_id}"
 
 
 def _is_dropped(trajectory: Trajectory) -> bool:

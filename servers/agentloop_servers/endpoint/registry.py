@@ -38,7 +38,7 @@ from agentloop.errors import (
     SessionNotFound,
     StorageFull,
 )
-from agentloop.generation import Connect, LeaseConfig, SessionLeases
+from agentloop.generation import Connect, LeaseConfig, LeaseReporter, ReportConfig, SessionLeases
 from agentloop.sessions import Session, SessionEnd, SessionParts, SessionRecord, SessionState
 from agentloop.trajectory import CallRecord, Node
 from agentloop.types import StopReason, Trajectory
@@ -197,6 +197,7 @@ class Sessions:
         secret: str,
         limits: SessionLimits = SessionLimits(),
         leases: LeaseConfig = LeaseConfig(),  # noqa: B008 - frozen
+        reports: ReportConfig = ReportConfig(),  # noqa: B008 - frozen
         new_id: Callable[[], str] = lambda: f"s-{uuid.uuid4().hex}",
         executor: Executor | None = None,
         min_free_bytes: int = 0,
@@ -211,8 +212,10 @@ class Sessions:
         self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
         self._store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
         self._cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
+        # The process's one: direct calls report through it too.
+        self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
         self._leases = SessionLeases(
-            coordinator, connect, vocab_size=parts.vocab_size, clock=parts.clock, config=leases
+            coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases
         )
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
@@ -234,6 +237,7 @@ class Sessions:
         stopping = ServiceUnavailable("the service is stopping")
         await asyncio.gather(*(session.close(stopping) for session in self._cache.sessions))
         await self._leases.close()
+        await self.reporter.close()
         await self._store.close()
 
     def check_health(self) -> None:

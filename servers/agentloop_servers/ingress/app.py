@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from starlette.responses import Response
 
 from agentloop.api import FrontPort
 from agentloop.engine import TokenEngine
-from agentloop.generation import LeaseConfig, SessionLeases
+from agentloop.generation import LeaseConfig, LeaseReporter, SessionLeases
 from agentloop.plugins import AllowedImports
 from agentloop_servers.endpoint import Endpoint, NotOwner, routes_dialects, routes_openai, routes_sessions
 from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_docs_page, add_error_handlers, describe
@@ -46,7 +47,11 @@ def create_app(
     sessions is the caller's.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
-    leases = SessionLeases(coordinator, connect, config=config)
+    if endpoint is None:
+        reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases)
+    else:
+        reporter = endpoint.sessions.reporter  # theirs to close
+    leases = SessionLeases(coordinator, connect, reporter, config=config)
     rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint, tuple(image_roots), allowed_imports)
 
     @asynccontextmanager
@@ -54,6 +59,8 @@ def create_app(
         yield
         await rollouts.close()
         await leases.close()
+        if endpoint is None:
+            await reporter.close()
 
     app = FastAPI(
         title="agentloop",

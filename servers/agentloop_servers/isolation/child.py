@@ -26,7 +26,7 @@ from agentloop.api import WorkerPort
 from agentloop.codec import decode, encode
 from agentloop.engine import Delta, OnProgress, TokenEngine
 from agentloop.errors import AgentLoopError, UnsupportedParameter, from_wire
-from agentloop.generation import ImagePlacer, TurnReader
+from agentloop.generation import ImagePlacer, LeaseReporter, TurnReader
 from agentloop.images import Image, ImageTokens
 from agentloop.logs import configure_logging
 from agentloop.rollout import RunParts, Toolbox, TrajectoryRun, TurnJournal, load_tools
@@ -139,6 +139,7 @@ def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts
         max_context_tokens=sizes.max_context_tokens,
         vocab_size=sizes.vocab_size,
         placer=ImagePlacer(takes_images=setup.takes_images),
+        reporter=LeaseReporter("", None),
         journal=TurnJournal(Path(setup.turns_folder)) if setup.turns_folder else None,
     )
 

@@ -25,11 +25,11 @@ import structlog
 from agentloop.api import WorkerPort
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress, TokenEngine
-from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, error_line
-from agentloop.generation import Connect, NewestVersion
+from agentloop.errors import AgentLoopError, EnginePaused, Forbidden, InvalidRequest, NoHealthyReplica, error_line
+from agentloop.generation import AssignedLease, Connect, LeaseReporter, NewestVersion
 from agentloop.images import Image
 from agentloop.rollout import TurnJournal, unmade_record
-from agentloop.types import FAILURES, Assignment, GenerateRequest, StopReason, Trajectory
+from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
 from agentloop_servers.isolation.frames import (
     Answered,
     Ask,
@@ -108,6 +108,11 @@ def _ending(status: int) -> str:
     return f"signal {-status}"
 
 
+def _blank(lease: Lease) -> Lease:
+    """Return a lease as a trajectory's process has it: it knows no address, and hashes nothing."""
+    return replace(lease, url="", block_size=0)
+
+
 class IsolatedRuns:
     """The processes of one worker. Give `begin` to the worker, and close it after the worker."""
 
@@ -116,14 +121,16 @@ class IsolatedRuns:
         setup: Setup,
         coordinator: WorkerPort,
         connect: Connect,
+        reporter: LeaseReporter,
         config: IsolationConfig = IsolationConfig(),
         *,
         journal: TurnJournal | None = None,
     ) -> None:
-        """`journal` is that of the folder in `setup`."""
+        """`journal` is that of the folder in `setup`, `reporter` the worker's."""
         self.config = config
         self.coordinator = coordinator
         self.connect = connect
+        self.reporter = reporter
         self.journal = journal
         self.newest = NewestVersion()
         self.num_started = 0
@@ -210,7 +217,7 @@ class ProcessRun:
         self.num_sampled_tokens = 0
         self._runs = runs
         self._assignment = assignment
-        self._lease = assignment.lease
+        self._lease = AssignedLease(runs.coordinator, assignment, runs.reporter)
         self._started = time.perf_counter()
         self._child: _Child | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -229,6 +236,7 @@ class ProcessRun:
         try:
             child = await self._runs.take()
         except AgentLoopError as error:
+            self._lease.close()
             return self._unmade(StopReason.LOOP_FAILED, str(error))
         is_reusable, reason = False, ""
         try:
@@ -244,6 +252,7 @@ class ProcessRun:
             for call in self._calls.values():
                 call.cancel()
             self._child = None
+            self._lease.close()
             ending = "" if is_reusable else await self._runs.discard(child)
         if self._cancelled_at is not None:
             return self._unmade(StopReason.CANCELLED, reason)
@@ -257,7 +266,7 @@ class ProcessRun:
 
     async def _driven(self, child: _Child) -> HandIn:
         """Serve the process until it hands in a record. Raises AgentLoopError if it ends before that."""
-        blank = replace(self._assignment, lease=replace(self._lease, url=""))
+        blank = replace(self._assignment, lease=_blank(self._assignment.lease))
         child.send(Begin(blank, self._runs.newest.value))
         if self._cancelled_at is not None:
             child.send(Cancel())
@@ -310,31 +319,46 @@ class ProcessRun:
             self._calls.pop(ask.call_id, None)
 
     async def _performed(self, child: _Child, ask: Ask) -> bytes:
-        engine = self._runs.connect(self._lease.url)
         match ask.call:
             case WorkerCall.GENERATE:
-                return await self._generated(engine, ask, lambda progress: child.send(Heard(ask.call_id, progress)))
+                return await self._generated(ask, lambda progress: child.send(Heard(ask.call_id, progress)))
             case WorkerCall.IMAGE_TOKENS:
-                return encode(await engine.image_tokens(decode(ask.body, tuple[Image, ...])))
+                return encode(await self._engine.image_tokens(decode(ask.body, tuple[Image, ...])))
             case WorkerCall.ABORT:
                 request_id = decode(ask.body, str)
                 self._check(request_id)
-                await engine.abort(request_id)
+                await self._engine.abort(request_id)
                 return encode(None)
             case WorkerCall.MOVE:
-                is_failed = decode(ask.body, bool)
-                self._lease = await self._runs.coordinator.move(
-                    self._assignment.assignment_id, self._lease, is_failed
-                )
-                return encode(replace(self._lease, url=""))
+                return encode(_blank(await self._lease.ask(is_failed=decode(ask.body, bool))))
 
-    async def _generated(self, engine: TokenEngine, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
+    @property
+    def _engine(self) -> TokenEngine:
+        return self._runs.connect(self._lease.last.url)
+
+    async def _generated(self, ask: Ask, tell: Callable[[Progress], None]) -> bytes:
         request = decode(ask.body, GenerateRequest)
         self._check(request.request_id)
-        generation = await engine.generate(request, tell)
+        holder, lease = self._lease.holder, None
+        generation: Generation | None = None
+        holder.enter()
+        try:
+            lease = await self._place(request)
+            holder.begin()
+            generation = await self._engine.generate(request, tell)
+        finally:
+            holder.leave(lease, request, generation)
         self._runs.newest.see(generation)
         self.num_sampled_tokens += len(generation.token_ids)
         return encode(generation)
+
+    async def _place(self, request: GenerateRequest) -> Lease:
+        """Return the lease to call under. Raises EnginePaused while there is no room: the process asks again, and
+        does not count the time."""
+        try:
+            return self._lease.held() or await self._lease.lease(request)
+        except NoHealthyReplica as error:
+            raise EnginePaused(f"the turn waits for a place: {error.message}") from error
 
     def _check(self, request_id: str) -> None:
         """Raises Forbidden for a request that is not this trajectory's."""

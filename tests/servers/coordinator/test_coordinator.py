@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api import RolloutTerms
+from agentloop.api import LeaseReport, RolloutTerms
 from agentloop.clock import RealClock
 from agentloop.engine import WeightUpdate
 from agentloop.errors import (
@@ -534,12 +534,12 @@ async def test_a_rollout_is_of_sessions_or_of_submitted_work(site, coordinator):
 
 @service("a", "b")
 async def test_a_session_moves_from_a_failed_replica_and_learns_that_its_lease_expired(site, coordinator):
-    lease = await coordinator.rollouts.lease("s", 100)
-    assert await coordinator.rollouts.lease("s", 100) == lease
+    lease = await coordinator.rollouts.lease("s", 100, "ingress")
+    assert await coordinator.rollouts.lease("s", 100, "ingress") == lease
     moved = await coordinator.rollouts.move("s", lease, True)
     assert moved.replica_id != lease.replica_id
     assert await coordinator.rollouts.move("s", lease, True) == moved  # it has moved already
-    await coordinator.rollouts.release(moved)
+    await coordinator.rollouts.report_leases(LeaseReport("ingress", 1, leases=(), released=(moved.lease_id,)))
     with pytest.raises(NotFound):
         await coordinator.rollouts.move("s", moved, True)
 

@@ -13,11 +13,16 @@ import pytest
 from agentloop.api.coordinator import (
     FleetPort,
     FrontPort,
+    HeldLease,
     LeasePort,
+    LeaseReport,
     ReplicaPort,
     ReplicaReport,
     RolloutPort,
+    TurnBegun,
+    TurnEnded,
     WorkerPort,
+    session_holder,
 )
 from agentloop.clock import RealClock
 from agentloop.codec import encode
@@ -137,8 +142,15 @@ async def test_a_trajectory_goes_through_it_whole(tmp_path):
         assert (await front.status()).replicas[0].replica_id == "a"
         assert await front.join_endpoint(3, "http://there") == {3: "http://there"}
         assert not await site.client.replicas.heartbeat("unknown", ReplicaReport(Load(), True))
-        lease = await front.lease("s", 100)
-        await front.release(lease)
+        lease = await front.lease("s", 100, "ingress")
+        held = HeldLease(lease, session_holder("s"), "", 9, b"12345678")
+        assert (await front.report_leases(LeaseReport("ingress", 1))).send_all
+        assert not (await front.report_leases(LeaseReport("ingress", 2, leases=(held,)))).send_all
+        turns = TurnBegun(lease.lease_id), TurnEnded(lease.lease_id, 9, 4, None, 0, b"12345678", "search")
+        orders = await front.report_leases(LeaseReport("ingress", 3, (*turns, TurnBegun("other"))))
+        assert orders.moves == (("other", None),)
+        await front.report_leases(LeaseReport("ingress", 4, released=(lease.lease_id,)))
+        assert (await front.status()).replicas[0].num_leases == 0
         await front.pause(PauseMode.KEEP)
         await front.resume()
     assert site.num_found == 1

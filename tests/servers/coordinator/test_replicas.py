@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import KVChanges, ReplicaRegistration
+from agentloop.api.coordinator import KVChanges, LeaseReport, ReplicaRegistration
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
     Conflict,
@@ -73,9 +73,9 @@ async def test_a_report_that_went_lost_makes_the_replica_tell_all_it_holds(site,
 async def test_a_replica_that_accepts_everything_and_answers_nothing_is_taken_out(site, coordinator):
     hung = site.engines["a"]
     hung.hangs.add("sample")
-    lease = await coordinator.rollouts.lease("s", 100)
+    lease = await coordinator.rollouts.lease("s", 100, "ingress")
     for number in range(20):  # whoever comes: those that meet `a` find no answer, and say so
-        lease = await coordinator.rollouts.lease(f"s{number}", 100)
+        lease = await coordinator.rollouts.lease(f"s{number}", 100, "ingress")
         if lease.replica_id == "a":
             assert (await coordinator.rollouts.move(f"s{number}", lease, True)).replica_id == "b"
     assert await site.states() == {"a": "suspect", "b": "ready"}
@@ -83,7 +83,9 @@ async def test_a_replica_that_accepts_everything_and_answers_nothing_is_taken_ou
     assert (await coordinator.status()).degraded == (
         "replica a is suspect: 3 calls without an answer within 600 s",
     )
-    assert {(await coordinator.rollouts.lease(f"t{number}", 100)).replica_id for number in range(10)} == {"b"}
+    assert {
+        (await coordinator.rollouts.lease(f"t{number}", 100, "ingress")).replica_id for number in range(10)
+    } == {"b"}
     hung.hangs.clear()
     await site.clock.sleep(15.0)
     assert await site.states() == {"a": "ready", "b": "ready"}
@@ -91,7 +93,7 @@ async def test_a_replica_that_accepts_everything_and_answers_nothing_is_taken_ou
 
 @service("a")
 async def test_a_move_waits_for_the_proof_that_clears_the_only_replica(site, coordinator):
-    lease = await coordinator.rollouts.lease("s", 100)
+    lease = await coordinator.rollouts.lease("s", 100, "ingress")
     for _ in range(CONFIG.fleet.max_failures):
         lease = await coordinator.rollouts.move("s", lease, True)
     assert (await site.states())["a"] == "ready"
@@ -99,7 +101,7 @@ async def test_a_move_waits_for_the_proof_that_clears_the_only_replica(site, coo
 
 @service("a")
 async def test_nobody_is_proved_while_the_operator_pauses(site, coordinator):
-    lease = await coordinator.rollouts.lease("s", 100)
+    lease = await coordinator.rollouts.lease("s", 100, "ingress")
     for _ in range(CONFIG.fleet.max_failures):
         coordinator.replicas.report_failure(lease)
     await coordinator.replicas.pause(PauseMode.KEEP)
@@ -155,10 +157,12 @@ async def test_a_sleep_says_which_replica_is_still_loading(site, coordinator):
 
 @service("a")
 async def test_direct_leases(site, coordinator):
-    lease = await coordinator.rollouts.lease("s", 100)
-    assert await coordinator.rollouts.lease("s", 100) == lease
-    await coordinator.rollouts.release(lease)
-    await coordinator.rollouts.release(lease)
+    lease = await coordinator.rollouts.lease("s", 100, "ingress")
+    assert await coordinator.rollouts.lease("s", 100, "ingress") == lease
+    await coordinator.rollouts.report_leases(LeaseReport("ingress", 1, leases=()))
+    news = LeaseReport("ingress", 2, taken=(lease.lease_id,), released=(lease.lease_id,))
+    await coordinator.rollouts.report_leases(news)
+    await coordinator.rollouts.report_leases(news)
     assert (await coordinator.status()).replicas[0].num_leases == 0
     with pytest.raises(NotFound):
         await coordinator.rollouts.move("s", lease, True)
@@ -170,9 +174,9 @@ async def test_direct_leases(site, coordinator):
     site.silent.add("a")
     started = site.clock.now()
     with pytest.raises(NoHealthyReplica):
-        await coordinator.rollouts.lease("s", 100)
+        await coordinator.rollouts.lease("s", 100, "ingress")
     assert site.clock.now() == started + site.config.placement_wait_s
-    waiting = asyncio.create_task(coordinator.rollouts.lease("s", 100))
+    waiting = asyncio.create_task(coordinator.rollouts.lease("s", 100, "ingress"))
     await site.clock.sleep(3.0)
     await site.join("b")
     assert (await waiting).replica_id == "b"  # who waits does so for whatever comes
@@ -182,11 +186,11 @@ async def test_direct_leases(site, coordinator):
 async def test_an_update_from_end_to_end(site, coordinator):
     for engine in site.engines.values():
         engine.seconds = {"commit": 2.0}
-    await coordinator.rollouts.lease("before", 10)
+    await coordinator.rollouts.lease("before", 10, "ingress")
     updating = asyncio.create_task(coordinator.replicas.update_weights(WeightUpdate(1, "dir"), None))
     await site.clock.sleep(1.0)
     started = site.clock.now()
-    await coordinator.rollouts.lease("during", 10)  # waits for the end of the commit instead of failing
+    await coordinator.rollouts.lease("during", 10, "ingress")  # waits for the end of the commit instead of failing
     assert site.clock.now() - started == pytest.approx(1.0)
     result = await updating
     assert result.kv_policy is KVPolicy.RECOMPUTE
@@ -244,13 +248,13 @@ async def test_operator_pause(site, coordinator):
 
 @service("a")
 async def test_a_replica_restarted_under_its_name_gets_its_leases_moved(site, coordinator):
-    lease = await coordinator.rollouts.lease("s", 10)
+    lease = await coordinator.rollouts.lease("s", 10, "ingress")
     engine = FakeEngine(site.clock, "fake://a2")
     site.engines = {"a": engine, "a2": engine}
     site.silent.add("a2")
     await coordinator.replicas.register(ReplicaRegistration("a", "fake://a2", INFO, 0))
     await site.clock.sleep(0.1)
-    again = await coordinator.rollouts.lease("s", 10)
+    again = await coordinator.rollouts.lease("s", 10, "ingress")
     assert (lease.url, again.url) == ("fake://a", "fake://a2")
 
 
@@ -272,7 +276,7 @@ def push(version):
 
 @service("a", "b", info=SLEEPER)
 async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordinator):
-    lease = await coordinator.rollouts.lease("s", 10)
+    lease = await coordinator.rollouts.lease("s", 10, "ingress")
     await coordinator.replicas.sleep(1)
     status = await coordinator.status()
     assert (status.is_ready, set(status.asleep)) == (False, {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE})
@@ -282,11 +286,11 @@ async def test_sleep_keeps_leases_and_a_caller_waits_for_the_wake(site, coordina
     ]
     assert sum(one.num_leases for one in status.replicas) == 1
     await site.clock.sleep(10.0)  # heartbeats go on; nobody is judged by them
-    waiting = asyncio.create_task(coordinator.rollouts.lease("other", 10))
+    waiting = asyncio.create_task(coordinator.rollouts.lease("other", 10, "ingress"))
     await site.clock.sleep(1.0)
     await coordinator.replicas.wake(ALL_MEMORY)
     await waiting
-    assert await coordinator.rollouts.lease("s", 10) == lease
+    assert await coordinator.rollouts.lease("s", 10, "ingress") == lease
     assert (await coordinator.status()).asleep == ()
     assert await site.states() == {"a": "ready", "b": "ready"}
 

@@ -128,14 +128,14 @@ async def test_a_coordinator_whose_run_was_taken_over_says_so_once_and_asks_to_b
 async def test_a_service_that_stops_begins_nothing_and_leaves_the_rest_to_the_next(site, coordinator):
     await coordinator.rollouts.submit("r", (make_group("g", 4),))
     (first, *_) = (await coordinator.rollouts.take(report("w", 1), 1.0)).start
-    held = await coordinator.rollouts.lease("s", 10)
+    held = await coordinator.rollouts.lease("s", 10, "ingress")
     assert await coordinator.drain() == (1, 3)
     assert (await coordinator.rollouts.take(report("w", 5, first.assignment_id), 0.0)).start == ()
     with pytest.raises(ServiceUnavailable, match="stopping"):
         await coordinator.rollouts.submit("r2", (make_group("g", 1),))
     with pytest.raises(ServiceUnavailable, match="stopping"):
-        await coordinator.rollouts.lease("new", 10)
-    assert await coordinator.rollouts.lease("s", 10) == held
+        await coordinator.rollouts.lease("new", 10, "ingress")
+    assert await coordinator.rollouts.lease("s", 10, "ingress") == held
     await coordinator.rollouts.finish("w", record(first))
     assert await coordinator.drain() == (0, 3)
     await site.stop()

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from agentloop.generation import LeaseReporter
 from agentloop.parsers.by_name import get_parser
 from agentloop.rollout import Toolbox, Worker, WorkerConfig
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
@@ -30,7 +31,8 @@ async def isolated_worker(feeder, engine, *, config: IsolationConfig = Isolation
     }
     limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5)
     setup = Setup(ServiceConfig.model_validate(service).model_dump_json(), limits)
-    runs = IsolatedRuns(setup, feeder, {"sim://a": engine}.__getitem__, config)
+    reporter = LeaseReporter("w", feeder.report_leases)
+    runs = IsolatedRuns(setup, feeder, {"sim://a": engine}.__getitem__, reporter, config)
     worker = Worker(
         "w",
         feeder,
@@ -42,6 +44,7 @@ async def isolated_worker(feeder, engine, *, config: IsolationConfig = Isolation
         max_context_tokens=SPEC.max_context_tokens,
         vocab_size=RENDERER.vocab_size,
         begin=runs.begin,
+        reporter=reporter,
     )
     running = asyncio.create_task(worker.run())
     try:

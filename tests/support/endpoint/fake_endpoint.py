@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
+from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.turn_piece import TurnPiece
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import NO_KWARGS
@@ -105,6 +106,7 @@ class FakeRegistry:
     def __init__(self) -> None:
         self.renderer = TemplateRenderer.from_directory(MODEL)
         self._keys = SessionKeys("secret")
+        self.reporter = LeaseReporter("fake", None)
         self.reset()
 
     def reset(self) -> None:

@@ -20,6 +20,7 @@ from agentloop.engine import (
     WeightUpdate,
 )
 from agentloop.errors import AgentLoopError, CheckpointUnreadable, Conflict, WeightUpdateFailed
+from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter
 from agentloop.generation.leased_engine import LeasedEngine
 from agentloop.types import (
     FinishReason,
@@ -198,8 +199,13 @@ class ReversingConnection:
 class OneLease:
     """A lease on the only replica there is."""
 
+    def __init__(self) -> None:
+        self.holder = LeaseHolder(LeaseReporter("test", None), "test")
+        self.holder.hold(Lease("lease-1", "replica-1", "url-1"))
+
     def held(self) -> Lease:
-        return Lease("lease-1", "replica-1", "url-1")
+        assert self.holder.lease is not None
+        return self.holder.lease
 
     async def lease(self, request: GenerateRequest) -> Lease:
         return self.held()

@@ -11,6 +11,8 @@ import msgspec
 from agentloop.api.coordinator import (
     Consistency,
     EncodedPage,
+    LeaseOrders,
+    LeaseReport,
     Orders,
     ReplicaStatus,
     ReplicaUpdate,
@@ -22,7 +24,7 @@ from agentloop.api.coordinator import (
 )
 from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
-from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded
+from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded, ServiceUnavailable
 from agentloop.types import (
     Assignment,
     KVPolicy,
@@ -60,6 +62,11 @@ class FakeCoordinator:
         self.held: dict[str, Lease] = {}  # session or call -> the last lease it got
         self.num_leased = 0
         self.moved: list[tuple[str, Lease, bool]] = []
+        self.reports: list[LeaseReport] = []  # without repeats
+        self.report_delay_s = 0.0
+        self.report_errors: list[AgentLoopError] = []
+        self.is_answer_lost = False  # of the next report
+        self.next_orders = LeaseOrders()
         self.updates: list[tuple[WeightUpdate, KVPolicy | None]] = []
         self.submitted: list[tuple[str, int]] = []
         self.paused: PauseMode | None = None
@@ -162,7 +169,7 @@ class FakeCoordinator:
         self.is_cancelled = True
         return self._status(rollout_id)
 
-    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
         self._raise_next()
         held = self.held.get(session_id)
         return held if held is not None and held.lease_id in self.leases else self._grant(session_id)
@@ -211,8 +218,19 @@ class FakeCoordinator:
         del self.leases[lease.lease_id]
         return self._grant(assignment_id)
 
-    async def release(self, lease: Lease) -> None:
-        del self.leases[lease.lease_id]
+    async def report_leases(self, report: LeaseReport) -> LeaseOrders:
+        await asyncio.sleep(self.report_delay_s)
+        if self.report_errors:
+            raise self.report_errors.pop(0)
+        if report not in self.reports[-1:]:  # else its answer was lost
+            self.reports.append(report)
+            for lease_id in report.released:
+                del self.leases[lease_id]
+        if self.is_answer_lost:
+            self.is_answer_lost = False
+            raise ServiceUnavailable("the answer was lost")
+        orders, self.next_orders = self.next_orders, LeaseOrders()
+        return orders
 
     async def update_weights(
         self,

@@ -101,7 +101,8 @@ class WholeWorld(World):
 
     def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path) -> None:
         super().__init__(seed, clock, checkpoint)
-        self.config = replace(self.config, direct_lease_ttl_s=40.0)  # what a dead ingress held is free again then
+        # What a dead ingress held is free again then.
+        self.config = replace(self.config, balancer=replace(self.config.balancer, lease_ttl_s=40.0))
         self.disk = Disk(folder)
         self.ledger = Ledger()
         self.wall_s = EPOCH_S
@@ -190,7 +191,7 @@ class WholeWorld(World):
             connect=self.connect,  # type: ignore[arg-type] # what sessions use of an engine
             secret="run secret",
             limits=SessionLimits(max_sessions=20, idle_s=self.rng.choice((0.5, 60.0)), ttl_s=86_400.0),
-            leases=LeaseConfig(max_attempts=30, renew_after_s=10.0, coordinator_timeout_s=5.0),
+            leases=LeaseConfig(max_attempts=30, coordinator_timeout_s=5.0),
             executor=self.disk.executor(),
         )
         await sessions.start()
