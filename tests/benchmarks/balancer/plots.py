@@ -17,6 +17,7 @@ from tests.benchmarks.balancer.compare import OURS, Entry
 matplotlib.use("Agg")
 
 _NUM_LINES = 6
+_WORST = 50.0  # of a grid's colours
 
 
 def draw(results: Mapping[str, Sequence[Entry]], folder: Path) -> list[Path]:
@@ -47,7 +48,7 @@ def _grid(
     title: str,
     figures: Callable[[Sequence[Entry]], list[float]],
 ) -> Path:
-    """Draw one number for each arm (row) and regime (column)."""
+    """Draw one number for each arm (row) and regime (column): of its best variant, the mean over the seeds."""
     arms = list(dict.fromkeys(entry.arm for entries in results.values() for entry in entries))
     values = np.full((len(arms), len(results)), np.nan)
     for column, entries in enumerate(results.values()):
@@ -55,13 +56,14 @@ def _grid(
             row = arms.index(entry.arm)
             values[row, column] = np.nanmin([values[row, column], value])
     figure, axes = plt.subplots(figsize=(3.5 + 0.8 * len(results), 2.4 + 0.38 * len(arms)))
-    axes.imshow(np.clip(values, 0, 50), cmap="RdYlGn_r", aspect="auto", vmin=0, vmax=50)
+    axes.imshow(values, cmap="RdYlGn_r", aspect="auto", vmin=0, vmax=_WORST)
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
-            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8)
+            color = "white" if value > 0.8 * _WORST or value < 0.05 * _WORST else "black"
+            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(results)), list(results), rotation=40, ha="right", fontsize=8)
     axes.set_yticks(range(len(arms)), arms, fontsize=8)
-    axes.set_title(f"{title} (a competitor's best variant, mean over seeds)", fontsize=10)
+    axes.set_title(title, fontsize=10)
     return _save(figure, path)
 
 

@@ -33,7 +33,7 @@ class Disturbance:
     """What happens to the fleet besides its work."""
 
     update_every_s: float | None = None  # from start to start of two updates
-    first_update_s: float = 60.0
+    first_update_s: float = 150.0  # when the burst of the start is over
     update_s: float = 2.0  # engines stand still
     is_flushed: bool = True
     loses_replica: bool = False  # when half of the turns have ended

@@ -8,7 +8,8 @@ import numpy as np
 
 from tests.benchmarks.balancer.simulate import Happening, Recording
 
-_BASELINE_S = 30.0  # before the first happening
+_BASELINE_S = 30  # before a happening
+_UNDISTURBED_S = 90.0  # after one, before the next has a baseline of its own
 _WINDOW_S = 5
 _RECOVERED = 0.9
 _STEADY_SHARE = 0.6  # of the turns: what happens later happens in the tail, which has no steady throughput
@@ -72,17 +73,22 @@ def summarize(record: Recording) -> Summary:
 def recoveries(record: Recording) -> tuple[float | None, ...]:
     """Return the time of each happening in the steady part of a run until throughput was back at 90 %.
 
-    After an update and a loss: of the whole fleet's tokens a second in the 30 s before the first happening, in the
-    ratio of replicas left; after an addition: the added replica's against the mean of the others. Over 5 s each.
+    After an update and a loss: of the whole fleet's tokens a second in the 30 s before, in the ratio of replicas
+    left; what follows another too soon is judged by that one's. After an addition: the added replica's against the
+    mean of the others. Over 5 s each, and before the next happening.
     """
     fleet = _sum_by_second(record.tokens_by_second)
     steady = [one for one in record.happenings if one.share_done <= _STEADY_SHARE]
     if not steady:
         return ()
-    start = int(steady[0].at)
-    baseline = float(np.mean(fleet[max(0, start - int(_BASELINE_S)) : start]))
     ends = [int(one.at) for one in steady[1:]] + [len(fleet)]
-    return tuple(_recovery(record, one, fleet, baseline, end) for one, end in zip(steady, ends, strict=True))
+    found, baseline, last_at = [], 0.0, -_UNDISTURBED_S
+    for one, end in zip(steady, ends, strict=True):
+        if one.at - last_at >= _UNDISTURBED_S:
+            baseline = float(np.mean(fleet[max(0, int(one.at) - _BASELINE_S) : int(one.at)]))
+        found.append(_recovery(record, one, fleet, baseline, end))
+        last_at = one.at
+    return tuple(found)
 
 
 def _recovery(record: Recording, one: Happening, fleet: np.ndarray, baseline: float, end: int) -> float | None:
