@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms, missing_arms
 from tests.benchmarks.balancer.arms.dynamo import Dynamo, is_installed
-from tests.benchmarks.balancer.arms.oracles import LongestFirst, StickyGroups
+from tests.benchmarks.balancer.arms.oracles import KnownPrograms, LongestFirst, StickyGroups
 from tests.benchmarks.balancer.arms.prefix_tree import PrefixTree, RadixTree, Texts
 from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.scored import WeightedScores
@@ -426,6 +426,19 @@ def test_known_contexts_bound_how_many_begin() -> None:
     end(policy, asks[0], 0)
     policy.finished(0, 0.0)
     assert policy.place(asks[2], 0.0) == 0
+
+
+def test_known_tools_say_whether_a_context_counts_while_they_run() -> None:
+    work = (trajectory(0, 0, 2, tool_s=3.0), trajectory(1, 1, 2, tool_s=9.0), trajectory(2, 2, 9, tool_s=1.0))
+    policy = KnownPrograms(fleet(1, capacity_blocks=100), Workload(WorkloadParameters(), 0, work), 0, 1.0, 5.0)
+    for number in (0, 1):
+        begin(policy, sized(number, 800))
+        policy.ended(sized(number, 800), TurnEnd(0, 0, 100, 700, "read"), 0.0)
+    assert policy.used_tokens == {0: 700}
+    assert policy.place(sized(0, 900, turn=1), 10_000.0) == 0
+    waiting = [sized(0, 900, 1), sized(1, 900, 1), sized(2, 600)]
+    assert sorted(waiting, key=lambda turn: policy.rank(turn, 0.0))[0] is waiting[2]
+    assert policy.place(sized(1, 900, turn=1), 3.0) is None
 
 
 # --- all ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.benchmarks.balancer.arms.dynamo import PACKAGE, Dynamo, is_installed
-from tests.benchmarks.balancer.arms.oracles import LongestFirst, StickyGroups
+from tests.benchmarks.balancer.arms.oracles import KnownPrograms, LongestFirst, StickyGroups
 from tests.benchmarks.balancer.arms.prefix_tree import PrefixTree
 from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.scored import WeightedScores
@@ -36,6 +36,7 @@ def default_arms() -> list[Arm]:
         *([dynamo({}), dynamo({}, has_sessions=True)] if is_installed() else []),
         infinite_cache(slack=1),
         longest_first(fill=None, is_together=True),
+        known_programs(fill=1.0, hold_s=10.0),
     ]
 
 
@@ -47,17 +48,20 @@ def grid_arms() -> list[Arm]:
         for absolute, relative in ((64, 1.5), (16, 1.2), (4, 1.1))
     ]
     arms += [weighted_scores(kv=0.0), weighted_scores(prefix=12.0), weighted_scores(prefix=12.0, kv=0.0)]
-    arms += [programs(fill, ttl_s) for fill, ttl_s in ((0.8, 10.0), (1.5, 10.0), (2.0, 10.0), (1.0, 2.0))]
+    arms += [
+        programs(fill, ttl_s) for fill, ttl_s in ((0.8, 10.0), (1.2, 10.0), (0.8, 2.0), (1.0, 2.0), (1.2, 2.0))
+    ]
     if is_installed():
         arms += [dynamo({"prefill scale": scale}) for scale in (4.0, 16.0)]
         arms += [dynamo({"overlap credit": 4.0}), dynamo({"prefill scale": 4.0}, has_sessions=True)]
     arms += [infinite_cache(slack) for slack in (4, 16)]
     arms += [
         longest_first(fill, is_together)
-        for fill in (None, 0.8, 1.0, 1.5, 2.0)
+        for fill in (None, 0.8, 1.0, 1.5)
         for is_together in (True, False)
         if fill is not None or not is_together
     ]
+    arms += [known_programs(fill, hold_s) for fill in (0.8, 1.0) for hold_s in (2.0, 5.0)]
     return arms
 
 
@@ -123,5 +127,14 @@ def longest_first(fill: float | None, is_together: bool) -> Arm:
         "longest first, known lengths",
         lambda shape, work, seed: LongestFirst(shape, work, seed, fill, is_together),
         {"fill": "any" if fill is None else fill, "groups": "together" if is_together else "anywhere"},
+        is_oracle=True,
+    )
+
+
+def known_programs(fill: float, hold_s: float) -> Arm:
+    return Arm(
+        "longest first, known lengths and tools",
+        lambda shape, work, seed: KnownPrograms(shape, work, seed, fill, hold_s),
+        {"fill": fill, "hold": hold_s},
         is_oracle=True,
     )

@@ -3,12 +3,16 @@
 - `StickyGroups` on engines that never evict: the least prefill a run can have where trajectories stay.
 - `LongestFirst`: the known lengths of all trajectories. The longest begins first; groups go whole to the replica
   with the least work left; and no replica is given more contexts than a multiple of its KV capacity.
+- `KnownPrograms`: admission by tokens as vllm-router's Program scheduling has it, with known lengths and tools: the
+  longest goes first, and a context counts during a tool if the tool is known to be short.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
+from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.spread import Counting
 from tests.benchmarks.balancer.arms.sticky import StickySessions
 from tests.benchmarks.balancer.policy import FleetShape, StepTimes, TurnAsk, TurnEnd
@@ -43,11 +47,9 @@ class LongestFirst(Counting):
         self, shape: FleetShape, workload: Workload, seed: int, fill: float | None, is_together: bool
     ) -> None:
         super().__init__(shape, seed)
-        num_decoding = max(1.0, shape.max_live / shape.num_replicas)
-        known = [_Known(one, shape.step_times, num_decoding) for one in workload.trajectories]
-        self._known = {one.number: one for one in known}
+        self._known = _known(shape, workload)
         self._siblings: defaultdict[int, list[_Known]] = defaultdict(list)
-        for one in known:
+        for one in self._known.values():
             self._siblings[one.group].append(one)
         self._room_tokens = None if fill is None else fill * shape.capacity_tokens
         self._is_together = is_together
@@ -121,6 +123,25 @@ class LongestFirst(Counting):
         self._work_s[replica] += known.work_s
 
 
+class KnownPrograms(Programs):
+    """Programs that know their lengths and tools. A context counts during tools of at most `hold_s` seconds."""
+
+    def __init__(self, shape: FleetShape, workload: Workload, seed: int, fill: float, hold_s: float) -> None:
+        super().__init__(shape, seed, fill, ttl_s=math.inf)
+        self._hold_s = hold_s
+        self._known = _known(shape, workload)
+
+    def rank(self, turn: TurnAsk, now: float) -> float:
+        return -self._known[turn.trajectory].left_s
+
+    def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
+        super().ended(turn, end, now)
+        known = self._known[turn.trajectory]
+        known.turn_ended()
+        if known.tools[turn.turn] > self._hold_s:
+            self.pause(turn.trajectory)
+
+
 class _Known:
     """What is left of a trajectory: seconds until its end, and the seconds of an engine that it takes."""
 
@@ -129,13 +150,15 @@ class _Known:
         prompts = one.prompt_tokens()
         contexts = [prompt + output for prompt, output in zip(prompts, one.outputs, strict=True)]
         self.mean_tokens = sum(contexts) / len(contexts)
+        self.tools = [seconds for _, seconds in one.tools] + [0.0]  # by turn
         self._turns: list[tuple[float, float]] = []  # seconds until its tool returns, and of the engine
         num_cached = 0
         for turn, (prompt, output) in enumerate(zip(prompts, one.outputs, strict=True)):
             step_s = times.step_s(num_decoding, num_decoding * contexts[turn])
             prefill_s = times.prefill_s(prompt - num_cached, num_cached)
-            tool_s = one.tools[turn][1] if turn < len(one.tools) else 0.0
-            self._turns.append((prefill_s + output * step_s + tool_s, prefill_s + output * step_s / num_decoding))
+            self._turns.append(
+                (prefill_s + output * step_s + self.tools[turn], prefill_s + output * step_s / num_decoding)
+            )
             num_cached = contexts[turn]
         self._turns.reverse()
         self.left_s = sum(turn_s for turn_s, _ in self._turns)
@@ -147,3 +170,9 @@ class _Known:
         self.left_s -= turn_s
         self.work_s -= work_s
         return work_s
+
+
+def _known(shape: FleetShape, workload: Workload) -> dict[int, _Known]:
+    """Return what is known, by trajectory, with as many decoding on a replica as workers have places for."""
+    num_decoding = max(1.0, shape.max_live / shape.num_replicas)
+    return {one.number: _Known(one, shape.step_times, num_decoding) for one in workload.trajectories}

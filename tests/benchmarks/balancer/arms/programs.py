@@ -97,6 +97,12 @@ class Programs(Counting):
         super().replica_added(replica, now)
         self.used_tokens[replica] = 0
 
+    def pause(self, trajectory: int) -> None:
+        """Count a trajectory's context no more until it resumes."""
+        program = self._programs[trajectory]
+        self._count(program, 0)
+        program.is_active = False
+
     def _choose(self, home: int | None, num_tokens: int, waited_s: float) -> int | None:
         roomiest = min(self.used_tokens, key=self.used_tokens.__getitem__)
         if home is None:
@@ -123,5 +129,4 @@ class Programs(Counting):
             program = self._programs.get(trajectory)
             is_idle = trajectory not in self._runs_on
             if program is not None and program.is_active and is_idle and program.num_turns == num_turns:
-                self._count(program, 0)
-                program.is_active = False
+                self.pause(trajectory)
