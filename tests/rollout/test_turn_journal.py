@@ -15,8 +15,6 @@ from agentloop.rollout.loops import SHIPPED_LOOPS, ResumableLoop
 from agentloop.rollout.tool import ToolSpec, tool
 from agentloop.rollout.turn_journal import FinishedTurn, RunProgress, ToolAnswers, TurnJournal
 from agentloop.score import Score
-from agentloop.simulation.engine import SimulatedEngine
-from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.trajectory.growing_path import GrowingPath
 from agentloop.types import (
     Assignment,
@@ -32,51 +30,13 @@ from agentloop.types import (
     ToolResult,
     WeightVersionSpan,
 )
-from tests.support.engine.scripted import SPEC, call, turns
+from tests.support.engine.scripted import call
 from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.fleet.lost_worker import HangingEngine, Relay, files
 from tests.support.fleet.worker import running_worker, task
 from tests.support.records.turns import make_reply
 
 ANSWER = "The answer is 5."
-
-
-class HangingEngine(SimulatedEngine):
-    """Says a script; from the turn of number `hangs_at` on it says nothing."""
-
-    def __init__(self, *replies: str, hangs_at: int = 99) -> None:
-        super().__init__(SPEC, policy=ScriptedPolicy(turns(*replies)))
-        self.hangs_at = hangs_at
-        self.num_turns = 0
-        self.is_hanging = asyncio.Event()
-
-    async def generate(self, request, on_progress=None):
-        self.num_turns += 1
-        if self.num_turns > self.hangs_at:
-            self.is_hanging.set()
-            await asyncio.Event().wait()
-        return await super().generate(request, on_progress)
-
-
-class Relay(FakeCoordinator):
-    """Gives what a worker had to the next one, as a lost worker's."""
-
-    def __init__(self, tasks, **options):
-        super().__init__(tasks, **options)
-        self.given = list(self._waiting)
-        self.refuses: set[StopReason] = set()
-        self.refused: list[StopReason] = []
-        self.is_refused = asyncio.Event()
-
-    def lose_worker(self) -> None:
-        self.given = [replace(assignment, attempt=assignment.attempt + 1) for assignment in self.given]
-        self._waiting.extend(one for one in self.given if f"{one.group_id}/{one.sample_index}" not in self.records)
-
-    async def finish(self, worker_id, trajectory):
-        if trajectory.stop_reason in self.refuses:
-            self.refused.append(trajectory.stop_reason)
-            self.is_refused.set()
-            return False
-        return await super().finish(worker_id, trajectory)
 
 
 class Lookup:
@@ -98,10 +58,6 @@ class Lookup:
             return f"{word} is a word"
 
         return lookup
-
-
-def files(folder):
-    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 async def written(folder) -> None:

@@ -2,17 +2,19 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from agentloop.generation import LeaseReporter
 from agentloop.parsers.by_name import get_parser
-from agentloop.rollout import Toolbox, Worker, WorkerConfig
+from agentloop.rollout import Toolbox, TurnJournal, Worker, WorkerConfig
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
 from agentloop_servers.config import KeysConfig, ServiceConfig
 from agentloop_servers.isolation import IsolatedRuns, IsolationConfig, Setup
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.fleet.lost_worker import HangingEngine, Relay, files
 from tests.support.fleet.worker import running_worker, task
 
 CALL = call("calculator", expression="2 + 3")
@@ -21,7 +23,14 @@ HERE = "tests.servers.isolation.poison"
 
 
 @asynccontextmanager
-async def isolated_worker(feeder, engine, *, config: IsolationConfig = IsolationConfig(), capacity: int = 4):  # noqa: B008
+async def isolated_worker(
+    feeder,
+    engine,
+    *,
+    config: IsolationConfig = IsolationConfig(),  # noqa: B008
+    capacity: int = 4,
+    turns_folder: str = "",
+):
     """A worker whose trajectories have processes; yields these."""
     await engine.start()
     service = {
@@ -30,9 +39,10 @@ async def isolated_worker(feeder, engine, *, config: IsolationConfig = Isolation
         "workers": {"tools": {"dies": f"{HERE}:dies"}},
     }
     limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5)
-    setup = Setup(ServiceConfig.model_validate(service).model_dump_json(), limits)
+    setup = Setup(ServiceConfig.model_validate(service).model_dump_json(), limits, turns_folder=turns_folder)
     reporter = LeaseReporter("w", feeder.report_leases)
-    runs = IsolatedRuns(setup, feeder, {"sim://a": engine}.__getitem__, reporter, config)
+    journal = TurnJournal(Path(turns_folder)) if turns_folder else None
+    runs = IsolatedRuns(setup, feeder, {"sim://a": engine}.__getitem__, reporter, config, journal=journal)
     worker = Worker(
         "w",
         feeder,
@@ -54,6 +64,8 @@ async def isolated_worker(feeder, engine, *, config: IsolationConfig = Isolation
         worker.close()
         await running
         await runs.close()
+        if journal is not None:
+            await journal.close()
         await engine.close()
         assert runs.num_processes == 0
 
@@ -150,6 +162,33 @@ async def test_a_process_knows_no_key_and_no_address_and_asks_for_its_own_trajec
     assert "the-secret" not in said[0]
     assert all(text.startswith("Forbidden: 'other/0@0:0' is no request of bad/0") for text in said[1:3])
     assert said[3] == "lease: ''"
+
+
+@pytest.mark.slow
+async def test_a_trajectory_whose_process_died_goes_on_at_its_last_turn_in_another(tmp_path):
+    """The processes of a worker that ends are killed; what they journalled is older than `YOUNG_S`."""
+    asked, replies = task("t", seed=7), (CALL, CALL, ANSWER)
+    engine, feeder = HangingEngine(*replies, hangs_at=2), Relay([asked])
+    async with isolated_worker(feeder, engine, turns_folder=str(tmp_path)):
+        await engine.is_hanging.wait()
+        while not files(tmp_path):
+            await asyncio.sleep(0.05)
+    assert feeder.records == {}
+    feeder.lose_worker()
+    engine = HangingEngine(*replies)
+    async with isolated_worker(feeder, engine, turns_folder=str(tmp_path)):
+        await feeder.is_done.wait()
+        while files(tmp_path):  # nothing is left to go on from
+            await asyncio.sleep(0.05)
+    assert engine.num_turns == 1
+    own = FakeCoordinator([asked])
+    async with running_worker(own, {"sim://a": scripted_engine(*replies)}), asyncio.timeout(60):
+        await own.is_done.wait()
+    found, expected = feeder.records["t/0"], own.records["t/0"]
+    assert (found.attempt, found.num_resumed_turns, found.reward) == (1, 2, 1.0)
+    assert found.messages == expected.messages
+    assert found.path.response_ids.tolist() == expected.path.response_ids.tolist()
+    assert found.path.logprobs.tolist() == expected.path.logprobs.tolist()
 
 
 async def test_an_update_and_a_shutdown_reach_processes():
