@@ -60,6 +60,11 @@ class Balancer:
         self._num_finished = 0
         self._num_placed = 0
 
+    @property
+    def num_holders(self) -> int:
+        """Trajectories and sessions that hold a lease, on whatever replica."""
+        return len(self._table)
+
     def num_leases(self, replica_id: str) -> int:
         """Return how many leases count on a replica."""
         return self._replicas[replica_id].num_leases if replica_id in self._replicas else 0
@@ -156,8 +161,8 @@ class Balancer:
         adopted, and those of sessions that it had and has no more end. A trajectory's end with its record."""
         for held in leases:
             is_session = is_session_holder(held.holder_id)
-            tokens = 0 if is_session else held.num_context_tokens
-            demand = Demand(held.holder_id, process_id, held.group_id, tokens, is_session=is_session)
+            num_tokens = max(1, held.num_context_tokens)  # a lease without work would make a replica look idle
+            demand = Demand(held.holder_id, process_id, held.group_id, num_tokens, is_session=is_session)
             self.adopt(demand, held.lease, now)
             holding = self._table.of_lease(held.lease.lease_id)
             if holding is not None:

@@ -60,6 +60,8 @@ def version_problems(world: WholeWorld) -> Iterator[str]:
 def lease_problems(world: WholeWorld) -> Iterator[str]:
     """Places that nobody uses any more, and work that nobody does."""
     replicas, rollouts = world.coordinator.replicas, world.coordinator.rollouts
+    if replicas.balancer.num_holders:
+        yield f"{replicas.balancer.num_holders} leases are held"
     for replica in replicas.fleet.replicas:
         if num_leases := replicas.balancer.num_leases(replica.replica_id):
             yield f"{replica.replica_id} has {num_leases} leases"

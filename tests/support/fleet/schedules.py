@@ -258,6 +258,7 @@ class World:
     def watch(self) -> None:
         """What must be true at every moment. Raises AssertionError."""
         desk = self.coordinator.replicas
+        desk.balancer.check()
         for process in self.placeable():
             engine = process.engine
             holds = engine.weight_version
