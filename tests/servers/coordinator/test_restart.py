@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from agentloop.api import HeldLease, LeaseReport, TurnBegun, session_holder
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import PauseMode
+from agentloop.types import Lease, PauseMode
 from tests.support.engine.engines import SLEEPER
 from tests.support.fleet.service import CONFIG, Inline, record, report, service
 from tests.support.records.samples import make_group
@@ -142,3 +143,47 @@ async def test_a_service_that_stops_begins_nothing_and_leaves_the_rest_to_the_ne
     coordinator = await site.start()
     await site.clock.sleep(CONFIG.restart_grace_s + 2.0)
     assert len((await coordinator.rollouts.take(report("w", 5), 1.0)).start) == 3
+
+
+@service("a", "b")
+async def test_leases_are_held_over_a_restart_by_what_processes_report(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 3),))
+    started = (await coordinator.rollouts.take(report("w", 3), 1.0)).start
+    session = await coordinator.rollouts.lease("s", 100, "ingress")
+    placed = {one.assignment_id: one.lease for one in started} | {session_holder("s"): session}
+    coordinator, _ = await restart(site)
+    names = tuple(one.assignment_id for one in started)
+    await coordinator.rollouts.take(report("w", 0, *names), 0.0)
+    for process_id, holders in (("w", names), ("ingress", (session_holder("s"),))):
+        late = LeaseReport(process_id, 7, turns=tuple(TurnBegun(placed[name].lease_id) for name in holders))
+        assert (await coordinator.rollouts.report_leases(late)).send_all
+        assert (await coordinator.rollouts.report_leases(late)).send_all, "the answer was lost"
+        held = tuple(HeldLease(placed[name], name, "", 10, b"") for name in holders)
+        unknown = HeldLease(Lease("old", "a", "sim://a"), "r/g/9", "r/g", 10, b"")  # it has its record
+        orders = await coordinator.rollouts.report_leases(LeaseReport(process_id, 8, leases=(*held, unknown)))
+        assert not orders.send_all
+    balancer = coordinator.replicas.balancer
+    assert {name: balancer.lease_of(name) for name in placed} == placed
+    assert sum(one.num_leases for one in (await coordinator.status()).replicas) == balancer.num_holders == 4
+    for one in started:
+        await coordinator.rollouts.finish("w", record(one))
+    for sequence in range(9, 200):  # the worker is silent, and the other process is not
+        await coordinator.rollouts.report_leases(LeaseReport("ingress", sequence))
+        await site.clock.sleep(1.0)
+    assert balancer.num_holders == 1
+    await site.clock.sleep(site.config.balancer.lease_ttl_s + 2.0)
+    assert balancer.num_holders == 0, "silence ended it"
+    assert (await coordinator.rollouts.report_leases(LeaseReport("ingress", 200))).send_all
+
+
+@service("a")
+async def test_a_lease_that_nobody_says_to_hold_ends(site, coordinator):
+    await coordinator.rollouts.report_leases(LeaseReport("ingress", 1, leases=()))
+    await coordinator.rollouts.lease("s", 100, "ingress")  # the answer was lost, and the caller has left
+    heard = await coordinator.rollouts.lease("t", 100, "ingress")
+    await coordinator.rollouts.report_leases(LeaseReport("ingress", 2, taken=(heard.lease_id,)))
+    for sequence in range(3, 70):
+        await coordinator.rollouts.report_leases(LeaseReport("ingress", sequence))
+        await site.clock.sleep(1.0)
+    balancer = coordinator.replicas.balancer
+    assert (balancer.lease_of(session_holder("s")), balancer.lease_of(session_holder("t"))) == (None, heard)
