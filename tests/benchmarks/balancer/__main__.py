@@ -109,12 +109,14 @@ def _options() -> argparse.Namespace:
 
 
 def _settings(scale: Scale, options: argparse.Namespace, wall_s: float) -> str:
+    missing = "".join(f" {name}: {why}." for name, why in missing_arms().items())
     return (
         f"{scale.num_replicas} replicas of {scale.step_times}, blocks of {scale.block_size} tokens, "
         f"{scale.num_trajectories:,} trajectories, places for {scale.num_live:,}; mean of {options.seeds} seeds "
         f"± their standard deviation. Reuse is the share of prompt tokens that the engine had cached, beside "
         f"the bound of one cache for the fleet that never evicts. {wall_s / 60:.1f} minutes in "
-        f"{options.processes} processes."
+        f"{options.processes} processes. CPU is that of Python's thread: what Dynamo's own threads compute is not "
+        f"in it.{missing}"
     )
 
 
