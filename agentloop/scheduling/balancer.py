@@ -1,26 +1,47 @@
-"""The balancer: which replica a trajectory runs on, for all its turns.
+"""The balancer: which replica a trajectory runs on, for all its turns, and how many run at a time.
 
 Ownership: one object, in the coordinator's event loop, pure and synchronous, time passed in; it reads the `Fleet`
-and owns the lease table. A trajectory is charged with its predicted tokens (prompt plus the running mean of what
-finished trajectories used) from its lease to its release: requests in flight would make a replica full of
-trajectories that wait for tools look idle. Load is predicted tokens over the replica's KV capacity.
+and owns the lease table, the books of the replicas, the models of their KV, and what it has learned of lengths and
+tools. A trajectory is charged to its replica from its lease to its release with the seconds of work and the KV that
+it is still expected to need (`expected_work.py`, `kv_forecast.py`): requests in flight would make a replica full of
+trajectories that wait for tools look idle.
 
-Invariants: a holder has at most one lease; lease ids are never used twice; a replica's work is the sum of the
-predictions of the leases counted on it.
+The life of a trajectory here: `has_room`, then `acquire`; `turn_begun` and `turn_ended` at each turn, told in
+batches by the process that runs it; perhaps an order to go elsewhere or to ask first, followed at the next turn
+(`move`); `release`.
+
+Invariants: a holder has at most one lease; lease ids are never used twice; a replica's book is the sum of the
+charges of the leases counted on it; whoever waits for room waits behind a bounded number of others.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from agentloop.api import HeldLease, KVChanges, LeaseOrders, LeaseReport, is_session_holder
+from agentloop.api import (
+    HeldLease,
+    KVChanges,
+    LeaseOrders,
+    LeaseReport,
+    TurnBegun,
+    TurnEnded,
+    is_session_holder,
+)
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
-from agentloop.fleet import Fleet, ReplicaRecord
+from agentloop.fleet import Fleet
+from agentloop.kv_hashes import hashes_of
+from agentloop.scheduling.admission import Admission, AdmissionConfig
+from agentloop.scheduling.expected_work import ExpectedWork, WorkPriors
+from agentloop.scheduling.kv_forecast import KVNeed
 from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
-from agentloop.scheduling.placement import LoadIndex
+from agentloop.scheduling.placement import Charge, Placement
+from agentloop.scheduling.rebalance import Rebalance, RebalanceConfig
 from agentloop.scheduling.replica_caches import ReplicaCaches
+from agentloop.scheduling.retention import Retention
+from agentloop.scheduling.step_times import StepTimes
 from agentloop.types import Lease
 
 
@@ -29,36 +50,34 @@ class BalancerConfig:
     """Settings of the leases, of the prediction of work, and of how far siblings may pull."""
 
     lease_ttl_s: float = 60.0  # silence of a process after which its leases end
-    prior_trajectory_tokens: int = 2048  # predicted until the first trajectory has finished
-    num_averaged: int = 1024  # finished trajectories that the running mean remembers, about
-    group_slack_trajectories: float = 8.0  # extra load, in mean trajectories, that shared prompt KV is worth
-
-
-@dataclass(slots=True)
-class _Replica:
-    """The counts of a replica that has leases, or has had them."""
-
-    num_leases: int = 0
-    work_tokens: float = 0.0
-    placed_at: int = 0  # number of its last placement
+    group_slack_trajectories: float = 8.0  # extra load, in fresh trajectories, that shared prompt KV is worth
+    min_stagger_s: float = 0.5  # siblings wait for the leader's prefill if that saves at least so much
+    retention_factor: float = 3.0  # of the break-even, that KV is kept for while a tool runs
+    step_times: StepTimes = field(default_factory=StepTimes)
+    priors: WorkPriors = field(default_factory=WorkPriors)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
 
 
 class Balancer:
-    """Leases, and the predicted work behind them."""
+    """Leases, and the predicted work and KV behind them."""
 
     def __init__(self, fleet: Fleet, config: BalancerConfig | None = None) -> None:
         self._fleet = fleet
         self._config = config or BalancerConfig()
+        self._times = self._config.step_times
         self._table = LeaseTable()
-        self._replicas: defaultdict[str, _Replica] = defaultdict(_Replica)
-        self._placeable: dict[str, ReplicaRecord] = {}
-        self._index = LoadIndex()  # of the placeable ones
-        self._num_changes_seen = -1  # of the fleet's
-        self._group_homes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._placement = Placement(fleet)
+        self._work = ExpectedWork(self._config.priors)
+        self._retention = Retention(self._times, self._config.retention_factor)
+        self.admission = Admission(self._config.admission)
+        self._rebalance = Rebalance(self._placement, self._times, self._config.rebalance)
         self._caches = ReplicaCaches(fleet)
-        self._mean_tokens = float(self._config.prior_trajectory_tokens)
-        self._num_finished = 0
-        self._num_placed = 0
+        self._leaders: dict[str, float] = {}  # group -> when its first prompt is prefilled, by our count
+        self._mean_prompt_tokens = 1024.0
+        self._num_prompts = 0
+
+    # --- what others see ---
 
     @property
     def num_holders(self) -> int:
@@ -67,32 +86,62 @@ class Balancer:
 
     def num_leases(self, replica_id: str) -> int:
         """Return how many leases count on a replica."""
-        return self._replicas[replica_id].num_leases if replica_id in self._replicas else 0
+        return self._placement.book(replica_id).num_leases
 
-    def work_tokens(self, replica_id: str) -> float:
-        """Predicted tokens of the trajectories leased to a replica."""
-        return self._replicas[replica_id].work_tokens if replica_id in self._replicas else 0.0
+    def work_s(self, replica_id: str) -> float:
+        """Return the seconds of work expected of the trajectories leased to a replica."""
+        return self._placement.book(replica_id).work_s
 
     def lease_of(self, holder_id: str) -> Lease | None:
         """Return the lease that a trajectory or a session holds."""
         holding = self._table.of_holder(holder_id)
         return None if holding is None else holding.lease
 
+    def expected_tokens(self, group_id: str, num_prompt_tokens: int) -> float:
+        """Return the context tokens that a fresh sample of a group is expected to end with."""
+        return num_prompt_tokens + self._work.remaining(group_id, 0.0).growth_tokens
+
+    # --- leases ---
+
+    def has_room(self, now: float, group_id: str = "", num_prompt_tokens: int | None = None) -> bool:
+        """Tell if one more trajectory may begin: of this group, whose leader's prefill siblings wait for.
+
+        Who comes back from a long tool goes first: nothing begins on a replica that one of those waits for.
+        """
+        if self._placement.num_placeable == 0:
+            return False
+        if group_id and self._waits_for_leader(group_id, now):
+            return False
+        prompt_tokens = self._mean_prompt_tokens if num_prompt_tokens is None else float(num_prompt_tokens)
+        charge = self._fresh_charge(group_id, prompt_tokens, 2)
+        has_room = any(self._fits(name, group_id, charge) for name in self._placement.homes(group_id))
+        has_room = has_room or self._fits(self._placement.roomiest(), group_id, charge)
+        if not has_room:
+            self.admission.refused()
+        return has_room
+
     def acquire(self, demand: Demand, now: float) -> Lease:
         """Return a place for a trajectory or a session.
 
-        Asked again it is the one that it holds, as long as that replica takes traffic. Raises NoHealthyReplica.
+        Asked again it is the one that it holds, as long as that replica takes traffic. It is given even if there is
+        no room (`has_room`). Raises NoHealthyReplica.
         """
         holding = self._table.of_holder(demand.holder_id)
         if holding is not None:
-            if holding.is_counted and self._takes_traffic(holding.lease):
+            if holding.is_counted and self._placement.takes_traffic(holding.lease):
                 self._table.ask_again(holding, demand, now)
                 return holding.lease
-            self._drop(holding)
-        chosen = self._choose(demand.group_id, None)
-        granted = Holding(demand, self._grant(chosen), self._work_of(demand))
-        self._hold(granted, now)
-        return granted.lease
+            self._end(holding, None)
+        prompt_tokens = float(demand.num_prompt_tokens)
+        if demand.is_session:
+            charge = Charge(self._times.turn_share(0.0, prompt_tokens, 0.0), KVNeed(prompt_tokens, 0.0))
+        else:
+            charge = self._fresh_charge(demand.group_id, prompt_tokens, demand.group_size)
+        chosen = self._choose_fresh(demand, charge)
+        lease = self._grant(chosen)
+        self._begin(Holding(demand, lease, charge, now, prompt_tokens=prompt_tokens), now)
+        self._lead(demand, chosen, now)
+        return lease
 
     def adopt(self, demand: Demand, lease: Lease, now: float) -> None:
         """Count a lease that an earlier coordinator granted, whether or not its replica has joined this one yet.
@@ -101,40 +150,67 @@ class Balancer:
         """
         if self._table.of_holder(demand.holder_id) is not None or self._table.of_lease(lease.lease_id) is not None:
             return
-        self._hold(Holding(demand, lease, self._work_of(demand)), now)
+        prompt_tokens = float(demand.num_prompt_tokens)
+        charge = self._fresh_charge(demand.group_id, prompt_tokens, demand.group_size)
+        self._begin(Holding(demand, lease, charge, now, prompt_tokens=prompt_tokens), now)
 
     def move(self, lease: Lease, is_failed: bool, now: float) -> Lease:
         """Return another lease for the holder of `lease`, which ends.
 
-        Asked without a failure, the trajectory stays where its KV is unless that replica is overloaded by more
-        than the slack. After a failure it goes to another replica, and stays only if there is no other. Raises
-        NoHealthyReplica, and the holder then keeps the lease it has; NotFound for a lease that is not known
-        (`adopt` it first).
+        After a failure it goes to another replica, and stays only if there is no other. Asked without a failure,
+        it stays where its KV is, unless that replica is overloaded; one that was told to ask may have to wait for
+        room. Raises NoHealthyReplica if it has to, or if no replica takes traffic: the holder keeps its lease.
+        Raises NotFound for a lease that is not known (`adopt` it first).
         """
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
             raise NotFound(f"lease {lease.lease_id} is not known", param="lease")
-        self._count(holding, -1)
-        try:
-            stays = None if is_failed or not holding.is_counted else lease
-            chosen = self._choose(holding.demand.group_id, lease.replica_id if is_failed else None, stays)
-        finally:
-            self._count(holding, +1)
-        self._drop(holding)
-        moved = Holding(holding.demand, self._grant(chosen), holding.work_tokens)
-        self._hold(moved, now)
-        return moved.lease
+        if lease.lease_id != holding.lease.lease_id and self._placement.takes_traffic(holding.lease):
+            self._table.obeyed(holding)  # it has moved already
+            return holding.lease
+        chosen = self._choose_again(holding, is_failed)
+        self.admission.leave(holding.demand.holder_id)
+        is_elsewhere = chosen != holding.lease.replica_id or not holding.is_counted
+        self._uncount(holding)
+        self._table.change(holding, self._grant(chosen), now, is_told=True)
+        if is_elsewhere or not holding.charge.is_kept:
+            holding.is_warm = False
+        holding.is_counted = True
+        self._count(holding, self._charge_of(holding, is_kept=True))
+        return holding.lease
 
     def release(self, lease: Lease, num_tokens: int | None, now: float) -> None:
-        """Give a place back; idempotent. `num_tokens`, of one that ran to its end, teach the running mean."""
+        """Give a place back; idempotent. `num_tokens`, of one that ran to its end, are what it grew by."""
         holding = self._table.of_lease(lease.lease_id)
-        if holding is None:
-            return
-        self._table.renew(holding.demand.process_id, now)
-        self._drop(holding)
-        if num_tokens is not None:
-            self._num_finished = min(self._num_finished + 1, self._config.num_averaged)
-            self._mean_tokens += (num_tokens - self._mean_tokens) / self._num_finished
+        if holding is not None:
+            self._table.renew(holding.demand.process_id, now)
+            self._end(holding, num_tokens)
+
+    def renew(self, process_id: str, now: float) -> None:
+        """Keep the leases of a process that gave a sign of life."""
+        self._table.renew(process_id, now)
+
+    def expire(self, now: float) -> int:
+        """End the leases whose time is over, and those of processes that fell silent. Returns how many."""
+        over = self._table.expired(now, self._config.lease_ttl_s)
+        for holding in over:
+            self._end(holding, None)
+        return len(over)
+
+    def drop_replica(self, replica_id: str) -> None:
+        """Count the leases of a replica that is lost, or whose KV is, no more: they move at their next call."""
+        for holding in self._table.on_replica(replica_id):
+            self._uncount(holding)
+            holding.is_counted = holding.is_warm = False
+        self._caches.drop(replica_id)
+        self.admission.dissolve(replica_id)
+        self._placement.forget(replica_id)
+
+    def kv_changed(self, replica_id: str, changes: KVChanges) -> bool:
+        """Take in what a replica tells of its prefix cache. False: it has to tell all that it holds."""
+        return self._caches.changed(replica_id, changes)
+
+    # --- news of processes ---
 
     def took(self, report: LeaseReport, now: float) -> LeaseOrders:
         """Take the news of a process's leases, each report once (`ReportDesk`); returns what it is to do.
@@ -145,16 +221,26 @@ class Balancer:
         self._table.renew(process_id, now)
         if report.leases is not None:
             self._compare(process_id, report.leases, now)
-        moves: list[tuple[str, Lease | None]] = []
+        unknown: list[tuple[str, Lease | None]] = []
         for lease_id in dict.fromkeys((*report.taken, *(turn.lease_id for turn in report.turns))):
             holding = self._table.of_lease(lease_id)
             if holding is None or not self._table.heard(holding, process_id, now):
-                moves.append((lease_id, None))
+                unknown.append((lease_id, None))
+        for turn in report.turns:
+            if (turn.lease_id, None) not in unknown:
+                self._take_turn(turn, now)
         for lease_id in report.released:
             holding = self._table.of_lease(lease_id)
             if holding is not None and holding.demand.process_id == process_id:
-                self._drop(holding)
-        return LeaseOrders(tuple(moves))
+                self._end(holding, None)
+        return LeaseOrders((*unknown, *self._table.orders(process_id)))
+
+    def _take_turn(self, turn: TurnBegun | TurnEnded, now: float) -> None:
+        if isinstance(turn, TurnBegun):
+            self.turn_begun(turn.lease_id, now)
+            return
+        counts = turn.num_context_tokens, turn.num_sampled_tokens, turn.num_cached_tokens
+        self.turn_ended(turn.lease_id, *counts, turn.first_block, hashes_of(turn.block_hashes), turn.tool, now)
 
     def _compare(self, process_id: str, leases: Sequence[HeldLease], now: float) -> None:
         """Have the table agree with all that a process holds: leases that an earlier coordinator granted are
@@ -165,128 +251,279 @@ class Balancer:
             demand = Demand(held.holder_id, process_id, held.group_id, num_tokens, is_session=is_session)
             self.adopt(demand, held.lease, now)
             holding = self._table.of_lease(held.lease.lease_id)
-            if holding is not None:
-                self._table.heard(holding, process_id, now)
+            if holding is not None and self._table.heard(holding, process_id, now):
+                holding.hashes = hashes_of(held.block_hashes)
         kept = {held.lease.lease_id for held in leases}
         for holding in self._table.of_process(process_id):
-            demand = holding.demand
-            if demand.is_session and demand.expires_at is None and holding.lease.lease_id not in kept:
-                self._drop(holding)
+            demand, names = holding.demand, {holding.lease.lease_id, *holding.earlier}
+            if demand.is_session and demand.expires_at is None and names.isdisjoint(kept):
+                self._end(holding, None)
 
-    def renew(self, process_id: str, now: float) -> None:
-        """Keep the leases of a process that gave a sign of life."""
-        self._table.renew(process_id, now)
+    def orders(self, process_id: str) -> tuple[tuple[str, Lease | None], ...]:
+        """Return what a process is to do from the next turns on: lease id -> another lease, or None: ask first."""
+        return self._table.orders(process_id)
 
-    def expire(self, now: float) -> int:
-        """End the leases whose time is over, and those of processes that fell silent. Returns how many."""
-        over = self._table.expired(now, self._config.lease_ttl_s)
-        for holding in over:
-            self._drop(holding)
-        return len(over)
+    def turn_begun(self, lease_id: str, now: float) -> None:
+        """Take in that a holder is back from its tools, or begins its first turn. Unknown leases: no-op."""
+        holding = self._table.of_lease(lease_id)
+        if holding is None:
+            return
+        if lease_id == holding.lease.lease_id:
+            self._table.obeyed(holding)
+        if holding.is_at_tool:
+            self._retention.times.returned(holding.tool, now - holding.ended_at)
+            if not holding.charge.is_kept:
+                self._recount(holding, is_kept=True)
+        self._set_at_tool(holding, is_at_tool=False)
 
-    def drop_replica(self, replica_id: str) -> None:
-        """Count the leases of a replica that is lost, or whose KV is, no more: they move at their next call."""
-        for holding in self._table.on_replica(replica_id):
-            self._count(holding, -1)
-            holding.is_counted = False
-        self._replicas.pop(replica_id, None)
-        self._caches.drop(replica_id)
-        self._put(replica_id)
+    def turn_ended(
+        self,
+        lease_id: str,
+        num_context_tokens: int,
+        num_sampled_tokens: int,
+        num_cached_tokens: int | None,
+        first_block: int,
+        block_hashes: array[int],
+        tool: str,
+        now: float,
+    ) -> None:
+        """Take in a turn (`api.TurnEnded` tells what each is), and decide where the next one runs."""
+        holding = self._table.of_lease(lease_id)
+        if holding is None:
+            return
+        if num_context_tokens <= 0:  # it failed, and is begun again
+            self._set_at_tool(holding, is_at_tool=True)
+            holding.tool, holding.ended_at = "", now
+            return
+        demand, is_here = holding.demand, lease_id == holding.lease.lease_id
+        if not demand.is_session:
+            self._learn(holding, num_context_tokens, num_sampled_tokens, num_cached_tokens, is_here)
+        holding.context_tokens = float(num_context_tokens)
+        holding.num_turns += 1
+        if first_block <= len(holding.hashes):
+            del holding.hashes[first_block:]
+            holding.hashes.extend(block_hashes)
+        self._set_at_tool(holding, is_at_tool=True)
+        holding.tool, holding.ended_at = tool, now
+        self._leaders.pop(demand.group_id, None)
+        if not is_here or demand.is_session or not holding.is_counted:
+            return
+        holding.is_warm = True
+        self._store_kv(holding)
+        if not self._keeps_kv(holding, now):
+            self._table.have_ask(holding)
+            return
+        target = self._rebalance.target(holding, self.admission.rho, now)
+        if target is not None:
+            self._order(holding, target, now)
 
-    def kv_changed(self, replica_id: str, changes: KVChanges) -> bool:
-        """Take in what a replica tells of its prefix cache. False: it has to tell all that it holds."""
-        return self._caches.changed(replica_id, changes)
+    def new_epoch(self, is_flushed: bool, now: float) -> None:
+        """Take in new weights. Flushed, no KV is left: whoever is at a tool is placed anew, the most work first."""
+        self._table.epoch += 1
+        if not is_flushed:
+            return
+        for replica in self._fleet.replicas:
+            cache = self._caches.of(replica.replica_id)
+            if cache is not None:
+                cache.clear()
+        waiting: list[Holding] = []
+        for holding in self._table:
+            holding.is_warm = False
+            if holding.is_at_tool and holding.is_counted and holding.charge.is_kept and not holding.earlier:
+                waiting.append(holding)
+        for holding, target in self._rebalance.spread(waiting):
+            self._order(holding, target, now)
+
+    def look(self, now: float) -> None:
+        """Let go of the KV of tools that take long; about once a second."""
+        for holding in self._retention.due(now):
+            if holding.is_counted and holding.is_at_tool and holding.charge.is_kept and not holding.earlier:
+                self._recount(holding, is_kept=False)
+                self._table.have_ask(holding)
 
     def check(self) -> None:
         """Raise InvariantBroken unless every count is what the leases add up to."""
-        num_leases, homes = Counter[str](), Counter[tuple[str, str]]()
-        for holding in self._table:
-            if holding.is_counted:
-                num_leases[holding.lease.replica_id] += 1
-                if holding.demand.group_id:
-                    homes[holding.demand.group_id, holding.lease.replica_id] += 1
-        if num_leases != Counter({name: one.num_leases for name, one in self._replicas.items()}):
-            raise InvariantBroken("the leases of replicas are miscounted")
-        if any((one.work_tokens > 0) != (one.num_leases > 0) for one in self._replicas.values()):
-            raise InvariantBroken("a replica has work without leases, or leases without work")
-        if homes != {(group, name): num for group, at in self._group_homes.items() for name, num in at.items()}:
-            raise InvariantBroken("the homes of groups are miscounted")
         self._table.check()
+        counted = [one for one in self._table if one.is_counted]
+        homes = Counter((one.demand.group_id, one.lease.replica_id) for one in counted if one.demand.group_id)
+        self._placement.check(Counter(one.lease.replica_id for one in counted), homes)
+        if self.admission.num_waiting > len(self._table):
+            raise InvariantBroken("a holder whose lease has ended waits for room")
 
-    # --- inside ---
+    # --- choosing ---
 
-    def _work_of(self, demand: Demand) -> float:
-        return demand.num_prompt_tokens + (0.0 if demand.is_session else self._mean_tokens)
+    def _choose_fresh(self, demand: Demand, charge: Charge) -> str:
+        """Return the replica of a new trajectory: with its siblings within the slack, else where there is least."""
+        placement, group_id = self._placement, demand.group_id
+        least = placement.least()
+        bound = placement.work(least) + self._config.group_slack_trajectories * charge.work_s
+        homes = [name for name in placement.homes(group_id) if placement.work(name) <= bound]
+        for name in (*homes, least, roomiest := placement.roomiest()):
+            if self._fits(name, group_id, charge):
+                return name
+        return homes[0] if homes else roomiest  # nobody asked for room: it is crowded anywhere
 
-    def _choose(self, group_id: str, failed_id: str | None, stays: Lease | None = None) -> ReplicaRecord:
-        self._follow_fleet()
-        least = self._index.least(without=failed_id) or self._index.least()
-        if least is None:
-            raise NoHealthyReplica("no replica takes traffic now")
-        bound = self._index.load(least)
-        if stays is not None and self._takes_traffic(stays) and self._is_within(stays.replica_id, bound):
-            return self._placeable[stays.replica_id]
-        homes = self._group_homes.get(group_id, ())
-        siblings = [
-            name for name in homes if name != failed_id and name in self._index and self._is_within(name, bound)
-        ]
-        return self._placeable[min(siblings, key=self._index.order) if siblings else least]
+    def _choose_again(self, holding: Holding, is_failed: bool) -> str:
+        """Return the replica of a trajectory that has begun. Raises NoHealthyReplica."""
+        placement, here = self._placement, holding.lease.replica_id
+        if is_failed:
+            return placement.least(without=here)
+        is_here = holding.is_counted and placement.takes_traffic(holding.lease)
+        charge = self._charge_of(holding, is_kept=True)
+        if not holding.must_ask:
+            bound = placement.work(placement.least()) + self._config.group_slack_trajectories * charge.work_s
+            stays = is_here and placement.work(here) <= bound
+            return here if stays else self._choose_fresh(holding.demand, charge)
+        candidates = [here] if is_here else []
+        holder_id, group_id = holding.demand.holder_id, holding.demand.group_id
+        for name in (*candidates, placement.least(), placement.roomiest()):
+            if self._fits(name, group_id, charge, holder_id):
+                return name
+        self.admission.wait(holder_id, here if is_here else placement.roomiest())
+        raise NoHealthyReplica("no replica has room for a trajectory that returns from its tools")
 
-    def _is_within(self, replica_id: str, bound: float) -> bool:
-        """Tell if a replica's load is above the least one by no more than the slack."""
-        slack_tokens = self._config.group_slack_trajectories * self._mean_tokens
-        return self._index.load(replica_id) <= bound + slack_tokens / self._placeable[replica_id].capacity_tokens
+    def _fits(self, replica_id: str, group_id: str, charge: Charge, holder_id: str = "") -> bool:
+        admission = self.admission
+        is_free = admission.is_free(replica_id, holder_id)
+        return is_free and self._placement.fits(replica_id, group_id, charge, admission.rho)
 
-    def _follow_fleet(self) -> None:
-        """Take in which replicas take traffic, if that may have changed."""
-        if self._num_changes_seen == self._fleet.num_placement_changes:
+    # --- siblings ---
+
+    def _lead(self, demand: Demand, replica_id: str, now: float) -> None:
+        """Note when the prompt of a group's first sample will be there, if siblings shall wait for it."""
+        book = self._placement.book(replica_id)
+        prefill_s = self._times.prefill(demand.num_prompt_tokens)
+        is_first = len(self._placement.homes(demand.group_id)) == 1 and book.num_leases >= 1
+        if is_first and (demand.group_size - 1) * prefill_s >= self._config.min_stagger_s:
+            book.prefilled_at = max(book.prefilled_at, now) + prefill_s
+            self._leaders.setdefault(demand.group_id, book.prefilled_at)
+
+    def prefilled(self, group_id: str) -> None:
+        """Note that a group's prompt is there: its siblings need not wait."""
+        self._leaders.pop(group_id, None)
+
+    def _waits_for_leader(self, group_id: str, now: float) -> bool:
+        ready_at = self._leaders.get(group_id)
+        if ready_at is None or now >= ready_at:
+            self._leaders.pop(group_id, None)
+            return False
+        return True
+
+    # --- charges ---
+
+    def _fresh_charge(self, group_id: str, prompt_tokens: float, group_size: int) -> Charge:
+        remaining = self._work.remaining(group_id, 0.0)
+        work_s = self._times.turn_share(prompt_tokens, remaining.sampled_tokens, remaining.observed_tokens)
+        if group_size > 1:
+            return Charge(work_s, KVNeed(0.0, remaining.growth_tokens), prompt_tokens)
+        return Charge(work_s, KVNeed(prompt_tokens, remaining.growth_tokens))
+
+    def _charge_of(self, holding: Holding, *, is_kept: bool) -> Charge:
+        """Return what a trajectory is charged with from here on."""
+        demand = holding.demand
+        if demand.is_session:
+            return replace(holding.charge, is_kept=is_kept)
+        if holding.num_turns == 0:
+            charge = self._fresh_charge(demand.group_id, holding.prompt_tokens, demand.group_size)
+            return replace(charge, is_kept=is_kept)
+        grown = holding.context_tokens - holding.prompt_tokens
+        left = self._work.remaining(demand.group_id, grown)
+        work_s = self._times.turn_share(holding.context_tokens, left.sampled_tokens, left.observed_tokens)
+        if not holding.is_warm:
+            work_s += self._times.prefill(holding.context_tokens)
+        shared = holding.prompt_tokens if demand.group_size > 1 else 0.0
+        return Charge(work_s, KVNeed(holding.context_tokens - shared, left.growth_tokens), shared, is_kept)
+
+    def _learn(
+        self, holding: Holding, context_tokens: int, sampled_tokens: int, cached_tokens: int | None, is_here: bool
+    ) -> None:
+        if holding.num_turns == 0:
+            holding.prompt_tokens = float(context_tokens - sampled_tokens)
+            self._num_prompts = min(self._num_prompts + 1, self._config.priors.num_remembered)
+            self._mean_prompt_tokens += (holding.prompt_tokens - self._mean_prompt_tokens) / self._num_prompts
             return
-        self._num_changes_seen = self._fleet.num_placement_changes
-        before, self._placeable = self._placeable, {one.replica_id: one for one in self._fleet.placeable()}
-        for replica_id in before.keys() | self._placeable.keys():
-            self._put(replica_id)
+        grown = max(context_tokens - holding.prompt_tokens, 0.0)
+        turn_tokens = max(context_tokens - holding.context_tokens, 0.0)
+        self._work.turn(holding.demand.group_id, grown, turn_tokens, sampled_tokens)
+        self._rebalance.prompted(context_tokens - sampled_tokens)
+        if holding.is_warm and is_here and cached_tokens is not None:
+            lost_s = self._times.prefill(holding.context_tokens, float(cached_tokens))
+            num_sampling = max(self._placement.book(holding.lease.replica_id).num_sampling, 1)
+            is_lost = cached_tokens < holding.context_tokens - 2 * max(holding.lease.block_size, 1)
+            fixed_s = self._times.step_s * sampled_tokens / num_sampling
+            self.admission.turn(lost_s if is_lost else 0.0, fixed_s, self._placement.num_counted)
 
-    def _takes_traffic(self, lease: Lease) -> bool:
-        self._follow_fleet()
-        replica = self._placeable.get(lease.replica_id)
-        return replica is not None and replica.url == lease.url
+    def _keeps_kv(self, holding: Holding, now: float) -> bool:
+        """Charge anew a trajectory that goes to its tool, and tell if its KV stays spoken for."""
+        replica = self._fleet.get(holding.lease.replica_id)
+        capacity_tokens = 0 if replica is None else replica.registration.info.kv_capacity_tokens
+        is_kept = capacity_tokens <= 0 or self._retention.keeps(holding, capacity_tokens, now)
+        self._recount(holding, is_kept=is_kept)
+        held_tokens = self._placement.book(holding.lease.replica_id).forecast.now_tokens
+        if is_kept and 0 < max(self.admission.rho, 1.0) * capacity_tokens < held_tokens:
+            is_kept = False  # the replica has grown beyond its KV: who goes to a tool makes room
+            self._recount(holding, is_kept=False)
+        return is_kept
 
-    def _put(self, replica_id: str) -> None:
-        """Bring the index up to date with a replica's counts."""
-        replica = self._placeable.get(replica_id)
-        if replica is None:
-            self._index.remove(replica_id)
-            return
-        counts = self._replicas[replica_id]
-        load = counts.work_tokens / replica.capacity_tokens
-        self._index.put(replica_id, (load, counts.num_leases, counts.placed_at))
+    # --- counting ---
 
-    def _grant(self, replica: ReplicaRecord) -> Lease:
-        self._num_placed += 1
-        self._replicas[replica.replica_id].placed_at = self._num_placed
-        return self._table.grant(replica.replica_id, replica.url, replica.registration.info.block_size)
+    def _set_at_tool(self, holding: Holding, *, is_at_tool: bool) -> None:
+        """Count a turn that begins or ends on its replica."""
+        if holding.is_sampling == is_at_tool:
+            holding.is_sampling = not is_at_tool
+            if holding.is_counted:
+                self._placement.book(holding.lease.replica_id).num_sampling += -1 if is_at_tool else 1
+        holding.is_at_tool = is_at_tool
 
-    def _hold(self, holding: Holding, now: float) -> None:
+    def _grant(self, replica_id: str) -> Lease:
+        self._placement.placed(replica_id)
+        replica = self._placement.record(replica_id)
+        return self._table.grant(replica_id, replica.url, replica.registration.info.block_size)
+
+    def _begin(self, holding: Holding, now: float) -> None:
         self._table.hold(holding, now)
-        self._count(holding, +1)
+        self._work.begin(holding.demand.group_id)
+        if holding.is_counted:
+            self._placement.add(holding.lease.replica_id, holding.demand.group_id, holding.charge)
 
-    def _drop(self, holding: Holding) -> None:
+    def _end(self, holding: Holding, num_tokens: int | None) -> None:
+        self._set_at_tool(holding, is_at_tool=True)
+        self._uncount(holding)
+        holding.is_counted = holding.is_at_tool = False
         self._table.drop(holding)
-        self._count(holding, -1)
+        self.admission.leave(holding.demand.holder_id)
+        grown = max(holding.context_tokens - holding.prompt_tokens, 0.0) if holding.num_turns else 0.0
+        is_taught = num_tokens is not None and not holding.demand.is_session
+        self._work.end(holding.demand.group_id, float(num_tokens or 0) if is_taught else None, grown)
 
-    def _count(self, holding: Holding, sign: int) -> None:
-        if not holding.is_counted:
-            return
-        replica_id, group_id = holding.lease.replica_id, holding.demand.group_id
-        counts = self._replicas[replica_id]
-        counts.num_leases += sign
-        # An empty replica has exactly no work: the sums of floats must not drift over millions of leases.
-        counts.work_tokens = counts.work_tokens + sign * holding.work_tokens if counts.num_leases else 0.0
-        self._put(replica_id)
-        if group_id:
-            homes = self._group_homes[group_id]
-            homes[replica_id] += sign
-            if homes[replica_id] <= 0:
-                del homes[replica_id]
-            if not homes:
-                del self._group_homes[group_id]
+    def _uncount(self, holding: Holding) -> None:
+        if holding.is_counted:
+            self._placement.book(holding.lease.replica_id).num_sampling -= holding.is_sampling
+            self._placement.remove(holding.lease.replica_id, holding.demand.group_id, holding.charge)
+
+    def _count(self, holding: Holding, charge: Charge) -> None:
+        holding.charge = charge
+        if holding.is_counted:
+            self._placement.add(holding.lease.replica_id, holding.demand.group_id, charge)
+            self._placement.book(holding.lease.replica_id).num_sampling += holding.is_sampling
+
+    def _recount(self, holding: Holding, *, is_kept: bool) -> None:
+        before, holding.charge = holding.charge, self._charge_of(holding, is_kept=is_kept)
+        if holding.is_counted:
+            replica_id, group_id = holding.lease.replica_id, holding.demand.group_id
+            self._placement.change(replica_id, group_id, before, holding.charge)
+
+    def _order(self, holding: Holding, replica_id: str, now: float) -> None:
+        """Move a trajectory that is at a tool; its process hears of it with its next report."""
+        holding.is_warm = False
+        self._uncount(holding)
+        self._table.change(holding, self._grant(replica_id), now, is_told=False)
+        self._count(holding, self._charge_of(holding, is_kept=True))
+
+    # --- residency ---
+
+    def _store_kv(self, holding: Holding) -> None:
+        cache = self._caches.of(holding.lease.replica_id)
+        if cache is not None and holding.hashes:
+            cache.store(holding.demand.holder_id, holding.hashes)
+            cache.release(holding.demand.holder_id)

@@ -1,7 +1,9 @@
 """The lease table: who holds a place on which replica, renewed by the processes that call under the leases.
 
 Ownership: the Balancer alone; synchronous, time is passed in. A lease belongs to one holder (a trajectory or a
-session) and to the process that calls under it. A process renews all its leases at once, by any sign of life.
+session) and to the process that calls under it. A process renews all its leases at once, by any sign of life. A
+holder that is moved gets another lease; what its process still says under the one before counts as said of it,
+until the process has used the new one.
 
 Invariants: a holder has at most one lease; a lease id is never used twice, over coordinators too; every index has
 exactly the holdings that `hold` put in and `drop` has not taken out.
@@ -9,11 +11,13 @@ exactly the holdings that `hold` put in and `drop` has not taken out.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from agentloop.errors import InvariantBroken
+from agentloop.scheduling.placement import Charge
 from agentloop.types import Lease
 
 
@@ -32,12 +36,24 @@ class Demand:
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One lease and what it is charged with. Not counted once its replica was dropped."""
+    """One holder's lease, what it is charged with, and what is known of its trajectory."""
 
     demand: Demand
     lease: Lease
-    work_tokens: float
-    is_counted: bool = True
+    charge: Charge
+    granted_at: float
+    is_counted: bool = True  # not so once its replica was dropped
+    prompt_tokens: float = 0.0  # of its first turn; the demand's until that has ended
+    context_tokens: float = 0.0  # at the end of its last turn
+    num_turns: int = 0  # that have ended
+    hashes: array[int] = field(default_factory=lambda: array("Q"))  # its context's full blocks
+    is_at_tool: bool = False
+    is_sampling: bool = False  # a turn of it runs
+    tool: str = ""
+    ended_at: float = 0.0  # its last turn
+    is_warm: bool = False  # its last turn ran where its lease is now, and nothing was flushed since
+    must_ask: bool = False  # its process was told to ask before the next turn
+    earlier: tuple[str, ...] = ()  # leases that its process may still use
 
 
 class LeaseTable:
@@ -49,23 +65,24 @@ class LeaseTable:
         self._by_lease: dict[str, Holding] = {}
         self._by_process: dict[str, set[Holding]] = {}
         self._by_replica: dict[str, set[Holding]] = {}
+        self._ordered: dict[str, set[Holding]] = {}  # by process: those with orders that it has not followed yet
         self._ending: set[Holding] = set()  # those with an `expires_at`
         self._seen_at: dict[str, float] = {}  # the last sign of life of each process that has leases
         self._num_granted = 0
         self._prefix = uuid4().hex[:12]
 
     def __iter__(self) -> Iterator[Holding]:
-        return iter(self._by_lease.values())
+        return iter(self._by_holder.values())
 
     def __len__(self) -> int:
-        return len(self._by_lease)
+        return len(self._by_holder)
 
     def of_holder(self, holder_id: str) -> Holding | None:
         """Return what a trajectory or a session holds."""
         return self._by_holder.get(holder_id)
 
     def of_lease(self, lease_id: str) -> Holding | None:
-        """Return the holding of a lease that has not ended."""
+        """Return the holding of a lease that has not ended, or that its process has not left yet."""
         return self._by_lease.get(lease_id)
 
     def of_process(self, process_id: str) -> tuple[Holding, ...]:
@@ -84,36 +101,66 @@ class LeaseTable:
 
     def hold(self, holding: Holding, now: float) -> None:
         """Enter a holding; its holder must have none."""
-        demand, lease = holding.demand, holding.lease
-        self._by_holder[demand.holder_id] = holding
-        self._by_lease[lease.lease_id] = holding
-        self._by_process.setdefault(demand.process_id, set()).add(holding)
-        self._by_replica.setdefault(lease.replica_id, set()).add(holding)
-        if demand.expires_at is not None:
-            self._ending.add(holding)
-        self.renew(demand.process_id, now)
+        self._by_holder[holding.demand.holder_id] = holding
+        self._by_lease[holding.lease.lease_id] = holding
+        self._by_replica.setdefault(holding.lease.replica_id, set()).add(holding)
+        self._join_process(holding, now)
 
     def drop(self, holding: Holding) -> None:
         """Take a holding out."""
-        demand, lease = holding.demand, holding.lease
-        del self._by_holder[demand.holder_id]
-        del self._by_lease[lease.lease_id]
-        self._ending.discard(holding)
-        on_replica = self._by_replica[lease.replica_id]
-        on_replica.remove(holding)
-        if not on_replica:
-            del self._by_replica[lease.replica_id]
+        self.obeyed(holding)
+        del self._by_holder[holding.demand.holder_id]
+        del self._by_lease[holding.lease.lease_id]
+        self._leave_replica(holding)
         self._leave_process(holding)
 
     def ask_again(self, holding: Holding, demand: Demand, now: float) -> None:
         """Note that a holder has asked again, perhaps from another process, or for longer."""
+        self.obeyed(holding)
         self._leave_process(holding)
-        self._ending.discard(holding)
         holding.demand = demand
-        self._by_process.setdefault(demand.process_id, set()).add(holding)
-        if demand.expires_at is not None:
-            self._ending.add(holding)
-        self.renew(demand.process_id, now)
+        self._join_process(holding, now)
+
+    def change(self, holding: Holding, lease: Lease, now: float, *, is_told: bool) -> None:
+        """Give a holder another lease. Unless its process is told by an answer, an order tells it (`ordered`)."""
+        if is_told:
+            self.obeyed(holding)
+            del self._by_lease[holding.lease.lease_id]
+        else:
+            holding.earlier = (*holding.earlier, holding.lease.lease_id)
+        self._leave_replica(holding)
+        holding.lease, holding.granted_at, holding.must_ask = lease, now, False
+        self._by_lease[lease.lease_id] = holding
+        self._by_replica.setdefault(lease.replica_id, set()).add(holding)
+        if not is_told:
+            self._ordered.setdefault(holding.demand.process_id, set()).add(holding)
+
+    def have_ask(self, holding: Holding) -> None:
+        """Order that the holder's process asks before the next turn."""
+        holding.must_ask = True
+        self._ordered.setdefault(holding.demand.process_id, set()).add(holding)
+
+    def obeyed(self, holding: Holding) -> None:
+        """Note that a holder's process does what it was ordered last."""
+        for lease_id in holding.earlier:
+            del self._by_lease[lease_id]
+        holding.earlier = ()
+        holding.must_ask = False
+        ordered = self._ordered.get(holding.demand.process_id)
+        if ordered is not None:
+            ordered.discard(holding)
+            if not ordered:
+                del self._ordered[holding.demand.process_id]
+
+    def orders(self, process_id: str) -> tuple[tuple[str, Lease | None], ...]:
+        """Return what a process is to do and may not have heard: lease id -> the lease to use, or None: ask."""
+        found: list[tuple[str, Lease | None]] = []
+        for holding in self._ordered.get(process_id, ()):
+            lease = None if holding.must_ask else holding.lease
+            found += [(lease_id, lease) for lease_id in holding.earlier]
+            if holding.must_ask:
+                found.append((holding.lease.lease_id, None))
+        return tuple(found)
 
     def heard(self, holding: Holding, process_id: str, now: float) -> bool:
         """Note that a process holds this lease. False: it is another's."""
@@ -136,23 +183,39 @@ class LeaseTable:
 
     def check(self) -> None:
         """Raise InvariantBroken unless all indexes have the same holdings."""
-        held = set(self._by_lease.values())
+        held = set(self._by_holder.values())
         by_process = [one for members in self._by_process.values() for one in members]
         by_replica = [one for members in self._by_replica.values() for one in members]
-        if not len(held) == len(self._by_holder) == len(by_process) == len(by_replica):
+        num_leases = sum(1 + len(one.earlier) for one in held)
+        if not len(held) == len(by_process) == len(by_replica) or num_leases != len(self._by_lease):
             raise InvariantBroken("a lease is missing in an index, or in it twice")
-        if not held == set(self._by_holder.values()) == set(by_process) == set(by_replica):
+        if not held == set(by_process) == set(by_replica) == set(self._by_lease.values()):
             raise InvariantBroken("the indexes hold different leases")
         if self._seen_at.keys() != self._by_process.keys():
             raise InvariantBroken("a process has leases and no sign of life, or the other way round")
 
+    def _join_process(self, holding: Holding, now: float) -> None:
+        demand = holding.demand
+        self._by_process.setdefault(demand.process_id, set()).add(holding)
+        if demand.expires_at is not None:
+            self._ending.add(holding)
+        self.renew(demand.process_id, now)
+
     def _leave_process(self, holding: Holding) -> None:
+        self._ending.discard(holding)
         process_id = holding.demand.process_id
         of_process = self._by_process[process_id]
         of_process.remove(holding)
         if not of_process:
             del self._by_process[process_id]
             self._seen_at.pop(process_id, None)
+
+    def _leave_replica(self, holding: Holding) -> None:
+        replica_id = holding.lease.replica_id
+        on_replica = self._by_replica[replica_id]
+        on_replica.remove(holding)
+        if not on_replica:
+            del self._by_replica[replica_id]
 
 
 def _ends_at(holding: Holding) -> float:

@@ -13,7 +13,7 @@ from agentloop.fleet import Fleet, ReplicaState
 from agentloop.scheduling import Balancer, BalancerConfig, Demand
 
 
-def add(fleet, replica_id, kv_tokens=10_000, url=None):
+def add(fleet, replica_id, kv_tokens=10_000_000, url=None):
     info = EngineInfo("fake", 4096, 1000, 16, kv_tokens, 8)
     replica = fleet.register(ReplicaRegistration(replica_id, url or f"http://{replica_id}", info, 0), 0.0)
     fleet.begin_update(replica)
@@ -31,8 +31,8 @@ def spread(balancer, *replica_ids):
     return [balancer.num_leases(replica_id) for replica_id in replica_ids]
 
 
-def demand(holder_id, group_id, num_prompt_tokens, process_id="w1"):
-    return Demand(holder_id, process_id, group_id, num_prompt_tokens)
+def demand(holder_id, group_id, num_prompt_tokens, process_id="w1", group_size=1):
+    return Demand(holder_id, process_id, group_id, num_prompt_tokens, group_size)
 
 
 def session(session_id, expires_at):
@@ -40,7 +40,7 @@ def session(session_id, expires_at):
 
 
 NOW = 0.0
-NO_SLACK = BalancerConfig(prior_trajectory_tokens=1000, group_slack_trajectories=0.0)
+NO_SLACK = BalancerConfig(group_slack_trajectories=0.0)
 
 
 def test_a_trajectory_keeps_its_lease():
@@ -66,15 +66,15 @@ def test_groups_go_to_the_least_loaded_replica():
 
 def test_work_counts_and_not_requests():
     balancer = Balancer(fleet_of("a", "b"), NO_SLACK)
-    long = balancer.acquire(demand("r/long/0", "r/long", 9000), NOW)
+    long = balancer.acquire(demand("r/long/0", "r/long", 400_000), NOW)
     others = [balancer.acquire(demand(f"r/g{i}/0", f"r/g{i}", 0), NOW).replica_id for i in range(9)]
     assert set(others) == {"a", "b"} - {long.replica_id}
 
 
 def test_load_is_relative_to_capacity():
     fleet = Fleet()
-    add(fleet, "small", 10_000)
-    add(fleet, "large", 30_000)
+    add(fleet, "small", 10_000_000)
+    add(fleet, "large", 30_000_000)
     balancer = Balancer(fleet, NO_SLACK)
     for index in range(40):
         balancer.acquire(demand(f"r/g{index}/0", f"r/g{index}", 0), NOW)
@@ -82,7 +82,7 @@ def test_load_is_relative_to_capacity():
 
 
 def test_siblings_share_a_replica_within_the_slack():
-    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(1000, group_slack_trajectories=4.0))
+    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(group_slack_trajectories=4.0))
     first = [balancer.acquire(demand(f"r/g1/{i}", "r/g1", 0), NOW).replica_id for i in range(4)]
     second = [balancer.acquire(demand(f"r/g2/{i}", "r/g2", 0), NOW).replica_id for i in range(4)]
     assert len(set(first)) == 1
@@ -91,7 +91,7 @@ def test_siblings_share_a_replica_within_the_slack():
 
 
 def test_a_large_group_is_split_when_it_exceeds_the_slack():
-    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(1000, group_slack_trajectories=2.0))
+    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(group_slack_trajectories=2.0))
     for index in range(20):
         balancer.acquire(demand(f"r/g/{index}", "r/g", 0), NOW)
     counts = spread(balancer, "a", "b")
@@ -99,13 +99,15 @@ def test_a_large_group_is_split_when_it_exceeds_the_slack():
     assert sum(counts) == 20
 
 
-def test_the_mean_follows_finished_trajectories():
-    balancer = Balancer(fleet_of("a"), BalancerConfig(prior_trajectory_tokens=1000))
-    for index, tokens in enumerate([100, 200, 300]):
-        balancer.release(balancer.acquire(demand(f"r/g/{index}", "r/g", 50), NOW), tokens, NOW)
+def test_what_is_expected_follows_finished_trajectories():
+    balancer = Balancer(fleet_of("a"))
+    before = balancer.expected_tokens("r/h", 50)
+    for index in range(200):
+        balancer.release(balancer.acquire(demand(f"r/g/{index}", "r/g", 50), NOW), 200, NOW)
+    assert balancer.expected_tokens("r/h", 50) < before / 10
+    expected = balancer.expected_tokens("r/h", 50)
     balancer.release(balancer.acquire(demand("r/g/9", "r/g", 50), NOW), None, NOW)  # cancelled: teaches nothing
-    balancer.acquire(demand("r/g/10", "r/g", 50), NOW)
-    assert balancer.work_tokens("a") == pytest.approx(250.0)
+    assert balancer.expected_tokens("r/h", 50) == expected
 
 
 def test_release_is_idempotent_and_keyed_by_lease():
@@ -118,7 +120,7 @@ def test_release_is_idempotent_and_keyed_by_lease():
     balancer.release(new, None, NOW)
     balancer.release(new, None, NOW)
     assert balancer.num_leases("a") == 0
-    assert balancer.work_tokens("a") == 0.0
+    assert balancer.work_s("a") == 0.0
 
 
 def test_no_replica():
@@ -177,7 +179,7 @@ def test_the_leases_of_a_dropped_replica_count_no_more_even_when_it_returns():
     assert again.lease_id != lease.lease_id
     assert balancer.num_leases("a") == 1
     balancer.release(again, None, NOW)
-    assert balancer.work_tokens("a") == 0.0
+    assert balancer.work_s("a") == 0.0
 
 
 def test_an_adopted_lease_counts_and_can_move():

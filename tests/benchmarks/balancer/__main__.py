@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tests.benchmarks import report
 from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms, missing_arms
+from tests.benchmarks.balancer.arms.ours import ours
 from tests.benchmarks.balancer.compare import (
     Entry,
     best_variants,
@@ -39,7 +40,7 @@ TITLE = "Balancer: policies on a simulated fleet"
 
 def arms(names: Sequence[str], has_grid: bool) -> list[Arm]:
     """Return the arms whose names contain one of `names`; all without names."""
-    found = [*default_arms(), *(grid_arms() if has_grid else ())]
+    found = [ours(), *default_arms(), *(grid_arms() if has_grid else ())]
     return [arm for arm in found if not names or any(name in arm.name for name in names)]
 
 

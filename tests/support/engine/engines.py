@@ -34,7 +34,7 @@ from agentloop.types import (
 )
 
 FOR_EVER_S = 1e6
-INFO = EngineInfo("fake", 4096, 1000, 16, 10_000, 8)
+INFO = EngineInfo("fake", 4096, 1000, 16, 1_000_000, 8)
 SLEEPER = EngineInfo("fake", 4096, 1000, 16, 10_000, 8, num_workers=2, weight_dtype="bfloat16", can_sleep=True)
 
 

@@ -1,0 +1,118 @@
+"""Admission: how much of a replica's KV may be spoken for, and who waits for room.
+
+A trajectory may begin on a replica if the forecast's peak, with it, is at most `rho` of the capacity. More of them
+make a decode step cheaper for each, as its fixed part is shared: a turn of n sampled tokens pays n alpha / B of it
+in a batch of B. Too many push out each other's KV, and turns that return compute their contexts again. If what is
+lost by that grows with the p-th power of the number of trajectories, the sum of both is least where
+
+    seconds lost to contexts computed again = seconds of fixed parts / p
+
+so `rho` is moved until it is so, with p about 3: it grows slowly while less is lost and work waits, shrinks while
+more is, and is cut by a quarter when more is lost than all fixed parts together (thrashing).
+
+Who comes back from a long tool, and finds no room, waits first in line for the replica where its KV was: on that
+replica nothing begins before it, and it goes elsewhere as soon as there is room. An empty replica takes anybody, so
+the wait of the first in line ends when the trajectories that run there have ended or gone to long tools.
+
+Ownership: the Balancer alone, one for the fleet. Invariants: least <= rho <= most; who waits is in one line.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Bounds of the share of KV that may be spoken for, and of what moves it."""
+
+    initial: float = 1.0
+    least: float = 0.3
+    most: float = 4.0
+    growth: float = 0.04  # of a window in which little was lost and work had to wait
+    shrinkage: float = 0.08  # of one in which too much was
+    cut: float = 0.25  # of one of thrashing
+    little_lost: float = 0.2  # of the fixed parts
+    much_lost: float = 0.45
+    thrashing: float = 1.0
+    window_turns: int = 48  # returning turns, over the fleet, before it moves; at least two of each trajectory
+
+
+class Admission:
+    """The share of KV that may be spoken for, and the lines of those that wait to go on."""
+
+    def __init__(self, config: AdmissionConfig | None = None) -> None:
+        self._config = config or AdmissionConfig()
+        self.rho = self._config.initial
+        self.num_cuts = 0
+        self._num_turns = 0
+        self._turns_each = 2
+        self._lost_s = 0.0
+        self._fixed_s = 0.0
+        self._is_waited_for = False
+        self._lines: dict[str, OrderedDict[str, None]] = {}  # replica -> holders that wait for it, in order
+        self._line_of: dict[str, str] = {}  # holder -> replica
+
+    # --- the share ---
+
+    def turn(self, lost_s: float, fixed_s: float, num_live: int) -> None:
+        """Take in a turn that returned to its KV: seconds computed again, and its part of the steps' fixed times.
+
+        `num_live` trajectories run in the fleet: what a change brings shows when each has had some turns.
+        """
+        self._num_turns += 1
+        self._lost_s += lost_s
+        self._fixed_s += fixed_s
+        if self._num_turns >= max(self._config.window_turns, self._turns_each * num_live):
+            self._move()
+
+    def refused(self) -> None:
+        """Note that a trajectory had to wait."""
+        self._is_waited_for = True
+
+    def _move(self) -> None:
+        config, lost = self._config, self._lost_s / max(self._fixed_s, 1e-9)
+        self._turns_each = 4 if lost > config.much_lost else 2
+        if lost > config.thrashing:
+            self.rho *= 1 - config.cut
+            self.num_cuts += 1
+        elif lost > config.much_lost:
+            self.rho *= 1 - config.shrinkage
+        elif lost < config.little_lost and self._is_waited_for:
+            self.rho *= 1 + config.growth
+        self.rho = min(max(self.rho, config.least), config.most)
+        self._num_turns, self._lost_s, self._fixed_s, self._is_waited_for = 0, 0.0, 0.0, False
+
+    # --- the lines ---
+
+    @property
+    def num_waiting(self) -> int:
+        """Holders that wait to go on."""
+        return len(self._line_of)
+
+    def is_free(self, replica_id: str, holder_id: str = "") -> bool:
+        """Tell if nobody waits for a replica before this holder; one that waits nowhere comes after all."""
+        line = self._lines.get(replica_id)
+        return line is None or next(iter(line)) == holder_id
+
+    def wait(self, holder_id: str, replica_id: str) -> None:
+        """Put a holder in a replica's line, if it is in none."""
+        self.refused()
+        if holder_id not in self._line_of:
+            self._line_of[holder_id] = replica_id
+            self._lines.setdefault(replica_id, OrderedDict())[holder_id] = None
+
+    def leave(self, holder_id: str) -> None:
+        """Take a holder out of its line. No-op if it is in none."""
+        replica_id = self._line_of.pop(holder_id, None)
+        if replica_id is not None:
+            line = self._lines[replica_id]
+            del line[holder_id]
+            if not line:
+                del self._lines[replica_id]
+
+    def dissolve(self, replica_id: str) -> None:
+        """Drop the line of a replica that is lost: its holders wait for another one when they ask again."""
+        for holder_id in self._lines.pop(replica_id, ()):
+            del self._line_of[holder_id]

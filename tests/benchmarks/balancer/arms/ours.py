@@ -1,0 +1,132 @@
+"""Our arm: the service's own `Balancer`, told what the workers and replicas of the service would tell it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from agentloop.api import ReplicaRegistration
+from agentloop.engine import EngineInfo
+from agentloop.errors import NoHealthyReplica
+from agentloop.fleet import Fleet
+from agentloop.scheduling import Balancer, BalancerConfig, Demand
+from agentloop.scheduling.step_times import StepTimes
+from agentloop.types import Lease
+from tests.benchmarks.balancer.policy import Arm, EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.workload import Workload
+
+
+class OursPolicy(QuietPolicy):
+    """Trajectories hold leases; every turn is told; orders are obeyed at the next turn."""
+
+    def __init__(self, shape: FleetShape, num_siblings: dict[int, int], config: BalancerConfig) -> None:
+        self._shape = shape
+        self._num_siblings = num_siblings
+        self._fleet = Fleet()
+        self._num_added = 0
+        for _ in range(shape.num_replicas):
+            self._join(0.0)
+        self.balancer = Balancer(self._fleet, config)
+        self._leases: dict[int, Lease] = {}
+        self._grown: dict[int, tuple[int, int]] = {}  # first prompt and last context
+        self._num_reported: dict[int, int] = {}  # blocks
+        self._groups: dict[int, int] = {}
+
+    def place(self, turn: TurnAsk, now: float) -> int | None:
+        try:
+            lease = self._lease(turn, now)
+        except NoHealthyReplica:
+            return None
+        return None if lease is None else int(lease.replica_id)
+
+    def rank(self, turn: TurnAsk, now: float) -> float:
+        return -self.balancer.expected_tokens(f"g{turn.group}", turn.num_prompt_tokens) if turn.turn == 0 else 0.0
+
+    def began(self, turn: TurnAsk, replica: int, now: float) -> None:
+        self.balancer.turn_begun(self._leases[turn.trajectory].lease_id, now)
+
+    def prefilled(self, turn: TurnAsk, replica: int, now: float) -> None:
+        if turn.turn == 0:
+            self.balancer.prefilled(f"g{turn.group}")
+
+    def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
+        first, number = self._num_reported.get(turn.trajectory, 0), turn.trajectory
+        num_full = (end.num_context_tokens - 1) // self._shape.block_size
+        if first > num_full or (first and turn.is_retry):
+            first = 0
+        prompt = end.num_context_tokens - end.num_sampled_tokens
+        self._grown[number] = self._grown.get(number, (prompt, 0))[0], end.num_context_tokens
+        self.balancer.turn_ended(
+            self._leases[number].lease_id,
+            end.num_context_tokens,
+            end.num_sampled_tokens,
+            end.num_cached_tokens,
+            first,
+            array("Q", turn.hashes[first:num_full]),
+            end.tool,
+            now,
+        )
+        self._num_reported[number] = num_full
+
+    def finished(self, trajectory: int, now: float) -> None:
+        lease = self._leases.pop(trajectory)
+        prompt, context = self._grown.pop(trajectory, (0, 0))
+        self._num_reported.pop(trajectory, None)
+        self.balancer.release(lease, context - prompt, now)
+
+    def updated(self, is_flushed: bool, now: float) -> None:
+        if is_flushed:
+            self._num_reported.clear()
+        self.balancer.new_epoch(is_flushed, now)
+
+    def replica_lost(self, replica: int, now: float) -> None:
+        self._fleet.deregister(str(replica))
+        self.balancer.drop_replica(str(replica))
+
+    def replica_added(self, replica: int, now: float) -> None:
+        self._join(now)
+
+    def look(self, loads: Sequence[EngineLoad | None], now: float) -> None:
+        self.balancer.look(now)
+
+    def _lease(self, turn: TurnAsk, now: float) -> Lease | None:
+        """Return the lease of a turn: the one held, the one ordered, or one asked for; None: no room."""
+        balancer, number = self.balancer, turn.trajectory
+        lease = self._leases.get(number)
+        if lease is None:
+            group_id = f"g{turn.group}"
+            if not balancer.has_room(now, group_id, turn.num_prompt_tokens):
+                return None
+            demand = Demand(
+                str(number), str(number), group_id, turn.num_prompt_tokens, self._num_siblings[turn.group]
+            )
+            lease = balancer.acquire(demand, now)
+        else:
+            order = dict(balancer.orders(str(number))).get(lease.lease_id, lease)
+            is_lost = self._fleet.get(lease.replica_id) is None
+            lease = balancer.move(lease, is_lost, now) if order is None or is_lost else order
+        self._leases[number] = lease
+        return lease
+
+    def _join(self, now: float) -> None:
+        shape, number = self._shape, self._num_added
+        self._num_added += 1
+        info = EngineInfo("simulated", 1 << 20, 1000, shape.block_size, shape.capacity_tokens, shape.max_running)
+        registration = ReplicaRegistration(str(number), f"http://{number}", info, 0)
+        replica = self._fleet.register(registration, now)
+        self._fleet.begin_update(replica)
+        self._fleet.admit(replica)
+
+
+def ours(name: str = "ours", config: BalancerConfig | None = None, **parameters: float | str) -> Arm:
+    """Return the arm, with the step times that the fleet was calibrated with."""
+
+    def make(shape: FleetShape, workload: Workload, seed: int) -> OursPolicy:
+        num_siblings: dict[int, int] = {}
+        for one in workload.trajectories:
+            num_siblings[one.group] = num_siblings.get(one.group, 0) + 1
+        times = StepTimes(*shape.step_times.prefill, *shape.step_times.decode)
+        used = config or BalancerConfig(step_times=times)
+        return OursPolicy(shape, num_siblings, used)
+
+    return Arm(name, make, dict(parameters))

@@ -1,0 +1,223 @@
+"""Who begins, who waits, who goes on elsewhere: the balancer told of turns."""
+
+from array import array
+
+import pytest
+
+from agentloop.errors import NoHealthyReplica
+from agentloop.fleet import Fleet
+from agentloop.scheduling import Balancer, BalancerConfig
+from agentloop.scheduling.admission import Admission, AdmissionConfig
+from agentloop.scheduling.expected_work import WorkPriors
+from tests.scheduling.test_balancer import add, demand, fleet_of, session
+
+PRIORS = WorkPriors(growth_tokens=1000.0)
+
+
+def small_fleet(num=1, kv_tokens=10_000):
+    fleet = Fleet()
+    for index in range(num):
+        add(fleet, f"r{index}", kv_tokens)
+    return fleet
+
+
+def turn(balancer, lease, context, now, sampled=100, cached=None, tool="read"):
+    balancer.turn_begun(lease.lease_id, now)
+    balancer.turn_ended(lease.lease_id, context, sampled, cached, 0, array("Q", range(context // 16)), tool, now)
+
+
+def fill(balancer, limit=100):
+    """Begin trajectories of 1,000 prompt tokens as long as there is room."""
+    leases = {}
+    while balancer.has_room(0.0, f"g{len(leases)}", 1000) and len(leases) < limit:
+        name = f"t{len(leases)}"
+        leases[name] = balancer.acquire(demand(name, f"g{len(leases)}", 1000, name), 0.0)
+    return leases
+
+
+def test_as_many_begin_as_their_kv_fits():
+    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
+    assert 3 <= len(fill(balancer)) <= 6
+
+
+def test_an_empty_replica_takes_one_that_never_fits():
+    balancer = Balancer(small_fleet(kv_tokens=500), BalancerConfig(priors=PRIORS))
+    assert len(fill(balancer)) == 1
+
+
+def test_a_replica_that_does_not_say_how_much_it_holds_takes_all():
+    balancer = Balancer(small_fleet(kv_tokens=0), BalancerConfig(priors=PRIORS))
+    leases = fill(balancer, limit=50)
+    assert len(leases) == 50
+    turn(balancer, leases["t0"], 50_000, 1.0)
+    balancer.look(2.0)
+    assert balancer.orders("t0") == ()
+
+
+def test_siblings_share_their_prompt_in_the_count():
+    balancer = Balancer(small_fleet(kv_tokens=20_000), BalancerConfig(priors=PRIORS, min_stagger_s=1e9))
+    num = 0
+    while balancer.has_room(0.0, "g", 5000) and num < 50:
+        balancer.acquire(demand(f"g/{num}", "g", 5000, group_size=8), 0.0)
+        num += 1
+    apart = Balancer(small_fleet(kv_tokens=20_000), BalancerConfig(priors=PRIORS))
+    num_apart = 0
+    while apart.has_room(0.0, f"g{num_apart}", 5000) and num_apart < 50:
+        apart.acquire(demand(f"g{num_apart}/0", f"g{num_apart}", 5000), 0.0)
+        num_apart += 1
+    assert num >= 2 * num_apart
+
+
+def test_no_sibling_begins_before_the_prompt_of_the_first_is_there_or_a_while_has_passed():
+    balancer = Balancer(fleet_of("a", "b"), BalancerConfig(min_stagger_s=0.1))
+    lease = balancer.acquire(demand("g/0", "g", 20_000, group_size=8), 0.0)
+    assert not balancer.has_room(0.1, "g", 20_000)
+    assert balancer.has_room(0.1, "h", 20_000)
+    assert balancer.has_room(5.0, "g", 20_000)
+    other = Balancer(fleet_of("a", "b"), BalancerConfig(min_stagger_s=0.1))
+    lease = other.acquire(demand("g/0", "g", 20_000, group_size=8), 0.0)
+    turn(other, lease, 20_100, 0.1)
+    assert other.has_room(0.1, "g", 20_000)
+    assert other.acquire(demand("g/1", "g", 20_000, group_size=8), 0.1).replica_id == lease.replica_id
+
+
+def test_a_long_tool_gives_its_room_to_another_and_waits_for_it_first_in_line():
+    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
+    leases = fill(balancer)
+    for lease in leases.values():
+        turn(balancer, lease, 1500, 1.0)
+    gone = leases["t0"]
+    balancer.look(1000.0)
+    assert (gone.lease_id, None) in balancer.orders("t0")
+    assert balancer.has_room(1000.0, "new", 1000)
+    new = []
+    while balancer.has_room(1000.0, "new", 1000):
+        new.append(balancer.acquire(demand(f"new{len(new)}", "new", 1000), 1000.0))
+    with pytest.raises(NoHealthyReplica):
+        balancer.move(gone, is_failed=False, now=1000.0)
+    balancer.release(new.pop(), None, 1001.0)
+    balancer.release(new.pop(), None, 1001.0)
+    assert not balancer.has_room(1001.0, "newer", 1000)  # it would pass the one that waits
+    back = balancer.move(gone, is_failed=False, now=1001.0)
+    assert back.replica_id == "r0"
+    assert balancer.orders("t0") == ()
+    balancer.check()
+
+
+def test_whoever_waits_goes_on_after_a_bounded_number_of_releases():
+    """However many others are new or wait behind it: as many releases as trajectories were running."""
+    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
+    leases = fill(balancer)
+    big = leases.pop("t0")
+    for lease in leases.values():
+        turn(balancer, lease, 1500, 1.0)
+    turn(balancer, big, 9000, 1.0)
+    balancer.look(1000.0)
+    running, num_new, num_releases = [], 0, 0
+    while balancer.has_room(1000.0, "n", 1000):
+        num_new += 1
+        running.append(balancer.acquire(demand(f"n{num_new}", f"n{num_new}", 1000), 1000.0))
+    num_running = len(running)
+    back = None
+    while back is None:
+        try:
+            back = balancer.move(big, is_failed=False, now=1000.0)
+        except NoHealthyReplica:
+            for other in leases.values():  # they wait too, and ask at every chance
+                with pytest.raises(NoHealthyReplica):
+                    balancer.move(other, is_failed=False, now=1000.0)
+            assert not balancer.has_room(1000.0, "newer", 10)
+            balancer.release(running.pop(), 500, 1000.0)
+            num_releases += 1
+    assert num_releases <= num_running
+    balancer.check()
+
+
+def test_a_line_ends_with_its_replica():
+    fleet = small_fleet(2)
+    balancer = Balancer(fleet, BalancerConfig(priors=PRIORS))
+    leases = fill(balancer)
+    for lease in leases.values():
+        turn(balancer, lease, 2000, 1.0)
+    balancer.look(1000.0)
+    while balancer.has_room(1000.0, "n", 1000):
+        balancer.acquire(demand(f"n{balancer.num_leases('r0') + balancer.num_leases('r1')}", "n", 1000), 1000.0)
+    waiting = next(lease for lease in leases.values() if lease.replica_id == "r0")
+    with pytest.raises(NoHealthyReplica):
+        balancer.move(waiting, is_failed=False, now=1000.0)
+    fleet.deregister("r0")
+    balancer.drop_replica("r0")
+    assert balancer.move(waiting, is_failed=True, now=1001.0).replica_id == "r1"
+    balancer.check()
+
+
+def test_a_flush_places_anew_what_waits_at_tools_the_longest_first():
+    fleet = fleet_of("a")
+    balancer = Balancer(fleet, BalancerConfig(group_slack_trajectories=0.0))
+    leases = [balancer.acquire(demand(f"g{i}/0", f"g{i}", 1000, "w"), 0.0) for i in range(8)]
+    for lease in leases[:6]:
+        turn(balancer, lease, 5000, 1.0)
+    add(fleet, "b")
+    balancer.new_epoch(is_flushed=False, now=2.0)
+    assert balancer.orders("w") == ()
+    balancer.new_epoch(is_flushed=True, now=3.0)
+    orders = dict(balancer.orders("w"))
+    assert orders.keys() <= {lease.lease_id for lease in leases[:6]}
+    assert len(orders) >= 3
+    assert {lease.replica_id for lease in orders.values()} == {"b"}
+    assert {lease.epoch for lease in orders.values()} == {2}
+    old, new = next(iter(orders.items()))
+    balancer.turn_begun(old, 3.5)  # this turn had begun before the order came
+    assert old in dict(balancer.orders("w"))
+    balancer.turn_begun(new.lease_id, 4.0)
+    assert old not in dict(balancer.orders("w"))
+    balancer.check()
+
+
+def test_a_trajectory_moves_while_its_tool_runs_if_that_ends_the_work_sooner():
+    fleet = fleet_of("a")
+    balancer = Balancer(fleet)
+    leases = [balancer.acquire(demand(f"g{i}/0", f"g{i}", 1000, "w"), 0.0) for i in range(6)]
+    add(fleet, "b")
+    for lease in leases:
+        turn(balancer, lease, 1500, 100.0)
+    moved = dict(balancer.orders("w"))
+    assert 1 <= len(moved) <= 3
+    assert all(lease.replica_id == "b" for lease in moved.values())
+    old = next(iter(moved))
+    lease = next(one for one in leases if one.lease_id == old)
+    assert balancer.move(lease, is_failed=True, now=101.0) == moved[old]  # it has moved already
+    balancer.check()
+
+
+def test_sessions_are_neither_staggered_nor_learned_from():
+    balancer = Balancer(fleet_of("a"))
+    before = balancer.expected_tokens("g", 0)
+    lease = balancer.acquire(session("s", expires_at=10.0), 0.0)
+    turn(balancer, lease, 100_000, 1.0)
+    balancer.release(lease, 100_000, 2.0)
+    assert balancer.expected_tokens("g", 0) == before
+
+
+def test_the_share_of_kv_shrinks_while_contexts_are_lost_and_grows_again():
+    admission = Admission(AdmissionConfig(window_turns=10))
+    for _ in range(40):
+        admission.turn(2.0, 1.0, 1)
+    assert admission.num_cuts == 4
+    low = admission.rho
+    assert low < 0.5
+    for _ in range(100):
+        admission.refused()
+        admission.turn(0.0, 1.0, 1)
+    assert admission.rho > low
+    for _ in range(100_000):
+        admission.turn(9.0, 1.0, 1)
+    assert admission.rho == AdmissionConfig().least
+
+
+def test_the_share_of_kv_does_not_grow_while_nobody_waits():
+    admission = Admission(AdmissionConfig(window_turns=10))
+    before = admission.rho
+    for _ in range(100):
+        admission.turn(0.0, 1.0, 1)
+    assert admission.rho == before
