@@ -26,7 +26,7 @@ from agentloop.scheduling.residency import ReplicaKV
 from agentloop.types import FinishReason, GenerateRequest, Generation, WeightVersionSpan
 from tests.benchmarks import report
 from tests.benchmarks.shapes import SHAPES, TOKENS_START, Shape, write_model_folder
-from tests.support.engine.residency_replay import Agreement, ReplayShape, capacity_blocks, replay
+from tests.support.engine.residency_replay import Agreement, ReplayShape, replay
 
 DTYPE_BYTES = 2
 FITS_SHARE, LARGER_SHARE = 0.4, 3.0  # of the cache that a workload's trajectories need at their ends
@@ -95,7 +95,7 @@ async def measure(shape: Shape, args: argparse.Namespace, folder: Path) -> dict[
     try:
         cache = llm.vllm_config.cache_config
         num_tokens = cache.num_gpu_blocks * cache.block_size
-        kv = ReplicaKV(capacity_blocks(num_tokens, cache.block_size))
+        kv = ReplicaKV(cache.num_gpu_blocks - 1)  # vLLM keeps one for itself
         found = {}
         for name, share in (("fits", FITS_SHARE), ("larger", LARGER_SHARE)):
             one = workload(shape, args.context)

@@ -77,11 +77,6 @@ class Agreement:
         return f"{self.share:.2%} of {self.num_blocks} blocks agree, {turns}, {cached}"
 
 
-def capacity_blocks(kv_capacity_tokens: int, block_size: int) -> int:
-    """Return the blocks that requests can use: vLLM keeps one for itself."""
-    return kv_capacity_tokens // block_size - 1
-
-
 async def replay(
     generate: Generate, kv: ReplicaKV, block_size: int, shape: ReplayShape, *, seed: int, name: str
 ) -> Agreement:

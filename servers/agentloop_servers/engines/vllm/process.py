@@ -367,9 +367,8 @@ class VllmProcess:
             max_context_tokens=config.model_config.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
             block_size=block_size,
-            kv_capacity_tokens=config.cache_config.num_gpu_blocks
-            * block_size
-            * num_ranks,  # vLLM counts one rank's
+            # vLLM counts one rank's, and keeps a block of each for itself.
+            kv_capacity_tokens=(config.cache_config.num_gpu_blocks - 1) * block_size * num_ranks,
             max_running=config.scheduler_config.max_num_seqs * num_ranks,
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),

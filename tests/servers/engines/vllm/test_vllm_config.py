@@ -102,6 +102,7 @@ def test_the_arguments_are_exactly_these(changed, expected):
     events = arguments.pop("kv_events_config")
     assert arguments.pop("structured_outputs_config").backend == "xgrammar"
     assert (events.enable_kv_cache_events, events.publisher, events.endpoint) == (True, "zmq", ENDPOINT)
+    assert events.replay_endpoint == f"{ENDPOINT}-replay"
     module, _, name = arguments.pop("worker_extension_cls").rpartition(".")
     assert module.startswith("agentloop_servers.weight_transfer.")
     assert name

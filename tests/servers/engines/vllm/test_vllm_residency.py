@@ -24,7 +24,7 @@ from agentloop_servers.engines.vllm.config import VllmConfig, prepare_environmen
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.replica.cached_blocks import CachedBlocks
 from tests.servers.recompute import POLICY
-from tests.support.engine.residency_replay import ReplayShape, capacity_blocks, replay
+from tests.support.engine.residency_replay import ReplayShape, replay
 
 pytestmark = pytest.mark.engine
 
@@ -164,7 +164,7 @@ async def engine() -> AsyncIterator[VllmEngine]:
 @pytest.mark.slow
 async def test_the_model_foretells_what_an_engine_says_was_cached(engine: VllmEngine) -> None:
     info = engine.info
-    kv = ReplicaKV(capacity_blocks(info.kv_capacity_tokens, info.block_size))
+    kv = ReplicaKV(info.kv_capacity_tokens // info.block_size)
     fitting = await replay(engine.generate, kv, info.block_size, FITS, seed=1, name="fits")
     print(f"without eviction: {fitting}")
     assert kv.num_blocks < kv.capacity_blocks
