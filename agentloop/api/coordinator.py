@@ -264,6 +264,11 @@ class ReplicaStatus:
     error: str | None = None  # why it is quarantined
     is_paused: bool = False  # by its last report, as the following
     asleep: tuple[MemoryTag, ...] = ()
+    kv_predicted_tokens: int = 0  # that those with leases will need at the worst moment to come
+    kv_limit_tokens: int = 0  # up to which trajectories begin
+    kv_hit_rate: float | None = None  # of the context of turns that returned: the share found cached, lately
+    kv_agreement: float | None = None  # between the cached tokens that were predicted and reported; 1: the same
+    is_thrashing: bool = False  # turns that return compute most of their contexts again
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +291,17 @@ class LostReplica:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """The samples and the calls that have not begun, and the room there is for them."""
+
+    num_queued: int  # samples
+    num_waiting: int  # sessions and direct calls that have no lease yet
+    kv_predicted_tokens: int  # over the replicas that take traffic
+    kv_limit_tokens: int
+    reason: str = ""  # why nothing begins; empty: it does, or nothing waits
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     """The service at one moment."""
 
@@ -305,6 +321,7 @@ class ServiceStatus:
     lost: tuple[LostReplica, ...] = ()  # the latest, oldest first; bounded
     degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each
     update: UpdateProgress | None = None  # the one under way
+    queue: QueueStatus = QueueStatus(0, 0, 0, 0)
 
 
 def session_holder(session_id: str) -> str:

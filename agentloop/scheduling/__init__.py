@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
+from agentloop.scheduling.dispatch_order import GroupOrder
 from agentloop.scheduling.lease_table import Demand
 from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import (
@@ -10,19 +11,24 @@ from agentloop.scheduling.rollout_queue import (
     PendingRecord,
     RolloutQueue,
 )
-from agentloop.scheduling.samples import Sample, assignment_id, group_key
+from agentloop.scheduling.samples import BeginOutcome, Sample, assignment_id, group_key
 from agentloop.scheduling.staleness_budget import FleetVersions
+from agentloop.scheduling.step_times import FITS, StepTimes
 
 __all__ = [
     "COORDINATOR",
+    "FITS",
     "Balancer",
     "BalancerConfig",
+    "BeginOutcome",
     "Demand",
     "FleetVersions",
+    "GroupOrder",
     "PendingRecord",
     "ReportDesk",
     "RolloutQueue",
     "Sample",
+    "StepTimes",
     "assignment_id",
     "group_key",
 ]

@@ -34,6 +34,7 @@ from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
 from agentloop.fleet import Fleet
 from agentloop.kv_hashes import hashes_of
 from agentloop.scheduling.admission import Admission, AdmissionConfig
+from agentloop.scheduling.cache_hits import CacheHits
 from agentloop.scheduling.expected_work import ExpectedWork, WorkPriors
 from agentloop.scheduling.kv_forecast import KVNeed
 from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
@@ -59,6 +60,17 @@ class BalancerConfig:
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class KVUse:
+    """A replica's KV: what is predicted to be needed at the worst moment to come, what may be, and its hits."""
+
+    predicted_tokens: int
+    limit_tokens: int
+    hit_rate: float | None  # of the contexts of turns that returned
+    agreement: float | None  # of predicted and reported hits
+    is_thrashing: bool
+
+
 class Balancer:
     """Leases, and the predicted work and KV behind them."""
 
@@ -73,6 +85,7 @@ class Balancer:
         self.admission = Admission(self._config.admission)
         self._rebalance = Rebalance(self._placement, self._times, self._config.rebalance)
         self._caches = ReplicaCaches(fleet)
+        self._hits = CacheHits()
         self._leaders: dict[str, float] = {}  # group -> when its first prompt is prefilled, by our count
         self._mean_prompt_tokens = 1024.0
         self._num_prompts = 0
@@ -92,6 +105,18 @@ class Balancer:
         """Return the seconds of work expected of the trajectories leased to a replica."""
         return self._placement.book(replica_id).work_s
 
+    def kv_use(self, replica_id: str) -> KVUse:
+        """Return how much of a replica's KV is spoken for, and how its turns find theirs."""
+        replica, hits = self._fleet.get(replica_id), self._hits
+        limit_tokens = 0.0 if replica is None else self.admission.rho * replica.capacity_tokens
+        return KVUse(
+            predicted_tokens=round(self._placement.book(replica_id).forecast.peak()),
+            limit_tokens=round(limit_tokens),
+            hit_rate=hits.hit_rate(replica_id),
+            agreement=hits.agreement(replica_id),
+            is_thrashing=hits.is_thrashing(replica_id),
+        )
+
     def lease_of(self, holder_id: str) -> Lease | None:
         """Return the lease that a trajectory or a session holds."""
         holding = self._table.of_holder(holder_id)
@@ -103,8 +128,12 @@ class Balancer:
 
     # --- leases ---
 
-    def has_room(self, now: float, group_id: str = "", num_prompt_tokens: int | None = None) -> bool:
+    def has_room(
+        self, now: float, group_id: str = "", num_prompt_tokens: int | None = None, over: float = 0.0
+    ) -> bool:
         """Tell if one more trajectory may begin: of this group, whose leader's prefill siblings wait for.
+
+        It may take the share `over` of the room beyond it.
 
         Who comes back from a long tool goes first: nothing begins on a replica that one of those waits for.
         """
@@ -114,8 +143,8 @@ class Balancer:
             return False
         prompt_tokens = self._mean_prompt_tokens if num_prompt_tokens is None else float(num_prompt_tokens)
         charge = self._fresh_charge(group_id, prompt_tokens, 2)
-        has_room = any(self._fits(name, group_id, charge) for name in self._placement.homes(group_id))
-        has_room = has_room or self._fits(self._placement.roomiest(), group_id, charge)
+        homes, roomiest = self._placement.homes(group_id), self._placement.roomiest()
+        has_room = any(self._fits(name, group_id, charge, over=over) for name in (*homes, roomiest))
         if not has_room:
             self.admission.refused()
         return has_room
@@ -203,6 +232,7 @@ class Balancer:
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False
         self._caches.drop(replica_id)
+        self._hits.forget(replica_id)
         self.admission.dissolve(replica_id)
         self._placement.forget(replica_id)
 
@@ -298,6 +328,7 @@ class Balancer:
         demand, is_here = holding.demand, lease_id == holding.lease.lease_id
         if not demand.is_session:
             self._learn(holding, num_context_tokens, num_sampled_tokens, num_cached_tokens, is_here)
+        num_left = holding.context_tokens if holding.is_warm else 0.0
         holding.context_tokens = float(num_context_tokens)
         holding.num_turns += 1
         if first_block <= len(holding.hashes):
@@ -308,6 +339,8 @@ class Balancer:
         self._leaders.pop(demand.group_id, None)
         if not is_here or demand.is_session or not holding.is_counted:
             return
+        if num_cached_tokens is not None:
+            self._count_hits(holding, num_left, num_context_tokens - num_sampled_tokens, num_cached_tokens)
         holding.is_warm = True
         self._store_kv(holding)
         if not self._keeps_kv(holding, now):
@@ -322,6 +355,7 @@ class Balancer:
         self._table.epoch += 1
         if not is_flushed:
             return
+        self._hits.flushed()
         for replica in self._fleet.replicas:
             cache = self._caches.of(replica.replica_id)
             if cache is not None:
@@ -382,10 +416,10 @@ class Balancer:
         self.admission.wait(holder_id, here if is_here else placement.roomiest())
         raise NoHealthyReplica("no replica has room for a trajectory that returns from its tools")
 
-    def _fits(self, replica_id: str, group_id: str, charge: Charge, holder_id: str = "") -> bool:
+    def _fits(self, replica_id: str, group_id: str, charge: Charge, holder_id: str = "", over: float = 0.0) -> bool:
         admission = self.admission
         is_free = admission.is_free(replica_id, holder_id)
-        return is_free and self._placement.fits(replica_id, group_id, charge, admission.rho)
+        return is_free and self._placement.fits(replica_id, group_id, charge, admission.rho * (1.0 + over))
 
     # --- siblings ---
 
@@ -521,6 +555,14 @@ class Balancer:
         self._count(holding, self._charge_of(holding, is_kept=True))
 
     # --- residency ---
+
+    def _count_hits(self, holding: Holding, num_left: float, num_prompt: int, num_cached: int) -> None:
+        """Compare what a turn found cached with what was to be there. Its last token is always computed."""
+        replica_id, block_size = holding.lease.replica_id, holding.lease.block_size
+        cache = self._caches.of(replica_id)
+        num_blocks = 0 if cache is None or not block_size else cache.match(holding.hashes)
+        num_predicted = min(num_blocks, max(num_prompt - 1, 0) // max(block_size, 1)) * block_size
+        self._hits.take(replica_id, num_left, num_predicted, num_cached)
 
     def _store_kv(self, holding: Holding) -> None:
         cache = self._caches.of(holding.lease.replica_id)

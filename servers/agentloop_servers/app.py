@@ -35,9 +35,11 @@ from agentloop.plugins import resolve
 from agentloop.request_watch import ReportPace
 from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
 from agentloop.sampling import LogprobsMode
+from agentloop.scheduling import GroupOrder
 from agentloop.sessions import SessionParts
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, RetentionPolicy, TrajectoryStore
+from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format import load_chat_format
 from agentloop_servers.config import ServiceConfig, keep_config, located, model_sizes, new_run_dir, run_secret
 from agentloop_servers.coordinator import (
@@ -46,8 +48,9 @@ from agentloop_servers.coordinator import (
     CoordinatorClient,
     CoordinatorConfig,
     CoordinatorServer,
+    RoomConfig,
 )
-from agentloop_servers.deadlines import CALL_MARGIN_S, weight_config
+from agentloop_servers.deadlines import CALL_MARGIN_S, replica_config, weight_config
 from agentloop_servers.endpoint import (
     OWNER_WAIT_S,
     DirectServer,
@@ -65,14 +68,13 @@ from agentloop_servers.isolation import IsolatedRuns, Setup
 from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
-from agentloop_servers.replica import EngineClients, Replica, ReplicaConfig
+from agentloop_servers.replica import EngineClients, Replica
 from agentloop_servers.tcp import url_of
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"
 RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
-FIRST_STEP_FACTOR = 5  # an engine may compile before its first step
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
 SIMULATED_LATENCY = LatencyModel(
@@ -104,6 +106,9 @@ class CoordinatorDeployment:
                 weights=weight_config(config),
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
+                balancer=balancer_config(config),
+                room=RoomConfig(config.balancer.limits_kv, config.balancer.call_overcommit),
+                order=GroupOrder(config.balancer.order),
             ),
             clock=RealClock(),
             probe=clients.probe,
@@ -498,16 +503,6 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:
     """The tools that tasks may use: the shipped ones and the configured ones."""
     return tuple(sorted(SHIPPED_TOOLS | config.workers.tools))
-
-
-def replica_config(config: ServiceConfig) -> ReplicaConfig:
-    """Return the bounds of a replica."""
-    stall_timeout_s = config.engine.stall_timeout_s
-    return ReplicaConfig(
-        stall_timeout_s=stall_timeout_s,
-        first_step_timeout_s=FIRST_STEP_FACTOR * stall_timeout_s,
-        max_pause_s=config.max_pause_s,
-    )
 
 
 def build_engine(config: ServiceConfig) -> Engine:

@@ -50,6 +50,12 @@ LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The adapter ranks that vLLM has kernels for."""
 
 
+StepTimeName = Literal["h200-qwen3-4b", "h200-qwen3-8b"]
+"""The fits of step times that are shipped, by the GPU and the model they were measured on."""
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+
 class EngineConfig(_Strict):
     """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
 
@@ -195,6 +201,41 @@ class UpdateSettings(_Strict):
     timeout_s: Annotated[float, Field(gt=0)] = 2400.0  # of a whole update; longer than its steps together
 
 
+class StepTimeSettings(_Strict):
+    """The seconds of an engine's steps, as `tests/gpu/step_times.py` fits them: a, b, c and alpha, beta, gamma."""
+
+    prefill: tuple[NonNegative, NonNegative, NonNegative]  # of x tokens: a + b x + c x^2
+    step: tuple[NonNegative, NonNegative, NonNegative]  # of B sequences with C tokens: alpha + beta B + gamma C
+
+    @model_validator(mode="after")
+    def _check_slopes(self) -> Self:
+        if self.prefill[1] <= 0 or not any(self.step):
+            raise ValueError("a token of a prompt, and a step, take time")
+        return self
+
+
+class BalancerSettings(_Strict):
+    """Settings of what begins, in which order and where; none has to be set. See docs/operations.md."""
+
+    order: Literal["age", "longest"] = "age"  # of whole groups, within an owner's run
+    limits_kv: bool = True  # samples wait in the queue while the KV that is predicted to be needed is too much
+    min_kv_share: Annotated[float, Field(gt=0, le=10)] | None = (
+        None  # bounds of the share of a replica's KV that is
+    )
+    max_kv_share: Annotated[float, Field(gt=0, le=10)] | None = None  # spoken for; what turns find cached moves it
+    call_overcommit: Annotated[float, Field(ge=0, le=4)] = 0.25  # of that, for sessions and direct calls
+    step_times: StepTimeName | StepTimeSettings = "h200-qwen3-8b"  # a fit that is shipped, or coefficients
+    lease_ttl_s: Annotated[float, Field(ge=10)] = 60.0  # silence after which a process's leases end
+    retention: Annotated[float, Field(ge=0)] | None = None  # times the worth of KV, that it is kept for a tool
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        least, most = self.min_kv_share, self.max_kv_share
+        if least is not None and most is not None and least > most:
+            raise ValueError("min_kv_share is at most max_kv_share")
+        return self
+
+
 class RetentionSettings(_Strict):
     """Records that may be deleted; by default none. See docs/operations.md."""
 
@@ -222,6 +263,7 @@ class ServiceConfig(_Strict):
     endpoint: EndpointSettings = EndpointSettings()
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
     updates: UpdateSettings = UpdateSettings()
+    balancer: BalancerSettings = BalancerSettings()
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: a free one, on a Ray of its own
     weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may

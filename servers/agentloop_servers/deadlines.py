@@ -12,8 +12,9 @@ from agentloop.api import Consistency
 from agentloop.errors import InvalidRequest
 from agentloop.fleet import WeightConfig
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.replica import ORDER_TIMEOUT_S
+from agentloop_servers.replica import ORDER_TIMEOUT_S, ReplicaConfig
 
+FIRST_STEP_FACTOR = 5  # an engine may compile before its first step
 CALL_MARGIN_S = 15.0
 """The time by which a call lasts longer than what it asks for."""
 
@@ -47,3 +48,13 @@ def weight_config(config: ServiceConfig) -> WeightConfig:
             param="updates.timeout_s",
         )
     return steps
+
+
+def replica_config(config: ServiceConfig) -> ReplicaConfig:
+    """Return the bounds of a replica."""
+    stall_timeout_s = config.engine.stall_timeout_s
+    return ReplicaConfig(
+        stall_timeout_s=stall_timeout_s,
+        first_step_timeout_s=FIRST_STEP_FACTOR * stall_timeout_s,
+        max_pause_s=config.max_pause_s,
+    )

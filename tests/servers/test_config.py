@@ -9,6 +9,8 @@ from ray import serve
 
 from agentloop.engine import WeightUpdate
 from agentloop.errors import InvalidRequest, ParserMismatch
+from agentloop.scheduling.balancer import BalancerConfig
+from agentloop.scheduling.step_times import FITS, StepTimes
 from agentloop_servers.app import (
     application,
     build,
@@ -17,6 +19,7 @@ from agentloop_servers.app import (
     keys_of,
     mode_rules,
 )
+from agentloop_servers.balancing import balancer_config
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
 from agentloop_servers.deadlines import weight_config
@@ -26,6 +29,7 @@ from tests.support.records.model_folder import write_folder
 
 SERVERS = Path(__file__).parents[2] / "servers"
 CONFIGS = sorted(SERVERS.glob("*.yaml"))
+FITS_FOLDER = Path(__file__).parents[1] / "benchmarks" / "balancer" / "step_times"
 
 
 def a_model(folder, **fields):
@@ -267,3 +271,40 @@ def test_the_deadlines_of_an_update_nest():
     assert config.engine.stage_timeout_s < steps.stage_timeout_s < steps.update_timeout_s
     assert steps.update_timeout_s < config.updates.timeout_s <= COMMAND_TIMEOUT_S
     assert steps.straggler_grace_s == config.updates.straggler_grace_s
+
+
+def test_nothing_of_the_balancer_has_to_be_set():
+    config = balancer_config(service())
+    assert (config.admission, config.step_times) == (BalancerConfig().admission, FITS["h200-qwen3-8b"])
+    assert config.priors.growth_tokens == 256  # a quarter of the model's context of 1024
+
+
+def test_what_is_set_of_the_balancer_reaches_it():
+    times = {"prefill": [0.01, 1e-5, 0.0], "step": [0.005, 1e-5, 1e-8]}
+    config = service(balancer={"max_kv_share": 0.5, "step_times": times, "retention": 0.0, "lease_ttl_s": 30})
+    found = balancer_config(config)
+    assert (found.admission.most, found.admission.initial) == (0.5, 0.5)
+    assert found.step_times == StepTimes(0.01, 1e-5, 0.0, 0.005, 1e-5, 1e-8)
+    assert (found.retention_factor, found.lease_ttl_s) == (0.0, 30)
+    assert balancer_config(service(balancer={"step_times": "h200-qwen3-4b"})).step_times == FITS["h200-qwen3-4b"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_kv_share": 2, "max_kv_share": 1}, "at most max_kv_share"),
+        ({"order": "shortest"}, "'age' or 'longest'"),
+        ({"step_times": "h300"}, "h200-qwen3-4b"),
+        ({"step_times": {"prefill": [0, 0, 0], "step": [1, 0, 0]}}, "take time"),
+        ({"rho": 1}, "not permitted"),
+    ],
+)
+def test_a_balancer_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        service(balancer=settings)
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_shipped_step_times_are_those_that_were_measured(name):
+    fit = json.loads((FITS_FOLDER / f"{name}.json").read_text())
+    assert FITS[name] == StepTimes(*fit["prefill"]["coefficients"], *fit["decode"]["coefficients"])

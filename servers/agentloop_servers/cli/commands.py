@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from agentloop.api import ServiceStatus, UpdateReport
+from agentloop.api import QueueStatus, ServiceStatus, UpdateReport
 from agentloop.client import RolloutClient
 from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
@@ -323,18 +323,28 @@ def _store_of(run: str) -> Path:
     raise InvalidRequest(f"no run {run!r}: no {STORE_NAME} there, nor in runs/{run}")
 
 
+def _waiting(queue: QueueStatus) -> str:
+    calls = f" and {queue.num_waiting} session(s) and calls" if queue.num_waiting else ""
+    return f"{queue.num_queued} queued trajectories{calls} wait: {queue.reason}"
+
+
 def _show_status(console: Console, service: ServiceStatus) -> None:
     state = "paused" if service.is_paused else "ready" if service.is_ready else "not ready"
     if service.asleep:
         state = f"asleep ({', '.join(service.asleep)})"
     version = "none" if service.weight_version is None else str(service.weight_version)
     console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
-    replicas = Table("replica", "state", "engine", "version", "running", "waiting", "leases", box=None)
+    names = ("replica", "state", "engine", "version", "running", "waiting", "leases")
+    replicas = Table(*names, "KV used", "predicted", "limit", "hits", box=None)
     for replica in service.replicas:
         own = "none" if replica.weight_version is None else str(replica.weight_version)
         numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
-        replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers))
+        kv = (replica.load.kv_used_tokens, replica.kv_predicted_tokens, replica.kv_limit_tokens)
+        hits = "-" if replica.kv_hit_rate is None else f"{replica.kv_hit_rate:.0%}"
+        replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers + kv), hits)
     console.print(replicas)
+    if service.queue.reason:
+        console.print(_waiting(service.queue), highlight=False, markup=False, soft_wrap=True)
     said = "\n".join(service.degraded)
     lines = [
         *service.degraded,

@@ -115,6 +115,7 @@ class Coordinator:
             sleep_reason=orders.sleep_reason,
             starting=replicas.starts.statuses(self._clock.now()),
             lost=replicas.lost(),
+            queue=replicas.room.status(self.rollouts.queue.num_queued),
         )
         return replace(status, degraded=tuple(_shortfalls(status, is_draining=self.rollouts.is_draining)))
 
@@ -180,6 +181,10 @@ def _shortfalls(status: ServiceStatus, *, is_draining: bool) -> Iterator[str]:
         if replica.state not in _HEALTHY:
             seen = f"no heartbeat for {replica.heartbeat_age_s:.0f} s" if replica.heartbeat_age_s > 5.0 else ""
             yield f"replica {replica.replica_id} is {replica.state}{_because(replica.error or seen)}"
+    for replica in status.replicas:
+        if replica.is_thrashing and replica.kv_hit_rate is not None:
+            found = f"turns that return find {replica.kv_hit_rate:.0%} of their KV"
+            yield f"replica {replica.replica_id} computes contexts again: {found}; less may begin until they do"
     for start in status.starting:
         what = "waits to start" if start.reason else "loads"
         yield f"replica {start.replica_id} {what} since {start.waiting_s:.0f} s{_because(start.reason)}"

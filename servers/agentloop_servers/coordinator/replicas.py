@@ -34,9 +34,10 @@ from agentloop.fleet import (
     Starts,
     WeightConfig,
 )
-from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions
+from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions, GroupOrder
 from agentloop.storage import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
+from agentloop_servers.coordinator.room import Room, RoomConfig
 
 Probe = Callable[[str], Awaitable[None]]
 """Have the replica at a URL sample a token. Raises what keeps it from that."""
@@ -66,6 +67,8 @@ class CoordinatorConfig:
     retention_interval_s: float = 10.0
     fleet: FleetConfig = field(default_factory=FleetConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
+    room: RoomConfig = field(default_factory=RoomConfig)
+    order: GroupOrder = GroupOrder.AGE
     weights: WeightConfig = field(default_factory=WeightConfig)
 
     def __post_init__(self) -> None:
@@ -99,6 +102,7 @@ class Replicas:
         self._has_places = ChangeSignal()  # of the fleet alone: thousands may wait while it has none
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
+        self.room = Room(self.fleet, self.balancer, config.room, clock, changed)
         self.sync = ReplicaSync(
             self.fleet,
             connect,
@@ -115,6 +119,7 @@ class Replicas:
         self.late = LateReplicas(self.sync, self.fleet, clock, on_change=self._fleet_changed, log=log)
         # Versions that updates under way are to bring; a refused one is here for a moment.
         self._coming: list[int] = []
+        self._epoch_version: int | None = None  # that the last update brought
 
     @property
     def is_ready(self) -> bool:
@@ -170,11 +175,13 @@ class Replicas:
             self._forget(replica_id, "it fell silent")
         self.starts.expire(now)
         self.balancer.expire(now)
+        self.balancer.look(now)
         self._fleet_changed()
 
     def statuses(self) -> tuple[ReplicaStatus, ...]:
         """The fleet as a table."""
         now = self._clock.now()
+        uses = {replica.replica_id: self.balancer.kv_use(replica.replica_id) for replica in self.fleet.replicas}
         return tuple(
             ReplicaStatus(
                 replica_id=replica.replica_id,
@@ -189,6 +196,11 @@ class Replicas:
                 error=replica.error,
                 is_paused=replica.report.is_paused,
                 asleep=tuple(sorted(replica.report.asleep)),
+                kv_predicted_tokens=uses[replica.replica_id].predicted_tokens,
+                kv_limit_tokens=uses[replica.replica_id].limit_tokens,
+                kv_hit_rate=uses[replica.replica_id].hit_rate,
+                kv_agreement=uses[replica.replica_id].agreement,
+                is_thrashing=uses[replica.replica_id].is_thrashing,
             )
             for replica in self.fleet.replicas
         )
@@ -245,6 +257,7 @@ class Replicas:
         lease = self.balancer.lease_of(holder_id)
         if lease is not None:
             self.balancer.release(lease, num_tokens, self._clock.now())
+            self.room.changed()
 
     # --- weights ---
 
@@ -259,8 +272,11 @@ class Replicas:
         policy = self._config.kv_policy if kv_policy is None else kv_policy
         with self._update_under_way(update.version):
             try:
-                return await self.sync.update_weights(update, policy, consistency, force)
+                report = await self.sync.update_weights(update, policy, consistency, force)
+                policy = report.kv_policy
+                return report
             finally:
+                self._follow_version(policy)
                 for replica in self.fleet.replicas:
                     if replica.state is ReplicaState.QUARANTINED:
                         self.balancer.drop_replica(replica.replica_id)
@@ -289,7 +305,10 @@ class Replicas:
 
     @to_its_end
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        had_kv = MemoryTag.KV_CACHE not in self.sync.desired.asleep
         await self.sync.wake(tags)
+        if not had_kv and MemoryTag.KV_CACHE not in self.sync.desired.asleep:
+            self._begin_epoch(is_flushed=True)
 
     # --- inside ---
 
@@ -302,6 +321,18 @@ class Replicas:
         finally:
             self._coming.remove(version)
             self._changed.notify()
+
+    def _follow_version(self, policy: KVPolicy) -> None:
+        """Begin another epoch of leases if an update has changed what the fleet serves."""
+        version = self.fleet.weight_version
+        if version is not None and version != self._epoch_version:
+            self._epoch_version = version
+            self._begin_epoch(is_flushed=policy is not KVPolicy.KEEP)
+
+    def _begin_epoch(self, *, is_flushed: bool) -> None:
+        """Have the balancer place anew what waits for tools; workers hear of it with their next reports."""
+        self.balancer.new_epoch(is_flushed=is_flushed, now=self._clock.now())
+        self.room.changed()
 
     def _is_awake(self, replica_id: str) -> bool:
         replica = self.fleet.get(replica_id)
@@ -321,4 +352,5 @@ class Replicas:
         self._changed.notify()
         if self.is_ready:
             self._has_places.notify()
+            self.room.changed()
         self.late.start()

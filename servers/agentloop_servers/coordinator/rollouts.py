@@ -35,6 +35,7 @@ from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling import (
     COORDINATOR,
+    BeginOutcome,
     Demand,
     PendingRecord,
     ReportDesk,
@@ -89,6 +90,8 @@ class Rollouts:
             max_queued_bytes=config.max_queued_bytes,
             max_attempts=config.max_attempts,
             missing_after_s=config.worker_timeout_s,
+            order=config.order,
+            expected_work=lambda sample: replicas.balancer.expected_tokens("", 0),
         )
         self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}
@@ -338,20 +341,17 @@ class Rollouts:
     # --- leases of trajectories and sessions ---
 
     async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
-        def grant() -> Lease:
-            now = self._clock.now()
-            demand = Demand(
-                holder_id=session_holder(session_id),
-                process_id=process_id,
-                num_prompt_tokens=num_tokens,
-                is_session=True,
-                expires_at=now + self._config.balancer.lease_ttl_s,
-            )
-            return self._replicas.balancer.acquire(demand, now)
-
         if self.is_draining and self._replicas.balancer.lease_of(session_holder(session_id)) is None:
             raise ServiceUnavailable("the service is stopping")
-        return await self._replicas.placed(grant)
+        wait_s = self._config.placement_wait_s
+        demand = Demand(
+            holder_id=session_holder(session_id),
+            process_id=process_id,
+            num_prompt_tokens=num_tokens,
+            is_session=True,
+            expires_at=self._clock.now() + wait_s + self._config.balancer.lease_ttl_s,
+        )
+        return await self._replicas.room.begin_call(demand, wait_s)
 
     async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
         """Raises NoHealthyReplica, or NotFound for a holder that has nothing to move."""
@@ -366,6 +366,7 @@ class Rollouts:
         else:
             news = LeaseReport(report.process_id, report.sequence)  # a sign of life
         orders = self._replicas.balancer.took(news, now)
+        self._replicas.room.changed()
         return replace(orders, send_all=self._reports.owes_all(report.process_id))
 
     # --- inside ---
@@ -393,31 +394,17 @@ class Rollouts:
         if self.is_draining or self._grace_until is not None or not self._replicas.is_ready:
             return ()
         self.queue.set_versions(self._replicas.versions)
-        samples = self.queue.take(worker_id, num_free, self._clock.now())
-        return tuple(self._assignment(worker_id, sample) for sample in samples)
+        leases: dict[str, Lease] = {}
 
-    def _assignment(self, worker_id: str, sample: Sample) -> Assignment:
-        name, group = sample.assignment_id, sample.group
-        demand = Demand(
-            holder_id=name,
-            process_id=worker_id,
-            group_id=group_key(name),
-            num_prompt_tokens=_num_prompt_tokens(group.task),
-            group_size=group.num_samples,
-        )
-        lease = self._replicas.balancer.acquire(demand, self._clock.now())
-        return Assignment(
-            assignment_id=name,
-            group_id=group.group_id,
-            sample_index=sample.sample_index,
-            task=group.task,
-            lease=lease,
-            attempt=sample.attempt,
-            queue_s=sample.queued_s,
-            rollout_id=name.partition("/")[0],
-            staleness=group.staleness,
-            num_stale_attempts=sample.num_stale_attempts,
-        )
+        def begin(sample: Sample) -> BeginOutcome:
+            lease = self._replicas.room.begin(_demand(worker_id, sample))
+            if isinstance(lease, BeginOutcome):
+                return lease
+            leases[sample.assignment_id] = lease
+            return BeginOutcome.BEGUN
+
+        samples = self.queue.take(worker_id, num_free, self._clock.now(), begin)
+        return tuple(_assignment(sample, leases[sample.assignment_id]) for sample in samples)
 
     def _aged(self, trajectory: Trajectory) -> Trajectory:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
@@ -454,10 +441,10 @@ class Rollouts:
 
     def _recorded(self, name: str, trajectory: Trajectory) -> None:
         """A record is durable: the sample is finished, its place is free, its readers may look."""
-        if not self.queue.finished(name, is_trained=_is_trained(trajectory)):
+        num_tokens = sum(len(path.response_ids) for path in trajectory.paths) if trajectory.is_complete else None
+        if not self.queue.finished(name, is_trained=_is_trained(trajectory), num_tokens=num_tokens):
             return
-        num_tokens = sum(len(path.response_ids) for path in trajectory.paths)
-        self._replicas.end_lease(name, num_tokens if trajectory.is_complete else None)
+        self._replicas.end_lease(name, num_tokens)
         self._changed.notify()
         event = self._readers.pop(trajectory.rollout_id, None)
         if event is not None:
@@ -511,6 +498,32 @@ def _record(pending: PendingRecord) -> Trajectory:
         rollout_id=sample.assignment_id.partition("/")[0],
         num_stale_attempts=sample.num_stale_attempts,
         max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
+    )
+
+
+def _demand(worker_id: str, sample: Sample) -> Demand:
+    return Demand(
+        holder_id=sample.assignment_id,
+        process_id=worker_id,
+        group_id=group_key(sample.assignment_id),
+        num_prompt_tokens=_num_prompt_tokens(sample.group.task),
+        group_size=sample.group.num_samples,
+    )
+
+
+def _assignment(sample: Sample, lease: Lease) -> Assignment:
+    name, group = sample.assignment_id, sample.group
+    return Assignment(
+        assignment_id=name,
+        group_id=group.group_id,
+        sample_index=sample.sample_index,
+        task=group.task,
+        lease=lease,
+        attempt=sample.attempt,
+        queue_s=sample.queued_s,
+        rollout_id=name.partition("/")[0],
+        staleness=group.staleness,
+        num_stale_attempts=sample.num_stale_attempts,
     )
 
 

@@ -38,7 +38,7 @@ from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER
 from agentloop_servers.private_http.server import SECRET_HEADER, PrivateServer, worker_key
 from tests.support.engine.engines import FakeEngine
-from tests.support.fleet.service import assignment_ids, record, report
+from tests.support.fleet.service import CONFIG, assignment_ids, record, report
 from tests.support.records.samples import make_group
 
 PORTS = (ReplicaPort, WorkerPort, RolloutPort, LeasePort, FleetPort, FrontPort)
@@ -87,7 +87,9 @@ class PortSite:
 
     async def start(self) -> None:
         self.store = Store(self.path / "trajectories.sqlite")
-        config = CoordinatorConfig(restart_grace_s=0.0, heartbeat_interval_s=0.05, worker_cut_s=0.2)
+        config = CoordinatorConfig(
+            restart_grace_s=0.0, heartbeat_interval_s=0.05, worker_cut_s=0.2, balancer=CONFIG.balancer
+        )
         self.coordinator = Coordinator(
             self.store, lambda url: self.engine, config, RealClock(), probe=lambda url: self.engine.sample()
         )

@@ -8,6 +8,7 @@ import pytest
 from agentloop.api.coordinator import KVChanges, LeaseReport, ReplicaRegistration
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import (
+    CheckpointUnreadable,
     Conflict,
     EngineLost,
     InvalidRequest,
@@ -513,3 +514,28 @@ async def test_a_pause_that_waits_for_requests_is_no_disobedience(site, coordina
     assert await site.states() == {"a": "ready"}
     await pausing
     assert site.engines["a"].calls == ["resume", "pause:wait:keep"]
+
+
+@service("a", "b", info=SLEEPER)
+async def test_an_update_and_a_wake_each_begin_an_epoch_of_leases(site, coordinator):
+    """A repeat of an update, and one that nobody took, begin none."""
+
+    async def epoch(name):
+        return (await coordinator.rollouts.lease(name, 10, "ingress")).epoch
+
+    first = await epoch("before")
+    await coordinator.replicas.update_weights(push(1), None)
+    assert await epoch("updated") == first + 1
+    await coordinator.replicas.update_weights(push(1), None)
+    assert await epoch("repeated") == first + 1
+    for engine in site.engines.values():
+        engine.failures["stage"] = CheckpointUnreadable("no")
+    with pytest.raises(CheckpointUnreadable):
+        await coordinator.replicas.update_weights(push(2), None)
+    assert await epoch("failed") == first + 1
+    for engine in site.engines.values():
+        engine.failures.clear()
+    await site.clock.sleep(5.0)
+    await coordinator.replicas.sleep(1)
+    await coordinator.replicas.wake(ALL_MEMORY)
+    assert await epoch("woken") == first + 2

@@ -9,6 +9,8 @@ from functools import wraps
 from agentloop.api.coordinator import WorkerReport
 from agentloop.clock import VirtualClock
 from agentloop.fleet.registry import FleetConfig
+from agentloop.scheduling.balancer import BalancerConfig
+from agentloop.scheduling.expected_work import WorkPriors
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import StopReason
 from agentloop_servers.coordinator.coordinator import Coordinator
@@ -22,6 +24,7 @@ CONFIG = CoordinatorConfig(
     placement_wait_s=5.0,
     restart_grace_s=3.0,
     fleet=FleetConfig(suspect_after_s=3.0, dead_after_s=6.0),
+    balancer=BalancerConfig(priors=WorkPriors(growth_tokens=100.0)),
 )
 
 

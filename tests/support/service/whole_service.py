@@ -22,6 +22,7 @@ from agentloop_servers.app import (
     initial_weights,
     tool_names,
 )
+from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format import load_chat_format
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
@@ -77,7 +78,11 @@ async def whole_site(
         coordinator = Coordinator(
             TrajectoryStore(run_dir / "trajectories.sqlite"),
             clients.connect,
-            CoordinatorConfig(kv_policy=config.kv_policy, initial_weights=initial_weights(config)),
+            CoordinatorConfig(
+                kv_policy=config.kv_policy,
+                initial_weights=initial_weights(config),
+                balancer=balancer_config(config),
+            ),
             RealClock(),
             probe=clients.probe,
         )

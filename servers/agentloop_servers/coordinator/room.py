@@ -1,0 +1,180 @@
+"""Room: who may begin a trajectory or a session while the replicas' KV is spoken for.
+
+Samples begin while the balancer has room for them, and wait before their prefill otherwise. Somebody waits at the
+other end of a call, so a session or a direct call may begin a bounded share beyond that (`overcommit`); then it
+waits too, in the order in which calls came, until its deadline. Calls cannot hold samples off for ever: once a
+sample has been refused for `patience_s`, it may begin up to the same bound, and no call begins before it.
+
+Ownership: the one place where a new lease is granted. Whoever gives KV back, or brings some, calls `changed`.
+Invariants: of the calls that wait, the one that asked first is tried first, also if it had to ask again; what holds
+a lease never waits for room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from agentloop.aio import ChangeSignal, deadline_after, is_set_by
+from agentloop.api import QueueStatus
+from agentloop.clock import Clock
+from agentloop.errors import NoHealthyReplica
+from agentloop.fleet import Fleet
+from agentloop.scheduling import Balancer, BeginOutcome, Demand
+from agentloop.types import Lease
+
+_COMES_BACK_S = 30.0  # after its deadline a call that asks again within this time keeps its turn
+_REFUSAL_COUNTS_S = 5.0  # a sample that was refused asks again each second while a worker has a place for it
+
+
+@dataclass(frozen=True, slots=True)
+class RoomConfig:
+    """Bounds of what may begin."""
+
+    is_limited: bool = True  # False: everything may begin at once, as far as replicas take traffic
+    overcommit: float = 0.25  # of the room, that calls may take beyond it
+    patience_s: float = 10.0  # of a sample that calls keep from beginning
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A call's turn among those that wait."""
+
+    asked_at: float
+    number: int
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    is_gone: bool = False
+
+    def __lt__(self, other: _Ticket) -> bool:
+        return (self.asked_at, self.number) < (other.asked_at, other.number)
+
+
+class Room:
+    """The door to the balancer's leases."""
+
+    def __init__(
+        self, fleet: Fleet, balancer: Balancer, config: RoomConfig, clock: Clock, changed: ChangeSignal
+    ) -> None:
+        """`changed` wakes the workers that ask for samples."""
+        self._fleet = fleet
+        self._balancer = balancer
+        self._config = config
+        self._clock = clock
+        self._changed = changed
+        self._waiting: list[_Ticket] = []  # a heap; those that are gone leave it at the top
+        self._num_waiting = 0
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # holder -> when it asked first, and left
+        self._num_asked = 0
+        self._refused_since: float | None = None  # samples: the first refusal since one began
+        self._refused_at = 0.0  # and the last one
+
+    # --- samples ---
+
+    def begin(self, demand: Demand) -> Lease | BeginOutcome:
+        """Grant a sample its lease, or say why it has to wait."""
+        now = self._clock.now()
+        over = self._config.overcommit if self._is_samples_turn(now) else 0.0
+        if not self._fits(demand, now, over):
+            is_full = not self._balancer.has_room(now, num_prompt_tokens=demand.num_prompt_tokens, over=over)
+            self._refused_at = now
+            if is_full and self._refused_since is None:
+                self._refused_since = now
+            return BeginOutcome.FULL if is_full else BeginOutcome.LATER
+        try:
+            lease = self._balancer.acquire(demand, now)
+        except NoHealthyReplica:
+            return BeginOutcome.FULL
+        self._refused_since = None
+        return lease
+
+    # --- calls ---
+
+    async def begin_call(self, demand: Demand, wait_s: float) -> Lease:
+        """Grant a session or a direct call its lease, as soon as there is room for it.
+
+        Raises NoHealthyReplica after `wait_s`: whoever can still wait asks again, and keeps its turn.
+        """
+        try:
+            return self._grant(demand)
+        except NoHealthyReplica as error:
+            refusal = error
+        deadline_at = deadline_after(wait_s, wait_s)
+        ticket = self._enter(demand.holder_id)
+        try:
+            while True:
+                if not await is_set_by(ticket.event, deadline_at):
+                    self._left[demand.holder_id] = ticket.asked_at, self._clock.now()
+                    raise refusal
+                ticket.event.clear()
+                try:
+                    return self._grant(demand, ticket)
+                except NoHealthyReplica as error:
+                    refusal = error
+        finally:
+            ticket.is_gone = True
+            self._num_waiting -= 1
+            self._wake()
+
+    # --- for all ---
+
+    def changed(self) -> None:
+        """Try those that wait: KV was given back, or a replica came, or is lost."""
+        if self._is_refusing(self._clock.now()):
+            self._changed.notify()
+        self._wake()
+
+    def status(self, num_queued: int) -> QueueStatus:
+        """Return what waits, and why."""
+        uses = [self._balancer.kv_use(replica.replica_id) for replica in self._fleet.placeable()]
+        predicted, limit = sum(use.predicted_tokens for use in uses), sum(use.limit_tokens for use in uses)
+        waits = self._num_waiting > 0 or (num_queued > 0 and self._is_refusing(self._clock.now()))
+        reason = f"no room: {predicted} of {limit} tokens of KV are predicted to be needed" if waits else ""
+        return QueueStatus(num_queued, self._num_waiting, predicted, limit, reason)
+
+    # --- inside ---
+
+    def _fits(self, demand: Demand, now: float, over: float) -> bool:
+        has_lease = self._balancer.lease_of(demand.holder_id) is not None
+        if has_lease or not self._config.is_limited:
+            return True
+        return self._balancer.has_room(now, demand.group_id, demand.num_prompt_tokens, over)
+
+    def _grant(self, demand: Demand, ticket: _Ticket | None = None) -> Lease:
+        """Raises NoHealthyReplica unless there is room, and nobody comes before."""
+        now = self._clock.now()
+        has_lease = self._balancer.lease_of(demand.holder_id) is not None
+        is_turn = has_lease or (self._first() is ticket and not self._is_samples_turn(now))
+        if not is_turn or not self._fits(demand, now, self._config.overcommit):
+            raise NoHealthyReplica("no replica has room for another session now")
+        return self._balancer.acquire(demand, now)
+
+    def _is_refusing(self, now: float) -> bool:
+        """Tell if samples wait for room, and workers for samples."""
+        return self._refused_at > 0.0 and now - self._refused_at <= _REFUSAL_COUNTS_S
+
+    def _is_samples_turn(self, now: float) -> bool:
+        since = self._refused_since
+        return since is not None and self._is_refusing(now) and now - since >= self._config.patience_s
+
+    def _enter(self, holder_id: str) -> _Ticket:
+        now = self._clock.now()
+        while self._left and now - next(iter(self._left.values()))[1] > _COMES_BACK_S:
+            self._left.popitem(last=False)
+        asked_at, _ = self._left.pop(holder_id, (now, now))
+        self._num_asked += 1
+        ticket = _Ticket(asked_at, self._num_asked)
+        heapq.heappush(self._waiting, ticket)
+        self._num_waiting += 1
+        return ticket
+
+    def _first(self) -> _Ticket | None:
+        while self._waiting and self._waiting[0].is_gone:
+            heapq.heappop(self._waiting)
+        return self._waiting[0] if self._waiting else None
+
+    def _wake(self) -> None:
+        first = self._first()
+        if first is not None:
+            first.event.set()

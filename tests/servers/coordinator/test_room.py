@@ -1,0 +1,163 @@
+"""Room for samples, sessions and calls: real store, real balancer, fake engines, virtual time."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from agentloop.api.coordinator import LeaseReport
+from agentloop.errors import NoHealthyReplica
+from agentloop_servers.coordinator.room import RoomConfig
+from tests.support.engine.engines import INFO
+from tests.support.fleet.service import CONFIG, assignment_ids, record, report, service
+from tests.support.records.samples import make_group
+
+SMALL = replace(INFO, kv_capacity_tokens=1000)  # the samples below are expected to grow by 100 tokens each
+
+
+async def fill(coordinator, num_groups=40):
+    """Submit groups of one until some wait for room; returns what has begun."""
+    await coordinator.rollouts.submit("r", tuple(make_group(f"g{n}", 1) for n in range(num_groups)))
+    begun = (await coordinator.rollouts.take(report("w", 50), 0.0)).start
+    assert 0 < len(begun) < num_groups
+    return list(begun)
+
+
+class Ingress:
+    """An ingress process, as the coordinator hears it."""
+
+    def __init__(self, coordinator):
+        self.coordinator = coordinator
+        self.num_reports = 0
+
+    async def report(self, **news):
+        self.num_reports += 1
+        await self.coordinator.rollouts.report_leases(LeaseReport("ingress", self.num_reports, **news))
+
+    async def lease(self, name, num_tokens=100):
+        return await self.coordinator.rollouts.lease(name, num_tokens, "ingress")
+
+    async def release(self, lease):
+        await self.report(released=(lease.lease_id,))
+
+
+async def calls_until_full(coordinator):
+    """Take leases for sessions until one has to wait."""
+    ingress, leases = Ingress(coordinator), []
+    await ingress.report(leases=())
+    while len(leases) < 100:
+        asking = asyncio.create_task(ingress.lease(f"s{len(leases)}"))
+        await asyncio.sleep(0)
+        if not asking.done():
+            return ingress, leases, asking
+        leases.append(await asking)
+    raise AssertionError("there is no end to the room")
+
+
+@service("a", info=SMALL)
+async def test_samples_wait_before_their_prefill_and_begin_as_soon_as_others_end(site, coordinator):
+    begun = await fill(coordinator)
+    taking = asyncio.create_task(coordinator.rollouts.take(report("w", 1, *assignment_ids(begun)), 4.0))
+    await site.clock.sleep(0.5)
+    assert not taking.done()
+    status = await coordinator.status()
+    assert status.queue.num_queued == 40 - len(begun)
+    assert status.queue.kv_limit_tokens >= status.queue.kv_predicted_tokens > 0
+    assert status.queue.reason == (
+        f"no room: {status.queue.kv_predicted_tokens} of {status.queue.kv_limit_tokens} tokens of KV"
+        " are predicted to be needed"
+    )
+    ended_at = site.clock.now()
+    await coordinator.rollouts.finish("w", record(begun[0]))
+    assert len((await taking).start) == 1
+    assert site.clock.now() == ended_at
+
+
+@service("a", info=SMALL)
+async def test_another_replica_is_room(site, coordinator):
+    begun = await fill(coordinator)
+    taking = asyncio.create_task(coordinator.rollouts.take(report("w", 50, *assignment_ids(begun)), 4.0))
+    await site.clock.sleep(0.5)
+    assert not taking.done()
+    await site.join("b")
+    assert {one.lease.replica_id for one in (await taking).start} == {"b"}
+
+
+@service("a", info=SMALL, config=replace(CONFIG, room=RoomConfig(is_limited=False)))
+async def test_without_a_limit_everything_begins(site, coordinator):
+    await coordinator.rollouts.submit("r", tuple(make_group(f"g{n}", 1) for n in range(40)))
+    assert len((await coordinator.rollouts.take(report("w", 50), 0.0)).start) == 40
+
+
+@service("a", info=SMALL)
+async def test_calls_begin_beyond_the_room_of_samples_and_then_wait_in_their_order(site, coordinator):
+    await fill(coordinator)
+    ingress, leases, waiting = await calls_until_full(coordinator)
+    assert leases
+    after = asyncio.create_task(ingress.lease("after"))
+    await site.clock.sleep(0.1)
+    assert (await coordinator.status()).queue.num_waiting == 2
+    assert await ingress.lease("s0") == leases[0]  # what has a lease does not wait
+    await ingress.release(leases[0])
+    await site.clock.sleep(0.0)
+    assert (waiting.done(), after.done()) == (True, False)
+    await ingress.release(leases[1])
+    assert (await after).replica_id == "a"
+    assert (await coordinator.status()).queue.num_waiting == 0
+
+
+@service("a", info=SMALL)
+async def test_a_call_that_asks_again_keeps_its_turn(site, coordinator):
+    ingress, leases, first = await calls_until_full(coordinator)
+    await site.clock.sleep(CONFIG.placement_wait_s - 1.0)
+    second = asyncio.create_task(ingress.lease("second"))
+    with pytest.raises(NoHealthyReplica, match="no replica has room"):
+        await first
+    await site.clock.sleep(0.5)
+    again = asyncio.create_task(ingress.lease(f"s{len(leases)}"))
+    await site.clock.sleep(0.1)
+    await ingress.release(leases[0])
+    await site.clock.sleep(0.1)
+    assert (again.done(), second.done()) == (True, False)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert (await coordinator.status()).queue.num_waiting == 0
+
+
+@service("a", info=SMALL)
+async def test_calls_that_never_stop_coming_hold_a_sample_off_for_a_bounded_time(site, coordinator):
+    """Each call lasts a second, and two others wait at any time; the one sample begins after its patience."""
+
+    async def caller(name):
+        number = 0
+        while True:
+            lease = await ingress.lease(f"{name}-{number}")
+            await site.clock.sleep(1.0)
+            await ingress.release(lease)
+            number += 1
+
+    ingress, leases, waiting = await calls_until_full(coordinator)
+    waiting.cancel()
+    for lease in leases:
+        await ingress.release(lease)
+    callers = [asyncio.create_task(caller(f"c{number}")) for number in range(len(leases) + 2)]
+    await site.clock.sleep(5.0)
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    asked_at, begun = site.clock.now(), ()
+    while not begun and site.clock.now() - asked_at < 60.0:
+        begun = (await coordinator.rollouts.take(report("w", 1), 4.0)).start
+    assert assignment_ids(begun) == ["r/g/0"]
+    assert site.clock.now() - asked_at <= RoomConfig().patience_s + 2.0
+    for task in callers:
+        assert not task.done()
+        task.cancel()
+    await asyncio.gather(*callers, return_exceptions=True)
+
+
+@service("a", info=SMALL)
+async def test_samples_that_nobody_could_run_do_not_hold_calls_off(site, coordinator):
+    await fill(coordinator)
+    await site.clock.sleep(60.0)  # no worker has a place: the refusals are old
+    _, leases, waiting = await calls_until_full(coordinator)
+    assert leases
+    waiting.cancel()
