@@ -35,7 +35,7 @@ from agentloop.fleet import Fleet
 from agentloop.kv_hashes import hashes_of
 from agentloop.scheduling.admission import Admission, AdmissionConfig
 from agentloop.scheduling.cache_hits import CacheHits
-from agentloop.scheduling.expected_work import ExpectedWork, WorkPriors
+from agentloop.scheduling.expected_work import ExpectedWork, Remaining, WorkPriors
 from agentloop.scheduling.kv_forecast import KVNeed
 from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
 from agentloop.scheduling.placement import Charge, Placement
@@ -124,7 +124,7 @@ class Balancer:
 
     def expected_tokens(self, group_id: str, num_prompt_tokens: int) -> float:
         """Return the context tokens that a fresh sample of a group is expected to end with."""
-        return num_prompt_tokens + self._work.remaining(group_id, 0.0).growth_tokens
+        return num_prompt_tokens + self._remaining(group_id, 0.0, num_prompt_tokens).growth_tokens
 
     # --- leases ---
 
@@ -446,7 +446,7 @@ class Balancer:
     # --- charges ---
 
     def _fresh_charge(self, group_id: str, prompt_tokens: float, group_size: int) -> Charge:
-        remaining = self._work.remaining(group_id, 0.0)
+        remaining = self._remaining(group_id, 0.0, prompt_tokens)
         work_s = self._times.turn_share(prompt_tokens, remaining.sampled_tokens, remaining.observed_tokens)
         if group_size > 1:
             return Charge(work_s, KVNeed(0.0, remaining.growth_tokens), prompt_tokens)
@@ -461,12 +461,17 @@ class Balancer:
             charge = self._fresh_charge(demand.group_id, holding.prompt_tokens, demand.group_size)
             return replace(charge, is_kept=is_kept)
         grown = holding.context_tokens - holding.prompt_tokens
-        left = self._work.remaining(demand.group_id, grown)
+        left = self._remaining(demand.group_id, grown, holding.context_tokens)
         work_s = self._times.turn_share(holding.context_tokens, left.sampled_tokens, left.observed_tokens)
         if not holding.is_warm:
             work_s += self._times.prefill(holding.context_tokens)
         shared = holding.prompt_tokens if demand.group_size > 1 else 0.0
         return Charge(work_s, KVNeed(holding.context_tokens - shared, left.growth_tokens), shared, is_kept)
+
+    def _remaining(self, group_id: str, grown: float, context_tokens: float) -> Remaining:
+        """Return what is still expected of a trajectory: no context grows beyond the longest that is served."""
+        room_tokens = self._placement.max_context_tokens - context_tokens
+        return self._work.remaining(group_id, grown).at_most(room_tokens)
 
     def _learn(
         self, holding: Holding, context_tokens: int, sampled_tokens: int, cached_tokens: int | None, is_here: bool

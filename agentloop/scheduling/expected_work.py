@@ -53,6 +53,13 @@ class Remaining:
     def observed_tokens(self) -> float:
         return self.growth_tokens - self.sampled_tokens
 
+    def at_most(self, growth_tokens: float) -> Remaining:
+        """Return the same, cut to a growth: a context has an end."""
+        if self.growth_tokens <= growth_tokens:
+            return self
+        share = max(growth_tokens, 0.0) / self.growth_tokens
+        return Remaining(self.growth_tokens * share, self.sampled_tokens * share, self.num_turns * share)
+
 
 @dataclass(slots=True)
 class _Siblings:

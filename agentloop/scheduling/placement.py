@@ -11,6 +11,7 @@ is in both indexes with its present value.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -108,6 +109,7 @@ class Placement:
         self._num_changes_seen = -1  # of the fleet's
         self._placeable: dict[str, ReplicaRecord] = {}
         self._largest_tokens = 1
+        self._max_context_tokens = math.inf
         self._books: defaultdict[str, ReplicaBook] = defaultdict(ReplicaBook)
         self._by_work = LoadIndex()
         self._by_kv = LoadIndex()
@@ -135,8 +137,17 @@ class Placement:
         self._num_changes_seen = self._fleet.num_placement_changes
         before, self._placeable = self._placeable, {one.replica_id: one for one in self._fleet.placeable()}
         self._largest_tokens = max((one.capacity_tokens for one in self._placeable.values()), default=1)
+        if self._placeable:
+            infos = [one.registration.info for one in self._placeable.values()]
+            self._max_context_tokens = max(info.max_context_tokens for info in infos)
         for replica_id in before.keys() | self._placeable.keys():
             self._put(replica_id)
+
+    @property
+    def max_context_tokens(self) -> float:
+        """The longest context of those replicas, or of the last ones that did; infinite before the first."""
+        self.follow()
+        return self._max_context_tokens
 
     def takes_traffic(self, lease: Lease) -> bool:
         """Tell if the replica of a lease takes traffic, and is the process that the lease was granted for."""

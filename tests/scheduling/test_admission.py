@@ -14,10 +14,10 @@ from tests.scheduling.test_balancer import add, demand, fleet_of, session
 PRIORS = WorkPriors(growth_tokens=1000.0)
 
 
-def small_fleet(num=1, kv_tokens=10_000):
+def small_fleet(num=1, kv_tokens=10_000, **sizes):
     fleet = Fleet()
     for index in range(num):
-        add(fleet, f"r{index}", kv_tokens)
+        add(fleet, f"r{index}", kv_tokens, **sizes)
     return fleet
 
 
@@ -38,6 +38,20 @@ def fill(balancer, limit=100):
 def test_as_many_begin_as_their_kv_fits():
     balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
     assert 3 <= len(fill(balancer)) <= 6
+
+
+def test_nothing_is_expected_to_outgrow_the_engines_context():
+    """However long trajectories are thought to be, or have been elsewhere, each fits in one context."""
+    balancer = Balancer(small_fleet(kv_tokens=40_000, max_context=2000))  # 8,192 tokens of growth are expected
+    leases = fill(balancer)
+    assert len(leases) == 20
+    assert balancer.expected_tokens("g", 1500) == 2000
+    for lease in leases.values():
+        turn(balancer, lease, 1900, 1.0)
+    assert balancer.kv_use("r0").predicted_tokens <= 40_000
+    balancer.release(leases["t0"], 1000, 2.0)
+    assert balancer.has_room(2.0, "new", 1000)
+    balancer.check()
 
 
 def test_an_empty_replica_takes_one_that_never_fits():

@@ -13,8 +13,8 @@ from agentloop.fleet import Fleet, ReplicaState
 from agentloop.scheduling import Balancer, BalancerConfig, Demand
 
 
-def add(fleet, replica_id, kv_tokens=10_000_000, url=None):
-    info = EngineInfo("fake", 4096, 1000, 16, kv_tokens, 8)
+def add(fleet, replica_id, kv_tokens=10_000_000, url=None, max_context=1 << 20):
+    info = EngineInfo("fake", max_context, 1000, 16, kv_tokens, 8)
     replica = fleet.register(ReplicaRegistration(replica_id, url or f"http://{replica_id}", info, 0), 0.0)
     fleet.begin_update(replica)
     fleet.admit(replica)
