@@ -52,7 +52,8 @@ class Admission:
         self._fixed_s = 0.0
         self._is_waited_for = False
         self._lines: dict[str, OrderedDict[str, None]] = {}  # replica -> holders that wait for it, in order
-        self._line_of: dict[str, str] = {}  # holder -> replica
+        self._line_of: dict[str, str] = {}  # holder -> replica, those that have waited longest first
+        self._freed: set[str] = set()  # replicas with news since `next_up`
 
     # --- the share ---
 
@@ -103,10 +104,26 @@ class Admission:
             self._line_of[holder_id] = replica_id
             self._lines.setdefault(replica_id, OrderedDict())[holder_id] = None
 
+    def freed(self, replica_id: str) -> None:
+        """Note that less of a replica's KV may be spoken for."""
+        self._freed.add(replica_id)
+
+    def next_up(self) -> tuple[str, ...]:
+        """Return the holders that may find room now, by what was freed since this was asked before.
+
+        Of each replica it is the first in its line, and where none waits the one that has waited longest anywhere.
+        """
+        freed, self._freed = self._freed, set()
+        if not self._line_of:
+            return ()
+        lines = [self._lines.get(replica_id, self._line_of) for replica_id in freed]
+        return tuple({next(iter(line)) for line in lines})
+
     def leave(self, holder_id: str) -> None:
         """Take a holder out of its line. No-op if it is in none."""
         replica_id = self._line_of.pop(holder_id, None)
         if replica_id is not None:
+            self._freed.add(replica_id)
             line = self._lines[replica_id]
             del line[holder_id]
             if not line:

@@ -537,6 +537,7 @@ class Balancer:
 
     def _uncount(self, holding: Holding) -> None:
         if holding.is_counted:
+            self.admission.freed(holding.lease.replica_id)
             self._placement.book(holding.lease.replica_id).num_sampling -= holding.is_sampling
             self._placement.remove(holding.lease.replica_id, holding.demand.group_id, holding.charge)
 
@@ -551,6 +552,7 @@ class Balancer:
         if holding.is_counted:
             replica_id, group_id = holding.lease.replica_id, holding.demand.group_id
             self._placement.change(replica_id, group_id, before, holding.charge)
+            self.admission.freed(replica_id)
 
     def _order(self, holding: Holding, replica_id: str, now: float) -> None:
         """Move a trajectory that is at a tool; its process hears of it with its next report."""

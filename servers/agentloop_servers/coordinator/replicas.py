@@ -19,7 +19,7 @@ from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api import Consistency, LostReplica, ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
-from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken, NoHealthyReplica
+from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken
 from agentloop.fleet import (
     Connect,
     Fleet,
@@ -99,7 +99,6 @@ class Replicas:
         self._clock = clock
         self._log = log
         self._changed = changed
-        self._has_places = ChangeSignal()  # of the fleet alone: thousands may wait while it has none
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
         self.room = Room(self.fleet, self.balancer, config.room, clock, changed)
@@ -233,19 +232,6 @@ class Replicas:
 
     # --- places ---
 
-    async def placed(self, grant: Callable[[], Lease]) -> Lease:
-        """Grant a lease, now or as soon as a replica takes traffic again, whatever kept it from that.
-
-        Raises NoHealthyReplica after `placement_wait_s`: whoever can still wait asks again.
-        """
-        deadline_at = deadline_after(self._config.placement_wait_s, self._config.placement_wait_s)
-        while True:
-            try:
-                return grant()
-            except NoHealthyReplica:
-                if not await self._has_places.wait_until(deadline_at):
-                    raise
-
     def report_failure(self, lease: Lease) -> None:
         """A call under this lease got no answer."""
         replica = self.fleet.get(lease.replica_id)
@@ -351,6 +337,5 @@ class Replicas:
         """Wake who waits for a place, and see to the replicas that are behind."""
         self._changed.notify()
         if self.is_ready:
-            self._has_places.notify()
-            self.room.changed()
+            self.room.fleet_changed()
         self.late.start()

@@ -357,7 +357,11 @@ class Rollouts:
         """Raises NoHealthyReplica, or NotFound for a holder that has nothing to move."""
         if is_failed:
             self._replicas.report_failure(lease)
-        return await self._replicas.placed(lambda: self._moved(assignment_id, lease, is_failed))
+        return await self._replicas.room.go_on(
+            self._holder_of(assignment_id),
+            lambda: self._moved(assignment_id, lease, is_failed),
+            self._config.placement_wait_s,
+        )
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
         now = self._clock.now()
@@ -377,9 +381,13 @@ class Rollouts:
             return None
         return tuple(one for one in leases if is_session_holder(one.holder_id) or self.queue.is_live(one.holder_id))
 
+    def _holder_of(self, name: str) -> str:
+        """Return the holder that a trajectory's or a session's name stands for."""
+        return name if self.queue.is_live(name) else session_holder(name)
+
     def _moved(self, name: str, lease: Lease, is_failed: bool) -> Lease:
         balancer, now = self._replicas.balancer, self._clock.now()
-        holder_id = name if self.queue.is_live(name) else session_holder(name)
+        holder_id = self._holder_of(name)
         held = balancer.lease_of(holder_id)
         if held is None and holder_id != name:
             raise NotFound(f"{name} is neither running nor a session with a lease", param="assignment_id")

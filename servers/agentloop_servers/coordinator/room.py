@@ -2,10 +2,12 @@
 
 Samples begin while the balancer has room for them, and wait before their prefill otherwise. Somebody waits at the
 other end of a call, so a session or a direct call may begin a bounded share beyond that (`overcommit`); then it
-waits too, in the order in which calls came, until its deadline. Calls cannot hold samples off for ever: once a
+waits too, in the order in which calls came, until its deadline. What has begun and goes on elsewhere, or comes
+back from a long tool, waits in the balancer's own lines. Calls cannot hold samples off for ever: once a
 sample has been refused for `patience_s`, it may begin up to the same bound, and no call begins before it.
 
-Ownership: the one place where a new lease is granted. Whoever gives KV back, or brings some, calls `changed`.
+Ownership: the one place where leases are waited for. Whoever gives KV back calls `changed`, and whoever changes who
+takes traffic `fleet_changed`.
 Invariants: of the calls that wait, the one that asked first is tried first, also if it had to ask again; what holds
 a lease never waits for room.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentloop.aio import ChangeSignal, deadline_after, is_set_by
@@ -63,6 +66,7 @@ class Room:
         self._config = config
         self._clock = clock
         self._changed = changed
+        self._going_on: dict[str, asyncio.Event] = {}  # holders that have begun, and wait for a place
         self._waiting: list[_Ticket] = []  # a heap; those that are gone leave it at the top
         self._num_waiting = 0
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # holder -> when it asked first, and left
@@ -117,10 +121,43 @@ class Room:
             self._num_waiting -= 1
             self._wake()
 
+    # --- what has begun ---
+
+    async def go_on(self, holder_id: str, grant: Callable[[], Lease], wait_s: float) -> Lease:
+        """Return what `grant` does, now or as soon as a replica takes traffic again, or has room.
+
+        Raises NoHealthyReplica after `wait_s`: whoever can still wait asks again.
+        """
+        deadline_at = deadline_after(wait_s, wait_s)
+        event = asyncio.Event()
+        try:
+            while True:
+                try:
+                    lease = grant()
+                    break
+                except NoHealthyReplica:
+                    self._going_on[holder_id] = event
+                    if not await is_set_by(event, deadline_at):
+                        raise
+                    event.clear()
+        finally:
+            if self._going_on.get(holder_id) is event:
+                del self._going_on[holder_id]
+        self._wake_next()  # there may be room for another
+        return lease
+
     # --- for all ---
 
+    def fleet_changed(self) -> None:
+        """Try those that wait: a replica takes traffic that did not, or the other way round."""
+        for event in self._going_on.values():
+            event.set()
+        self.changed()
+
     def changed(self) -> None:
-        """Try those that wait: KV was given back, or a replica came, or is lost."""
+        """Try those that wait, for KV was given back: of those that have begun only who is next, as there may be
+        thousands."""
+        self._wake_next()
         if self._is_refusing(self._clock.now()):
             self._changed.notify()
         self._wake()
@@ -173,6 +210,12 @@ class Room:
         while self._waiting and self._waiting[0].is_gone:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
+
+    def _wake_next(self) -> None:
+        for holder_id in self._balancer.admission.next_up():
+            event = self._going_on.get(holder_id)
+            if event is not None:
+                event.set()
 
     def _wake(self) -> None:
         first = self._first()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import LeaseReport
+from agentloop.api.coordinator import LeaseReport, TurnBegun, TurnEnded
 from agentloop.errors import NoHealthyReplica
 from agentloop_servers.coordinator.room import RoomConfig
 from tests.support.engine.engines import INFO
@@ -23,19 +23,19 @@ async def fill(coordinator, num_groups=40):
     return list(begun)
 
 
-class Ingress:
-    """An ingress process, as the coordinator hears it."""
+class Process:
+    """A worker or an ingress process, as the coordinator hears it."""
 
-    def __init__(self, coordinator):
-        self.coordinator = coordinator
+    def __init__(self, coordinator, name="ingress"):
+        self.coordinator, self.name = coordinator, name
         self.num_reports = 0
 
     async def report(self, **news):
         self.num_reports += 1
-        await self.coordinator.rollouts.report_leases(LeaseReport("ingress", self.num_reports, **news))
+        return await self.coordinator.rollouts.report_leases(LeaseReport(self.name, self.num_reports, **news))
 
     async def lease(self, name, num_tokens=100):
-        return await self.coordinator.rollouts.lease(name, num_tokens, "ingress")
+        return await self.coordinator.rollouts.lease(name, num_tokens, self.name)
 
     async def release(self, lease):
         await self.report(released=(lease.lease_id,))
@@ -43,7 +43,7 @@ class Ingress:
 
 async def calls_until_full(coordinator):
     """Take leases for sessions until one has to wait."""
-    ingress, leases = Ingress(coordinator), []
+    ingress, leases = Process(coordinator), []
     await ingress.report(leases=())
     while len(leases) < 100:
         asking = asyncio.create_task(ingress.lease(f"s{len(leases)}"))
@@ -161,3 +161,39 @@ async def test_samples_that_nobody_could_run_do_not_hold_calls_off(site, coordin
     _, leases, waiting = await calls_until_full(coordinator)
     assert leases
     waiting.cancel()
+
+
+@service("a", info=SMALL)
+async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_is_given_back(site, coordinator):
+    """Two wait for room, first come first served; each goes on when an end makes room, not a second later."""
+    begun = await fill(coordinator)
+    worker, gone = Process(coordinator, "w"), begun[:2]
+    await worker.report(leases=())
+    for one in gone:
+        lease_id = one.lease.lease_id
+        await worker.report(turns=(TurnBegun(lease_id), TurnEnded(lease_id, 400, 10, 0, 0, b"", "slow")))
+    asked = {(one.lease.lease_id, None) for one in gone}
+    while not asked <= set((await worker.report()).moves):  # until their KV is let go of
+        await coordinator.rollouts.take(report("w", 0, *assignment_ids(begun)), 0.0)
+        await site.clock.sleep(1.0)
+        assert site.clock.now() < 60.0
+    names = assignment_ids(begun)
+    more = (await coordinator.rollouts.take(report("w", 50, *names), 0.0)).start
+    waiting = []
+    for one in gone:
+        moving = coordinator.rollouts.move(one.assignment_id, one.lease, False)
+        waiting.append(asyncio.create_task(moving))
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    ends = iter([*begun[2:], *more])
+    for index, task in enumerate(waiting):
+        while not task.done():
+            await site.clock.sleep(0.01)  # far from the next look at the fleet, which wakes all
+            assert not task.done()
+            now = site.clock.now()
+            await coordinator.rollouts.finish("w", record(next(ends)))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert site.clock.now() == now
+        assert not any(later.done() for later in waiting[index + 2 :])
+    assert {(await task).replica_id for task in waiting} == {"a"}
