@@ -1,7 +1,8 @@
-"""Which processes descend from a command: those that inherited a variable of its environment."""
+"""Which processes descend from a command, by a variable of its environment, and which run a part of the service."""
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +13,12 @@ def processes_with(marker: str, grace_s: float = 10.0) -> list[str]:
     while (found := _now(marker)) and time.monotonic() < give_up_at:
         time.sleep(0.2)
     return found
+
+
+def deployed(kind: str) -> list[int]:
+    """Process ids of one Serve deployment of this test's Ray."""
+    out = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in out.splitlines() if f"ServeReplica:agentloop:{kind}" in line]
 
 
 def _now(marker: str) -> list[str]:

@@ -25,7 +25,7 @@ from agentloop.types import Limits, Message, RolloutTask
 from agentloop_servers.app import APP_NAME, application
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
-from tests.servers.processes import processes_with
+from tests.servers.processes import deployed, processes_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -91,7 +91,7 @@ async def test_a_redeploy_refuses_no_connection(client, url, run_dir):
     )
     async with client.session() as session, client.session() as other:
         await session.openai.chat.completions.create(model="default", messages=[{"role": "user", "content": "Hi"}])
-        before = set(pids("Ingress"))
+        before = set(deployed("Ingress"))
         target = serve.RunTarget(application(config, run_dir), name=APP_NAME, route_prefix=None)
         redeployed = asyncio.create_task(asyncio.to_thread(serve.run_many, [target]))
         num_answered = 0
@@ -103,7 +103,7 @@ async def test_a_redeploy_refuses_no_connection(client, url, run_dir):
                 await asyncio.sleep(0.05)
             await redeployed
             assert num_answered > 20
-            assert before.isdisjoint(pids("Ingress"))
+            assert before.isdisjoint(deployed("Ingress"))
             await client.wait_until_ready()
             await other.openai.chat.completions.create(
                 model="default", messages=[{"role": "user", "content": "Hi"}]
@@ -212,16 +212,10 @@ async def test_cancel_gives_every_trajectory_its_record(client):
         await client.cancel("no-such-rollout")
 
 
-def pids(kind: str) -> list[int]:
-    """Processes of one Serve deployment of this test's Ray."""
-    out = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in out.splitlines() if f"ServeReplica:agentloop:{kind}" in line]
-
-
 @pytest.mark.parametrize("kind", ["EngineReplica", "AgentLoopWorker", "Coordinator"])
 async def test_a_killed_part_costs_no_accepted_task(client, kind):
     rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
-    victim = pids(kind)[0]
+    victim = deployed(kind)[0]
     os.kill(victim, signal.SIGKILL)
     found = await collect(rollout)
     assert set(found) == {(f"t{n}", sample) for n in range(60) for sample in range(2)}

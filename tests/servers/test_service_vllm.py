@@ -1,0 +1,154 @@
+"""The balancer on a real service: two vLLM replicas on CPU, with room for a few dozen contexts each.
+
+One service for all tests of this file, in their order: the last one kills a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from agentloop.api import ServiceStatus
+from agentloop.client.client import RolloutClient
+from agentloop.client.rollout import Rollout, load_tasks
+from agentloop.types import RolloutTask, Trajectory
+from agentloop_servers.config import ServiceConfig
+from agentloop_servers.local import running_service
+from tests.servers.processes import deployed
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+NUM_GROUPS, NUM_SAMPLES = 24, 8
+KV_MIB = 8  # 4,096 tokens of the tiny policy
+
+
+def tasks(count: int, prefix: str) -> list[RolloutTask]:
+    """Tasks of two calls of the calculator, so of three turns."""
+    shipped = [one for one in load_tasks(ROOT / "examples" / "data" / "tasks.jsonl") if "two_calls" in one.task_id]
+    return [replace(shipped[n % len(shipped)], task_id=f"{prefix}{n}") for n in range(count)]
+
+
+@pytest.fixture(scope="module")
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    config = ServiceConfig.load(ROOT / "servers" / "cpu.yaml")
+    engine = config.engine.model_copy(update={"kv_cache_mib": KV_MIB})
+    model = str(ROOT / "examples" / "tiny_policy" / "v1")
+    config = config.model_copy(update={"port": 0, "engine": engine, "model": model})
+    async with running_service(config, tmp_path_factory.mktemp("run")) as base:
+        yield base
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient(url) as connected:
+        yield connected
+
+
+@dataclass
+class Watched:
+    """A rollout's records, and what the service said while it ran."""
+
+    records: list[Trajectory] = field(default_factory=list)
+    statuses: list[ServiceStatus] = field(default_factory=list)
+
+
+async def watched(client: RolloutClient, rollout: Rollout) -> Watched:
+    found = Watched()
+
+    async def look() -> None:
+        while True:
+            found.statuses.append(await client.status())
+            await asyncio.sleep(0.3)
+
+    looking = asyncio.create_task(look())
+    try:
+        async with asyncio.timeout(150):
+            async for record in rollout:
+                found.records.append(record)
+    finally:
+        looking.cancel()
+    found.statuses.append(await client.status())
+    return found
+
+
+def replicas_of(record: Trajectory) -> set[str]:
+    return {turn.replica_id for path in record.paths for turn in path.turns}
+
+
+def by_group(records: list[Trajectory]) -> list[Counter[str]]:
+    """Count for each group the samples that each replica has turns of."""
+    groups: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        groups[record.group_id].update(replicas_of(record))
+    return list(groups.values())
+
+
+def assert_complete(run: Watched, num_groups: int, num_samples: int) -> None:
+    names = {(one.task_id, one.sample_index) for one in run.records}
+    assert len(run.records) == len(names) == num_groups * num_samples
+    assert all(one.is_complete for one in run.records)
+
+
+async def test_more_begin_than_were_expected_to_fit_and_hits_are_those_predicted(client):
+    """At first contexts are expected to grow by 256 tokens; they grow by about 90, and the balancer learns that."""
+    run = await watched(client, await client.submit(tasks(NUM_GROUPS, "t"), num_samples=NUM_SAMPLES))
+    assert_complete(run, NUM_GROUPS, NUM_SAMPLES)
+    queues = [one.queue for one in run.statuses]
+    assert any(queue.num_queued and queue.reason.startswith("no room") for queue in queues)
+    most = Counter[str]()
+    for status in run.statuses:
+        most |= Counter({one.replica_id: one.num_leases for one in status.replicas})
+    assert len(most) == 2
+    assert min(most.values()) >= 25, most
+    groups = by_group(run.records)
+    share = sum(max(group.values()) for group in groups) / sum(group.total() for group in groups)
+    assert share >= 0.75, groups  # a group is parted where its replica is full
+    ends = [(one.kv_hit_rate, one.kv_agreement) for one in run.statuses[-1].replicas]
+    print(f"\nmost at a time {most}, on their group's replica {share:.3f}, hit rate and agreement {ends}")
+    assert all(hit_rate >= 0.9 and agreement >= 0.95 for hit_rate, agreement in ends)
+
+
+async def test_while_there_is_room_a_group_has_one_replica(client):
+    run = await watched(client, await client.submit(tasks(6, "g"), num_samples=4))
+    assert_complete(run, 6, 4)
+    groups = by_group(run.records)
+    assert [len(group) for group in groups] == [1] * 6, groups
+    assert len({name for group in groups for name in group}) == 2
+
+
+async def test_a_killed_replicas_trajectories_go_on_elsewhere_and_nothing_is_lost(client):
+    rollout = await client.submit(tasks(NUM_GROUPS, "k"), num_samples=NUM_SAMPLES)
+    running = asyncio.create_task(watched(client, rollout))
+    async with asyncio.timeout(60):
+        while not _is_under_way(await client.status(), rollout.rollout_ids[0]):
+            await asyncio.sleep(0.1)
+    os.kill(deployed("EngineReplica")[0], signal.SIGKILL)
+    run = await running
+    assert_complete(run, NUM_GROUPS, NUM_SAMPLES)
+    assert {one.attempt for one in run.records} == {0}, "none was begun again"
+    num_leases: dict[str, int] = {}  # of each replica while it was ready, the last ones
+    for status in run.statuses:
+        num_leases.update({one.replica_id: one.num_leases for one in status.replicas if one.state == "ready"})
+    ready = {one.replica_id for one in run.statuses[-1].replicas if one.state == "ready"}
+    gone = num_leases.keys() - ready
+    moved = sum(num_leases[name] for name in gone)
+    num_both = sum(len(replicas_of(one)) == 2 for one in run.records)
+    print(f"\nleases of the lost replica: {moved}, records with turns on both: {num_both}")
+    assert len(gone) == 1
+    assert moved >= 5
+    (lost,) = gone
+    assert sum(one.num_leases for one in run.statuses[-1].replicas if one.replica_id == lost) == 0
+
+
+def _is_under_way(status: ServiceStatus, rollout_id: str) -> bool:
+    """Tell if some have ended, and both replicas have others."""
+    (rollout,) = (one for one in status.rollouts if one.rollout_id == rollout_id)
+    return rollout.num_finished >= NUM_SAMPLES and min(one.num_leases for one in status.replicas) >= NUM_SAMPLES
