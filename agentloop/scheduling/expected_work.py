@@ -7,9 +7,10 @@ A trajectory's growth is the tokens of its context beyond its prompt. Growths of
 
 m and the whole spread are those of the Kaplan-Meier estimate over buckets of growth (JASA 53, 1958): trajectories
 that have not ended count with all that they have outgrown, else the short ones, which end first, would be taken
-for all. The posterior of m_g given its finished samples is the usual normal one, and a live sibling that has
-outgrown it counts as one at its own growth. What is expected of a sample that has grown to g is the mean of the
-lognormal above g (its hazard by age): E[G | G > g] - g.
+for all. The posterior of m_g given its finished samples is the usual normal one. That the oldest live sibling has
+grown to g and not ended moves its two moments as a truncation does: by the hazard of the normal at log g. What is
+expected of a sample that has grown to g itself is the mean of the lognormal above g (its hazard by age):
+E[G | G > g] - g.
 
 Ownership: the Balancer alone. Invariant: an estimate needs no walk over trajectories; a group is forgotten when its
 last sample has ended.
@@ -125,23 +126,30 @@ class ExpectedWork:
 
     def remaining(self, group_id: str, growth_tokens: float) -> Remaining:
         """Return what is still expected of a sample of this group that has grown so far."""
-        mean, variance = self._of_group(group_id)
+        mean, variance = self._of_group(group_id, growth_tokens)
         growth = _mean_above(mean, math.sqrt(variance), growth_tokens)
         return Remaining(growth, growth * self._sampled_share, growth / max(self._turn_tokens, 1.0))
 
     # --- inside ---
 
-    def _of_group(self, group_id: str) -> tuple[float, float]:
-        """Return mean and variance of the logarithm of a sample's growth."""
+    def _of_group(self, group_id: str, growth_tokens: float) -> tuple[float, float]:
+        """Return mean and variance of the logarithm of the growth of a sample that has grown so far.
+
+        What the sample itself has outgrown is left to the caller.
+        """
         group = self._groups.get(group_id)
-        if group is None or (group.num_finished == 0 and group.oldest <= math.exp(self._mean_log)):
+        if group is None:
             return self._mean_log, self._between + self._within
-        num, total = group.num_finished, group.sum_logs
-        if group.oldest > math.exp((self._mean_log + total) / (1 + num)):  # a sibling that has outgrown the others
-            num, total = num + 1, total + math.log(group.oldest)
-        precision = 1 / self._between + num / self._within
-        mean = (self._mean_log / self._between + total / self._within) / precision
-        return mean, 1 / precision + self._within
+        precision = 1 / self._between + group.num_finished / self._within
+        mean = (self._mean_log / self._between + group.sum_logs / self._within) / precision
+        variance = 1 / precision
+        if group.oldest > max(growth_tokens, _MIN_GROWTH):
+            whole = variance + self._within
+            distance = (math.log(group.oldest) - mean) / math.sqrt(whole)
+            hazard = _hazard(distance)
+            mean += variance / math.sqrt(whole) * hazard
+            variance -= variance * variance / whole * hazard * (hazard - distance)
+        return mean, variance + self._within
 
     def _outgrow(self, before: float, after: float) -> None:
         """Count the buckets that a trajectory has left behind."""
@@ -195,6 +203,14 @@ def _mean_above(mean: float, spread: float, grown: float) -> float:
     if above < 1e-4:  # far in the tail its growth goes on about as g * spread / -distance (Mills' ratio)
         return grown * spread / -distance
     return max(math.exp(mean + spread * spread / 2) * _normal(distance + spread) / above - grown, 0.0)
+
+
+def _hazard(distance: float) -> float:
+    """Return the mean of a standard normal variable above a value (the inverse Mills ratio)."""
+    above = _normal(-distance)
+    if above < 1e-12:
+        return distance + 1 / distance
+    return math.exp(-distance * distance / 2) / (math.sqrt(2 * math.pi) * above)
 
 
 def _normal(value: float) -> float:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentloop.scheduling.expected_work import ExpectedWork
+from agentloop.scheduling.expected_work import ExpectedWork, WorkPriors
 from agentloop.scheduling.kv_forecast import KVForecast, KVNeed
 from agentloop.scheduling.step_times import StepTimes
 from agentloop.scheduling.tool_times import ToolTimes
@@ -52,6 +52,30 @@ def test_a_sibling_that_outgrows_what_was_expected_raises_it():
     before = work.remaining("g", 0.0).growth_tokens
     work.turn("g", 100_000.0, 500.0, 100)
     assert work.remaining("g", 0.0).growth_tokens > 3 * before
+
+
+@pytest.mark.parametrize("grown", [3000.0, 10_000.0, 25_000.0])
+def test_a_sibling_that_goes_on_tells_what_a_draw_of_groups_tells(grown):
+    """Of groups drawn from the priors, those whose first sample grows beyond `grown`: how long is the second?"""
+    priors, drawn, seconds = WorkPriors(), random.Random(0), []
+    between, within = priors.between_groups, priors.within_group
+    middle = math.log(priors.growth_tokens) - (between**2 + within**2) / 2
+    while len(seconds) < 3000:
+        of_group = drawn.gauss(middle, between)
+        if drawn.gauss(of_group, within) > math.log(grown):
+            seconds.append(math.exp(drawn.gauss(of_group, within)))
+    work = ExpectedWork(priors)
+    work.begin("g")
+    work.turn("g", grown, 500.0, 100)
+    assert work.remaining("g", 0.0).growth_tokens == pytest.approx(sum(seconds) / len(seconds), rel=0.06)
+
+
+def test_what_a_sample_has_outgrown_itself_counts_once():
+    work = ExpectedWork()
+    work.begin("g")
+    before = work.remaining("g", 12_000.0)
+    work.turn("g", 12_000.0, 500.0, 100)
+    assert work.remaining("g", 12_000.0).growth_tokens == pytest.approx(before.growth_tokens)
 
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 1e6))
