@@ -53,12 +53,14 @@ class LeaseReporter:
         process_id: str,
         report: Callable[[LeaseReport], Awaitable[LeaseOrders]] | None,
         config: ReportConfig = ReportConfig(),
+        name_tool: Callable[[str], None] | None = None,
     ) -> None:
-        """`report` is the coordinator's `report_leases`; None: another process sees the same turns, and reports.
-        `process_id` is never used by another process."""
+        """`report` is the coordinator's `report_leases`; None: another process sees the same turns, and reports. It
+        does not see their tools, so `name_tool` tells it. `process_id` is never used by another process."""
         self.process_id = process_id
         self._report = report
         self._config = config
+        self._name_tool = name_tool
         self._holders: dict[str, LeaseHolder] = {}  # by lease id
         self._taken: dict[str, None] = {}
         self._turns: dict[int, TurnBegun | TurnEnded] = {}  # by their numbers
@@ -133,6 +135,8 @@ class LeaseReporter:
 
     def amend(self, number: int, tool: str) -> None:
         """Add the tool that runs now to the end of a turn, unless that was told already."""
+        if self._name_tool is not None:
+            self._name_tool(tool)
         news = self._turns.get(number)
         if isinstance(news, TurnEnded):
             self._turns[number] = msgspec.structs.replace(news, tool=tool)

@@ -34,6 +34,7 @@ from agentloop.types import GenerateRequest, Generation, Lease
 from agentloop_servers.chat_format import load_chat_format
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.isolation.frames import (
+    MAX_TOOL_NAME,
     Answered,
     Ask,
     Begin,
@@ -45,6 +46,7 @@ from agentloop_servers.isolation.frames import (
     Loaded,
     Refused,
     Setup,
+    ToolBegun,
     WorkerCall,
     next_frame,
     packed,
@@ -139,7 +141,7 @@ def run_parts(setup: Setup, config: ServiceConfig, link: WorkerLink) -> RunParts
         max_context_tokens=sizes.max_context_tokens,
         vocab_size=sizes.vocab_size,
         placer=ImagePlacer(takes_images=setup.takes_images),
-        reporter=LeaseReporter("", None),
+        reporter=LeaseReporter("", None, name_tool=lambda name: link.send(ToolBegun(name[:MAX_TOOL_NAME]))),
         journal=TurnJournal(Path(setup.turns_folder)) if setup.turns_folder else None,
     )
 

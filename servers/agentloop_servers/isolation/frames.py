@@ -23,6 +23,7 @@ from agentloop.types import Assignment
 from agentloop_servers.config import ServiceConfig
 
 _FRAME = struct.Struct(">BI")
+MAX_TOOL_NAME = 256  # characters that tell tools apart
 MAX_MESSAGE_BYTES = 256 * 2**20  # as of a record in a call of the coordinator
 
 
@@ -87,6 +88,13 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolBegun:
+    """The tool that runs now, after the turn that was answered last."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heard:
     """Progress of a generation under way."""
 
@@ -120,8 +128,11 @@ class HandIn:
     is_clean: bool
 
 
-Frame: TypeAlias = Setup | Loaded | Begin | Cancel | Ask | Drop | Heard | Answered | Refused | HandIn
-_KINDS: tuple[type[Frame], ...] = (Setup, Loaded, Begin, Cancel, Ask, Drop, Heard, Answered, Refused, HandIn)
+Frame: TypeAlias = Setup | Loaded | Begin | Cancel | Ask | Drop | ToolBegun | Heard | Answered | Refused | HandIn
+_KINDS: tuple[type[Frame], ...] = (
+    *(Setup, Loaded, Begin, Cancel, Ask, Drop, ToolBegun),
+    *(Heard, Answered, Refused, HandIn),
+)
 
 
 def packed(value: Frame) -> bytes:

@@ -31,6 +31,7 @@ from agentloop.images import Image
 from agentloop.rollout import TurnJournal, unmade_record
 from agentloop.types import FAILURES, Assignment, GenerateRequest, Generation, Lease, StopReason, Trajectory
 from agentloop_servers.isolation.frames import (
+    MAX_TOOL_NAME,
     Answered,
     Ask,
     Begin,
@@ -42,6 +43,7 @@ from agentloop_servers.isolation.frames import (
     Loaded,
     Refused,
     Setup,
+    ToolBegun,
     WorkerCall,
     next_frame,
     packed,
@@ -283,6 +285,8 @@ class ProcessRun:
                     self._calls[call_id].cancel()
                 case Drop():
                     pass  # it was answered meanwhile
+                case ToolBegun(name=name) if len(name) <= MAX_TOOL_NAME:
+                    self._lease.holder.run_tool(name)
                 case None:
                     raise ProcessEnded("its process ended")
                 case _:
