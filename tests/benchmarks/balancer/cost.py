@@ -1,0 +1,317 @@
+"""Costs of leases: CPU a turn, a placement, leases a second, and memory a live trajectory.
+
+    python -m tests.benchmarks.balancer.cost [--out FILE]
+
+A turn is followed from the ids that the engine answered to the coordinator's state, through the parts that a
+service has: a worker's `LeaseHolder` hashes and notes it, its `LeaseReporter` gathers reports, `codec` writes and
+reads them, and the `Balancer` takes them. What travels between processes is written and read here in one; the
+network is not counted. CPU seconds are those of this process, the best of several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentloop import codec
+from agentloop.api import LeaseOrders, LeaseReport, TurnEnded
+from agentloop.api.coordinator import ReplicaRegistration
+from agentloop.engine import EngineInfo
+from agentloop.fleet import Fleet
+from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
+from agentloop.scheduling import Balancer, Demand
+from agentloop.scheduling.residency import ReplicaKV
+from agentloop.types import FinishReason, GenerateRequest, Generation, Lease, SamplingParams, WeightVersionSpan
+from tests.benchmarks import report
+
+NUM_REPLICAS = 64
+BLOCK_SIZE = 16
+KV_TOKENS = 1_048_576  # of a replica
+NUM_SAMPLED, NUM_OBSERVED = 256, 768  # new tokens of a turn
+CONTEXTS = {8192: 100.0, 32768: 300.0}  # tokens, and the goal in microseconds a turn
+NUM_LIVE = 2 * NUM_REPLICAS
+NUM_ROUNDS = 5
+GROUP_SIZE = 8
+LIVE_PER_REPLICA = 16  # of the placements
+NUM_PLACED = 4000
+GOAL_LEASES = 5000.0  # a second, got and given back
+REPORT = ReportConfig(coalesce_s=0.01, heartbeat_s=60.0)
+
+
+@dataclass(slots=True)
+class TurnCost:
+    """CPU seconds of some turns, by the part that spends them."""
+
+    num_turns: int = 0
+    hash_s: float = 0.0  # a worker's: ids to names, and the news of them
+    report_s: float = 0.0  # a worker's: gathering and writing
+    take_s: float = 0.0  # the coordinator's: reading
+    balance_s: float = 0.0  # the coordinator's: residency, work and orders
+
+    @property
+    def parts_us(self) -> list[float]:
+        parts = (self.hash_s, self.report_s, self.take_s, self.balance_s)
+        return [1e6 * part / self.num_turns for part in parts]
+
+
+def fleet_of(num_replicas: int) -> Fleet:
+    fleet = Fleet()
+    for number in range(num_replicas):
+        info = EngineInfo("cost", 131_072, 32_000, BLOCK_SIZE, KV_TOKENS, 256)
+        replica = fleet.register(ReplicaRegistration(f"r{number}", f"http://r{number}", info, 0), 0.0)
+        fleet.begin_update(replica)
+        fleet.admit(replica)
+    return fleet
+
+
+@dataclass(slots=True, eq=False)
+class _Trajectory:
+    holder: LeaseHolder
+    ids: tuple[int, ...]
+    number: int
+
+
+@dataclass(slots=True)
+class Service:
+    """A worker's reporter and the coordinator's balancer, joined by the bytes of their reports."""
+
+    balancer: Balancer
+    rng: random.Random
+    vocab: list[int]  # one object an id, as a path that grows hands on
+    now: float = 0.0
+    cost: TurnCost = field(default_factory=TurnCost)
+    live: list[_Trajectory] = field(default_factory=list)
+    num_held: int = 0  # leases that the first report told of
+
+    async def report(self, news: LeaseReport) -> LeaseOrders:
+        """Carry a report over, and take it."""
+        begun = time.process_time()
+        data = codec.encode(news)
+        written = time.process_time()
+        received = codec.decode(data, LeaseReport)
+        read = time.process_time()
+        orders = self.balancer.took(received, self.now)
+        self.num_held += len(received.leases or ())
+        self.cost.num_turns += sum(isinstance(turn, TurnEnded) for turn in received.turns)
+        self.cost.report_s += written - begun
+        self.cost.take_s += read - written
+        self.cost.balance_s += time.process_time() - read
+        return orders
+
+    async def reported(self) -> None:
+        """Wait until the turns of all trajectories were taken."""
+        async with asyncio.timeout(60.0):
+            while self.cost.num_turns < len(self.live):
+                await asyncio.sleep(REPORT.coalesce_s)
+
+    async def begin(self, reporter: LeaseReporter, num_live: int, num_tokens: int) -> None:
+        """Let trajectories begin, each with a first prompt of so many tokens, and have their leases reported."""
+        for number in range(num_live):
+            name, group = f"run/{number // GROUP_SIZE}/{number % GROUP_SIZE}", f"run/{number // GROUP_SIZE}"
+            demand = Demand(name, reporter.process_id, group, num_tokens, GROUP_SIZE)
+            holder = LeaseHolder(reporter, name, group)
+            holder.hold(self.balancer.acquire(demand, self.now))
+            self.live.append(_Trajectory(holder, self.ids(num_tokens), number))
+        async with asyncio.timeout(60.0):
+            while self.num_held < num_live:
+                await asyncio.sleep(REPORT.coalesce_s)
+
+    def ids(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self.rng.choices(self.vocab, k=num_tokens))
+
+    def turns(self) -> float:
+        """Let every trajectory have its next turn, and its observation. Returns the worker's CPU seconds."""
+        answers = [(one, *self._answer(one)) for one in self.live]
+        gc.collect()  # what the engine answers is no cost of leases
+        begun = time.process_time()
+        for one, request, generation in answers:
+            one.holder.enter()
+            one.holder.begin()
+            one.holder.leave(one.holder.lease, request, generation)
+            one.holder.run_tool("search")
+        spent = time.process_time() - begun
+        for one, _, generation in answers:
+            one.ids = (*one.ids, *generation.token_ids, *self.ids(NUM_OBSERVED))
+        gc.collect()
+        return spent
+
+    def _answer(self, one: _Trajectory) -> tuple[GenerateRequest, Generation]:
+        request = GenerateRequest(
+            f"{one.number}-{len(one.ids)}", one.ids, SamplingParams(NUM_SAMPLED), kv_version=0
+        )
+        sampled = self.ids(NUM_SAMPLED)
+        generation = Generation(
+            request.request_id,
+            sampled,
+            (0.0,) * len(sampled),
+            (WeightVersionSpan(0, 0, len(sampled)),),
+            FinishReason.STOP,
+            cached_tokens=len(one.ids) - NUM_OBSERVED,
+        )
+        return request, generation
+
+
+async def measure_turns(num_tokens: int) -> TurnCost:
+    """Return the costs of the cheapest round: a turn of each trajectory, contexts then have about `num_tokens`."""
+    rng = random.Random(num_tokens)
+    service = Service(Balancer(fleet_of(NUM_REPLICAS)), rng, list(range(1000, 33_000)))
+    reporter = LeaseReporter("worker", service.report, REPORT)
+    num_new = NUM_SAMPLED + NUM_OBSERVED
+    await service.begin(reporter, NUM_LIVE, num_tokens - (NUM_ROUNDS + 1) * num_new)
+    rounds = []
+    for _ in range(NUM_ROUNDS + 1):
+        service.cost, service.now = TurnCost(), service.now + 20.0
+        worker_s = service.turns()
+        begun = time.process_time()
+        await service.reported()
+        cost = service.cost
+        cost.hash_s = worker_s
+        cost.report_s = time.process_time() - begun - cost.take_s - cost.balance_s
+        rounds.append(cost)
+    await reporter.close()
+    return min(rounds[1:], key=lambda cost: sum(cost.parts_us))  # the first one hashes whole prompts
+
+
+def measure_placement(num_replicas: int) -> tuple[float, float, float]:
+    """Return the seconds of an acquire, of a release, and of both as they follow one another, at a steady load."""
+    balancer = Balancer(fleet_of(num_replicas))
+    best = (float("inf"),) * 3
+    held: list[Lease] = []
+    for number in range(num_replicas * LIVE_PER_REPLICA):
+        held.append(balancer.acquire(_demand(number), 0.0))
+    number = len(held)
+    for _ in range(NUM_ROUNDS):
+        begun = time.process_time()
+        held.extend(balancer.acquire(_demand(number + index), 1.0) for index in range(NUM_PLACED))
+        acquired = time.process_time()
+        for lease in held[:NUM_PLACED]:
+            balancer.release(lease, 9000, 2.0)
+        released = time.process_time()
+        number, held = number + NUM_PLACED, held[NUM_PLACED:]
+        for index in range(NUM_PLACED):
+            held.append(balancer.acquire(_demand(number + index), 3.0))
+            balancer.release(held[index], 9000, 3.0)
+        done = time.process_time()
+        number, held = number + NUM_PLACED, held[NUM_PLACED:]
+        times = (acquired - begun, released - acquired, done - released)
+        best = tuple(min(one, spent / NUM_PLACED) for one, spent in zip(best, times, strict=True))
+    return best
+
+
+def _demand(number: int) -> Demand:
+    group = f"run/{number // GROUP_SIZE}"
+    return Demand(f"{group}/{number % GROUP_SIZE}", f"w{number % 32}", group, 2000, GROUP_SIZE)
+
+
+async def measure_memory(num_tokens: int) -> float:
+    """Return the bytes that the coordinator keeps for a live trajectory whose context has so many tokens."""
+    with _traced() as used:
+        balancer = Balancer(fleet_of(NUM_REPLICAS))
+        empty = used()
+        rng = random.Random(0)
+        service = Service(balancer, rng, list(range(1000, 33_000)))
+        reporter = LeaseReporter("worker", service.report, REPORT)
+        await service.begin(reporter, NUM_LIVE, num_tokens - NUM_SAMPLED - NUM_OBSERVED)
+        service.turns()
+        await service.reported()
+        await reporter.close()
+        service.live.clear()
+        del service, reporter
+        return (used() - empty) / NUM_LIVE
+
+
+def measure_block_memory() -> float:
+    """Return the bytes of a block in the residency model of a full replica: contexts of 8k tokens, groups of 8."""
+    capacity = KV_TOKENS // BLOCK_SIZE
+    num_blocks, num_shared = 8192 // BLOCK_SIZE, 2048 // BLOCK_SIZE
+    rng = random.Random(0)
+    with _traced() as used:
+        before = used()
+        kv, number = ReplicaKV(capacity), 0
+        while kv.num_blocks < capacity:
+            prompt = array("Q", (rng.getrandbits(64) for _ in range(num_shared)))
+            for _ in range(GROUP_SIZE):
+                own = array("Q", (rng.getrandbits(64) for _ in range(num_blocks - num_shared)))
+                kv.store(str(number), prompt + own)
+                kv.release(str(number))
+                number += 1
+        del prompt, own
+        return (used() - before) / kv.num_blocks
+
+
+@contextmanager
+def _traced() -> Iterator[Callable[[], int]]:
+    def used() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        yield used
+    finally:
+        tracemalloc.stop()
+
+
+def turn_table(costs: dict[int, TurnCost]) -> str:
+    """Show the parts of a turn's cost, and its goal."""
+    columns = ["context tokens", "hash µs", "report µs", "read µs", "balance µs", "in all µs", "goal", "is met"]
+    rows = []
+    for num_tokens, cost in costs.items():
+        total, goal = sum(cost.parts_us), CONTEXTS[num_tokens]
+        rows.append((num_tokens, *cost.parts_us, total, goal, "yes" if total <= goal else "no"))
+    return report.table(columns, rows)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    turns = {num_tokens: asyncio.run(measure_turns(num_tokens)) for num_tokens in CONTEXTS}
+    placements = {num: measure_placement(num) for num in (NUM_REPLICAS, 8 * NUM_REPLICAS)}
+    memory = {num_tokens: asyncio.run(measure_memory(num_tokens)) for num_tokens in CONTEXTS}
+    block_bytes = measure_block_memory()
+    small, large = (placements[num][0] for num in placements)
+    tables = {
+        f"A turn of {NUM_SAMPLED} + {NUM_OBSERVED} new tokens, {NUM_REPLICAS} replicas": turn_table(turns),
+        "A lease": report.table(
+            ["replicas", "acquire µs", "release µs", "both, a second", "goal", "is met"],
+            [
+                (
+                    num,
+                    1e6 * acquire,
+                    1e6 * release,
+                    1 / both,
+                    GOAL_LEASES,
+                    "yes" if 1 / both >= GOAL_LEASES else "no",
+                )
+                for num, (acquire, release, both) in placements.items()
+            ],
+        )
+        + f"\n\nA placement at 512 replicas costs {large / small:.2f} times one at 64; the goal is at most 2.",
+        "Memory of the coordinator": report.table(
+            ["of", "bytes"],
+            [
+                *(
+                    (f"a live trajectory of {num_tokens} tokens", num_bytes)
+                    for num_tokens, num_bytes in memory.items()
+                ),
+                (f"a block of {BLOCK_SIZE} tokens of a full replica", block_bytes),
+            ],
+        ),
+    }
+    results = {"turns": turns, "placements": placements, "memory": memory, "block_bytes": block_bytes}
+    report.finish("Costs of the balancer", tables, results, args.out)
+
+
+if __name__ == "__main__":
+    main()
