@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 _FEWEST_TOKENS = 64.0
+_MAX_PEAKS = 64  # remembered between two changes
 _NUM_BUCKETS = 26  # the last one from 64 * 2^12.5 = 370k tokens on
 
 
@@ -47,6 +48,7 @@ class KVForecast:
         self.num_trajectories = 0
         self._held_tokens = 0.0  # what trajectories hold now, but for what they share
         self._growth_tokens = 0.0  # what they will still grow by, one by one
+        self._peaks: dict[KVNeed | None, float] = {}  # since the last change: who waits asks again
 
     @property
     def now_tokens(self) -> float:
@@ -84,6 +86,15 @@ class KVForecast:
 
     def peak(self, more: KVNeed | None = None, more_shared: float = 0.0) -> float:
         """Return the tokens needed at the worst moment to come, with one trajectory `more` or without."""
+        peak = self._peaks.get(more)
+        if peak is None:
+            if len(self._peaks) >= _MAX_PEAKS:
+                self._peaks.clear()
+            peak = self._peaks[more] = self._own_peak(more)
+        return peak + self._shared_tokens + more_shared
+
+    def _own_peak(self, more: KVNeed | None) -> float:
+        """Return the peak of what trajectories do not share."""
         at = -1 if more is None else more.bucket
         num, held, peak = 0, 0.0, 0.0
         for bucket in range(_NUM_BUCKETS - 1, -1, -1):
@@ -97,9 +108,10 @@ class KVForecast:
                 need = held + num * remaining / num_here
                 if need > peak:
                     peak = need
-        return peak + self._shared_tokens + more_shared
+        return peak
 
     def _change(self, need: KVNeed, sign: int) -> None:
+        self._peaks.clear()
         bucket = need.bucket
         self._num[bucket] += sign
         self._held[bucket] += sign * need.held

@@ -115,7 +115,8 @@ def test_the_peak_with_one_more_is_what_it_becomes(drawn, held, remaining):
     forecast = KVForecast()
     for one_held, one_remaining, group in drawn:
         forecast.add(KVNeed(one_held, one_remaining), group, 500.0)
-    foreseen = forecast.peak(KVNeed(held, remaining), 700.0)
+    before, foreseen = forecast.peak(), forecast.peak(KVNeed(held, remaining), 700.0)
+    assert (forecast.peak(), forecast.peak(KVNeed(held, remaining), 700.0)) == (before, foreseen)
     forecast.add(KVNeed(held, remaining), "another", 700.0)
     assert forecast.peak() == pytest.approx(foreseen)
 
