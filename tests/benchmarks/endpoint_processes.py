@@ -199,11 +199,8 @@ class _OneReplica(FakeCoordinator):
         super().__init__()
         self._url = url
 
-    async def lease(self, session_id: str, num_tokens: int) -> Lease:
+    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
         return Lease(f"lease-{session_id}", "bench", self._url)
-
-    async def release(self, lease: Lease) -> None:
-        """There is room for all."""
 
 
 def _run(main: Callable[..., Coroutine[None, None, None]], pipe: Connection, *arguments: object) -> None:

@@ -168,6 +168,7 @@ async def test_what_had_ended_when_its_worker_died_ends_the_same_way(tmp_path, l
     feeder.refuses = set(StopReason)
     async with at_work(feeder, HangingEngine(*replies), tmp_path, tools=[noted.as_tool()]):
         await feeder.is_refused.wait()
+        await written(tmp_path)
     assert len(files(tmp_path)) == 1, "a record that is not taken is no end"
     feeder.refuses = set()
     feeder.lose_worker()
@@ -201,6 +202,9 @@ async def test_a_record_without_an_engine_is_begun_elsewhere_from_its_turns(tmp_
     assert noted.words == ["one", "two", "three"]
 
 
+SPENT_S = 1.0
+
+
 class AsksTwice:
     """A loop of its own that resumes: it asks once more, and rewards each turn."""
 
@@ -218,6 +222,14 @@ class AsksTwice:
                 return
             ctx.observe(replace(task.messages[0], content="Are you sure?"))
             await ctx.sample()
+
+
+class AsksTwiceSlowly(AsksTwice):
+    """The same, after some of its time."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await asyncio.sleep(SPENT_S)
+        await super().run(task, ctx)
 
 
 class AsksTwiceAgain:
@@ -501,7 +513,7 @@ async def test_a_sweep_removes_what_has_its_record(tmp_path):
 
 async def test_time_that_was_spent_counts_and_time_in_which_nobody_ran_it_does_not(tmp_path):
     rollout_task = task(
-        loop="tests.rollout.test_turn_journal:AsksTwice", reward=None, limits=Limits(timeout_s=500.0)
+        loop="tests.rollout.test_turn_journal:AsksTwiceSlowly", reward=None, limits=Limits(timeout_s=500.0)
     )
     replies = ("Perhaps 4.", "Perhaps 6.", ANSWER)
     feeder, engine = Relay([rollout_task]), HangingEngine(*replies, hangs_at=1)
@@ -514,4 +526,5 @@ async def test_time_that_was_spent_counts_and_time_in_which_nobody_ran_it_does_n
         await feeder.is_done.wait()
     assert first_s is not None
     assert AsksTwice.left_s is not None
-    assert 0 < AsksTwice.left_s <= first_s < 500.0
+    slack_s = SPENT_S / 2  # what was spent after the last turn that was written is not known
+    assert 0 < AsksTwice.left_s <= first_s + slack_s < 500.0

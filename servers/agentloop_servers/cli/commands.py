@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from agentloop.api import QueueStatus, ServiceStatus, UpdateReport
 from agentloop.client import RolloutClient
@@ -328,20 +328,25 @@ def _waiting(queue: QueueStatus) -> str:
     return f"{queue.num_queued} queued trajectories{calls} wait: {queue.reason}"
 
 
+def _in_thousands(num_tokens: int) -> str:
+    return str(num_tokens) if num_tokens < 10_000 else f"{num_tokens / 1000:,.0f}k"
+
+
 def _show_status(console: Console, service: ServiceStatus) -> None:
     state = "paused" if service.is_paused else "ready" if service.is_ready else "not ready"
     if service.asleep:
         state = f"asleep ({', '.join(service.asleep)})"
     version = "none" if service.weight_version is None else str(service.weight_version)
     console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
-    names = ("replica", "state", "engine", "version", "running", "waiting", "leases")
-    replicas = Table(*names, "KV used", "predicted", "limit", "hits", box=None)
+    names = ("state", "engine", "version", "running", "waiting", "leases")
+    replicas = Table(Column("replica", no_wrap=True), *names, "KV used / predicted / limit", "hits", box=None)
     for replica in service.replicas:
         own = "none" if replica.weight_version is None else str(replica.weight_version)
         numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
         kv = (replica.load.kv_used_tokens, replica.kv_predicted_tokens, replica.kv_limit_tokens)
         hits = "-" if replica.kv_hit_rate is None else f"{replica.kv_hit_rate:.0%}"
-        replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers + kv), hits)
+        tokens = " / ".join(map(_in_thousands, kv))
+        replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers), tokens, hits)
     console.print(replicas)
     if service.queue.reason:
         console.print(_waiting(service.queue), highlight=False, markup=False, soft_wrap=True)
