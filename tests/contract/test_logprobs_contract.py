@@ -68,7 +68,7 @@ async def test_raw_logprobs_come_beside_those_of_the_distribution(case: EngineCa
     assert min(forced.logprobs) > -1e-3
     cool = await one(case, prompt, {"temperature": 0.5, "top_k": 1})
     assert cool.logprobs == pytest.approx([0.0] * len(cool.token_ids), abs=1e-5)
-    assert max(cool.raw_logprobs) < -1e-4
+    assert min(cool.raw_logprobs) < -0.05  # a trained policy may be certain of most of its likeliest tokens
 
 
 async def test_pieces_have_their_raw_logprobs(case: EngineCase) -> None:
