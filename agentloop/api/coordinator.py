@@ -324,6 +324,16 @@ class ServiceStatus:
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
 
 
+def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
+    """Return the name of one sample. One-to-one, because a rollout id holds no slash."""
+    return f"{rollout_id}/{group_id}/{sample_index}"
+
+
+def group_key(name: str) -> str:
+    """Return what the siblings of an assignment have in common, over all rollouts."""
+    return name.rpartition("/")[0]
+
+
 def session_holder(session_id: str) -> str:
     """Return the name under which a session or a direct call holds its lease: no assignment's, which begin with the
     id of a rollout."""

@@ -16,7 +16,7 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import OwnedTasks
-from agentloop.api import LeasePort, WorkerPort, session_holder
+from agentloop.api import LeasePort, WorkerPort, group_key, session_holder
 from agentloop.checks import MAX_VOCAB_SIZE
 from agentloop.errors import (
     AgentLoopError,
@@ -42,8 +42,8 @@ class AssignedLease:
         self._is_told = False  # the coordinator knows that the lease held has failed
         self._logged = ""  # the replica that the logs of the trajectory's task name
         self._is_closed = False
-        group_key = assignment.assignment_id.rpartition("/")[0]
-        self.holder = LeaseHolder(reporter, assignment.assignment_id, group_key)
+        name = assignment.assignment_id
+        self.holder = LeaseHolder(reporter, name, group_key(name))
         self._hold(assignment.lease)
 
     def held(self) -> Lease | None:

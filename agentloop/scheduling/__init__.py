@@ -11,7 +11,7 @@ from agentloop.scheduling.rollout_queue import (
     PendingRecord,
     RolloutQueue,
 )
-from agentloop.scheduling.samples import BeginOutcome, Sample, assignment_id, group_key
+from agentloop.scheduling.samples import BeginOutcome, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.step_times import FITS, StepTimes
 
@@ -29,6 +29,4 @@ __all__ = [
     "RolloutQueue",
     "Sample",
     "StepTimes",
-    "assignment_id",
-    "group_key",
 ]

@@ -336,7 +336,7 @@ class Balancer:
             holding.hashes.extend(block_hashes)
         self._set_at_tool(holding, is_at_tool=True)
         holding.tool, holding.ended_at = tool, now
-        self._leaders.pop(demand.group_id, None)
+        self.prefilled(demand.group_id)
         if not is_here or demand.is_session or not holding.is_counted:
             return
         if num_cached_tokens is not None:

@@ -30,8 +30,8 @@ from enum import StrEnum
 from itertools import islice
 from typing import TypeAlias
 
-from agentloop.api import RolloutTerms
-from agentloop.scheduling.samples import BeginOutcome, LiveRollout, Sample, group_key
+from agentloop.api import RolloutTerms, group_key
+from agentloop.scheduling.samples import BeginOutcome, LiveRollout, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 
 OLDEST_EVERY = 4  # places of a flow, of which one goes to its oldest group

@@ -42,7 +42,6 @@ class Rebalance:
         self._times = step_times
         self._config = config
         self._budget_tokens = config.budget_tokens
-        self.num_moves = 0
 
     def prompted(self, num_prompt_tokens: float) -> None:
         """Take in a prompt, which adds to what moves may cost."""
@@ -68,7 +67,6 @@ class Rebalance:
         if not placement.fits(there, holding.demand.group_id, holding.charge, rho):
             return None
         self._budget_tokens -= holding.context_tokens
-        self.num_moves += 1
         return there
 
     def spread(self, waiting: Sequence[Holding]) -> Iterator[tuple[Holding, str]]:

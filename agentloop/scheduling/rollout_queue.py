@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentloop import codec
-from agentloop.api import RolloutStatus, RolloutTerms
+from agentloop.api import RolloutStatus, RolloutTerms, assignment_id
 from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overloaded
 from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder, TaskHistory
 from agentloop.scheduling.samples import (
@@ -36,7 +36,6 @@ from agentloop.scheduling.samples import (
     Sample,
     SampleState,
     Silence,
-    assignment_id,
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
 from agentloop.scheduling.suspects import Suspects, accuse, is_trial

@@ -139,13 +139,3 @@ class LiveRollout:
         return RolloutStatus(
             self.rollout_id, *counts, num_held=num_held, owner=terms.owner, priority=terms.priority
         )
-
-
-def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
-    """Return the name of one sample. One-to-one, because a rollout id holds no slash."""
-    return f"{rollout_id}/{group_id}/{sample_index}"
-
-
-def group_key(name: str) -> str:
-    """Return what the siblings of an assignment have in common, over all rollouts."""
-    return name.rpartition("/")[0]

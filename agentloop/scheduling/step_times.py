@@ -3,9 +3,9 @@
     prefill(x) = a + b x + c x^2           x: tokens of one prompt, none of them cached
     step(B, C) = alpha + beta B + gamma C  B: sequences of a decode step; C: tokens of all their contexts
 
-The curves are fitted by `make step-times`; the defaults are those of an 8B model in bfloat16 on one H200. The
-balancer weighs costs against each other, so that it is the ratios that count: of prefill to decode, and of both to
-the time that a tool takes.
+The curves are fitted by `tests/gpu/step_times.py`; the defaults are those of an 8B model in bfloat16 on one H200.
+The balancer weighs costs against each other, so that it is the ratios that count: of prefill to decode, and of both
+to the time that a tool takes.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentloop.api import RolloutTerms
+from agentloop.api import RolloutTerms, group_key
 from agentloop.scheduling.dispatch_order import OLDEST_EVERY, GroupOrder
 from agentloop.scheduling.rollout_queue import RolloutQueue
-from agentloop.scheduling.samples import BeginOutcome, group_key
+from agentloop.scheduling.samples import BeginOutcome
 from agentloop.types import Message, RolloutGroup, RolloutTask
 
 

@@ -28,6 +28,8 @@ from agentloop.api import (
     RolloutStatus,
     RolloutTerms,
     WorkerReport,
+    assignment_id,
+    group_key,
     is_session_holder,
     session_holder,
 )
@@ -41,8 +43,6 @@ from agentloop.scheduling import (
     ReportDesk,
     RolloutQueue,
     Sample,
-    assignment_id,
-    group_key,
 )
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
 from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory

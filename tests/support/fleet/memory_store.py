@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from agentloop import codec
-from agentloop.api import RolloutTerms
+from agentloop.api import RolloutTerms, assignment_id
 from agentloop.errors import Conflict, NotFound
-from agentloop.scheduling.rollout_queue import assignment_id
 from agentloop.types import RolloutGroup, Trajectory
 
 T = TypeVar("T")
