@@ -1,7 +1,8 @@
 """Budgets of one trajectory, and the StopReason of whichever is spent first.
 
 The rules, in one place:
-- a turn that its token limit or its time cut ends the trajectory: its text has no proper end;
+- a turn that a limit of the task or its time cut ends the trajectory: its text has no proper end;
+- a turn that the loop's own `max_tokens` cut is an answer to the loop, which may go on from it;
 - the calls of the last allowed turn are not run: nobody could read their results;
 - calls beyond a turn's cap are answered with an error message, or stop the trajectory (`on_excess_tool_calls`);
 - a tool response beyond its cap is cut with a visible mark, or stops it (`on_long_tool_response`).
@@ -51,8 +52,13 @@ class Budget:
             StopReason.MAX_CONTEXT: self.max_context_tokens - num_prompt_tokens,
         }
 
-    def turn_ended(self, num_prompt_tokens: int, num_sampled: int, finish_reason: FinishReason) -> None:
-        """Count a turn. Raises LimitReached if a limit cut it."""
+    def turn_ended(
+        self, num_prompt_tokens: int, num_sampled: int, finish_reason: FinishReason, wanted: int | None = None
+    ) -> None:
+        """Count a turn, of which the loop itself wanted no more than so many tokens.
+
+        Raises LimitReached if one of the limits cut it, or its time.
+        """
         room = self._room(num_prompt_tokens)
         self.num_turns += 1
         self.num_sampled_tokens += num_sampled
@@ -60,7 +66,10 @@ class Budget:
             raise LimitReached(StopReason.DEADLINE)
         if finish_reason is FinishReason.LENGTH:
             tightest = min(room, key=lambda reason: room[reason])
-            raise LimitReached(tightest if num_sampled >= room[tightest] else StopReason.MAX_TOKENS_PER_TURN)
+            if num_sampled >= room[tightest]:
+                raise LimitReached(tightest)
+            if wanted is None or num_sampled < wanted:
+                raise LimitReached(StopReason.MAX_TOKENS_PER_TURN)  # by a bound of the engine's own
 
     def calls_to_run(self, num_calls: int) -> int:
         """Return how many of a turn's calls may run. Raises LimitReached where the limit says stop."""

@@ -163,7 +163,7 @@ class LoopContext:
         budget.num_sampled_tokens = kept.num_sampled - len(reply.token_ids)
         budget.num_tool_calls = progress.num_tool_calls
         num_prompt = self._path.num_context_tokens - len(reply.token_ids)
-        budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason)
+        budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, progress.max_tokens)
         self._check_age()
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None) -> None:
@@ -199,7 +199,9 @@ class LoopContext:
     async def sample(self, *, max_tokens: int | None = None, temperature: float | None = None) -> Reply:
         """Sample one turn of the policy, appended to the conversation.
 
-        Ends the trajectory when a limit is reached, before the turn or by cutting it, or when it is too old.
+        A turn that `max_tokens` alone cut returns, with the finish reason LENGTH and `is_closed` false. Raises
+        LimitReached, which a loop lets through, where a limit of the task leaves no room for the turn or cut it, or
+        the trajectory is too old: it ends with that stop reason. Raises Conflict in a trajectory that is over.
         """
         if self._is_over:
             await self._refuse()
@@ -220,8 +222,8 @@ class LoopContext:
             if self._kv_version is None:
                 self._kv_version = reply.weight_versions[0].version
         self._last_turn, self._end = reply, self._reader.end_of(reply)
-        self._keep_turn()
-        self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason)
+        self._keep_turn(max_tokens)
+        self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, max_tokens)
         self._check_age()
         return reply
 
@@ -257,8 +259,8 @@ class LoopContext:
             self._journal.forget()
         return [kept[call.id] if call.id in kept else next(ran) for call in calls]
 
-    def _keep_turn(self) -> None:
-        """Journal the turn that was just sampled, and the counts as of now."""
+    def _keep_turn(self, max_tokens: int | None) -> None:
+        """Journal the turn that was just sampled, what the loop asked of it, and the counts as of now."""
         if self._journal is None or (node := self._path.last_turn) is None:
             return
         progress = RunProgress(
@@ -271,6 +273,7 @@ class LoopContext:
             tool_s=self.tool_s,
             score=self._score,
             newest_version=None if self._guard is None else self._guard.newest_version,
+            max_tokens=max_tokens,
         )
         self._journal.append(FinishedTurn(node, progress))
 

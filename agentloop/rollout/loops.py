@@ -19,7 +19,8 @@ class AgentLoop(Protocol):
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         """Drive one trajectory: sample, run tools, observe. Returning completes it; limits end it by
-        themselves; an exception makes it a failed record."""
+        themselves, as LimitReached out of `ctx.sample` or `ctx.run_tools`; another exception makes it a failed
+        record."""
 
 
 @runtime_checkable

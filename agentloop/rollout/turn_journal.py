@@ -62,6 +62,7 @@ class RunProgress:
     tool_s: float
     score: Score
     newest_version: int | None  # that the worker had heard of
+    max_tokens: int | None = None  # that the loop asked of the turn
 
 
 @dataclass(frozen=True, slots=True)

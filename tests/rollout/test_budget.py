@@ -35,6 +35,30 @@ def test_a_cut_turn_names_the_limit_that_cut_it(limits, context, prompt, expecte
     assert reason(budget.turn_ended, prompt, 5, FinishReason.LENGTH) is expected
 
 
+@pytest.mark.parametrize(
+    ("limits", "context", "expected"),
+    [
+        (Limits(), 100, None),
+        (Limits(max_tokens_per_turn=5), 100, StopReason.MAX_TOKENS_PER_TURN),
+        (Limits(max_sampled_tokens=5), 100, StopReason.MAX_SAMPLED_TOKENS),
+        (Limits(), 15, StopReason.MAX_CONTEXT),
+    ],
+)
+def test_a_turn_that_the_loop_itself_cut_goes_on_unless_a_limit_is_met_too(limits, context, expected):
+    budget = Budget(limits, context)
+    assert budget.tokens_for_turn(10, wanted=5) == 5
+    if expected is None:
+        budget.turn_ended(10, 5, FinishReason.LENGTH, wanted=5)
+    else:
+        assert reason(budget.turn_ended, 10, 5, FinishReason.LENGTH, 5) is expected
+    assert (budget.num_turns, budget.num_sampled_tokens) == (1, 5)
+
+
+def test_a_turn_shorter_than_anybody_asked_for_ends_the_trajectory():
+    assert reason(Budget(Limits(), 100).turn_ended, 10, 4, FinishReason.LENGTH, 5) is StopReason.MAX_TOKENS_PER_TURN
+    assert reason(Budget(Limits(), 100).turn_ended, 10, 5, FinishReason.DEADLINE, 5) is StopReason.DEADLINE
+
+
 def test_spent_budgets_refuse_the_next_turn():
     assert reason(Budget(Limits(), 10).tokens_for_turn, 10) is StopReason.PROMPT_TOO_LONG
     budget = Budget(Limits(max_turns=2, max_sampled_tokens=5), 100)

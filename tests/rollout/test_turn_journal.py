@@ -239,6 +239,29 @@ class AsksTwiceAgain:
         await AsksTwice().run(task, ctx)
 
 
+class CutsItsFirstTurn(AsksTwice):
+    """The same, with a first turn that it cuts itself."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample(max_tokens=2)
+        await self.resume(task, ctx)
+
+
+async def test_a_turn_that_its_loop_cut_is_gone_on_from(tmp_path):
+    rollout_task = task(loop="tests.rollout.test_turn_journal:CutsItsFirstTurn", reward=None)
+    replies = ("Perhaps 4.", "Perhaps 6.", ANSWER)
+    feeder, engine = Relay([rollout_task]), HangingEngine(*replies, hangs_at=1)
+    async with at_work(feeder, engine, tmp_path):
+        await engine.is_hanging.wait()
+        await written(tmp_path)
+    feeder.lose_worker()
+    async with at_work(feeder, HangingEngine(*replies), tmp_path):
+        await feeder.is_done.wait()
+    found = feeder.records["t/0"]
+    assert found.path.turns[0].end - found.path.turns[0].start == 2
+    assert_same(found, await undisturbed(rollout_task, replies), num_resumed_turns=1)
+
+
 @pytest.mark.parametrize(("loop", "num_resumed"), [("AsksTwice", 2), ("AsksTwiceAgain", 0)])
 async def test_a_users_loop_goes_on_if_it_can(tmp_path, loop, num_resumed):
     rollout_task = task(loop=f"tests.rollout.test_turn_journal:{loop}", reward=None)

@@ -275,6 +275,39 @@ async def test_a_users_loop_by_import_path():
     assert trajectory.reward == 1.0
 
 
+class AsksForLittle:
+    """Cuts its first turn by itself, and asks for the answer."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        turn = await ctx.sample(max_tokens=6)
+        ctx.set_metrics(num_cut=float(len(turn.token_ids)), is_closed=float(turn.is_closed))
+        ctx.observe(Message("user", "Briefly."))
+        await ctx.sample()
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected", "num_turns"),
+    [
+        (Limits(), StopReason.COMPLETED, 2),
+        (Limits(max_turns=2), StopReason.COMPLETED, 2),
+        (Limits(max_turns=1), StopReason.MAX_TURNS, 1),
+        (Limits(max_tokens_per_turn=6), StopReason.MAX_TOKENS_PER_TURN, 1),
+        (Limits(max_sampled_tokens=6), StopReason.MAX_SAMPLED_TOKENS, 1),
+    ],
+)
+async def test_a_turn_that_the_loop_cut_returns_and_a_limit_ends_it(limits, expected, num_turns):
+    asked = task(loop="tests.rollout.test_worker:AsksForLittle", limits=limits)
+    trajectory = await one(asked, "Let me think about this for a while.", ANSWER)
+    assert (trajectory.stop_reason, len(trajectory.path.turns)) == (expected, num_turns)
+    assert trajectory.is_complete
+    first = trajectory.path.turns[0]
+    assert (first.end - first.start, first.finish_reason) == (6, FinishReason.LENGTH)
+    if num_turns == 2:
+        assert trajectory.metrics == {"num_cut": 6.0, "is_closed": 0.0}
+        assert (trajectory.messages[-1].content, trajectory.reward) == (ANSWER, 1.0)
+        assert not trajectory.is_truncated, "its last turn ended by itself"
+
+
 async def test_a_raising_loop_fails_its_trajectory_only():
     feeder = FakeCoordinator([task("bad", loop="tests.rollout.test_worker:Raising"), task("good")])
     found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)})
