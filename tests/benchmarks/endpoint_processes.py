@@ -200,7 +200,9 @@ class _OneReplica(FakeCoordinator):
         self._url = url
 
     async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
-        return Lease(f"lease-{session_id}", "bench", self._url)
+        lease = Lease(f"lease-{session_id}", "bench", self._url)
+        self.leases[lease.lease_id] = lease
+        return lease
 
 
 def _run(main: Callable[..., Coroutine[None, None, None]], pipe: Connection, *arguments: object) -> None:
