@@ -105,11 +105,12 @@ class RequestWatch:
             self._scope = None
 
     def finished(self, generation: Generation) -> Generation:
-        """Return the request's generation with its stand-still; one that was ended for its time says so."""
-        standstill_s, is_late = self.standstill_s, self._ending is not None
-        if is_late and generation.finish_reason is FinishReason.ABORT:
-            return replace(generation, finish_reason=FinishReason.DEADLINE, standstill_s=standstill_s)
-        return replace(generation, standstill_s=standstill_s) if standstill_s else generation
+        """Return the request's generation with its times; one that was ended for its time says so."""
+        reason = generation.finish_reason
+        if self._ending is not None and reason is FinishReason.ABORT:
+            reason = FinishReason.DEADLINE
+        engine_s = self._loop.time() - self._began_at
+        return replace(generation, finish_reason=reason, standstill_s=self.standstill_s, engine_s=engine_s)
 
     @property
     def _all_standstill_s(self) -> float:

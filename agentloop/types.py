@@ -130,8 +130,7 @@ class Generation:
     """Token ids out: `token_ids` includes the stop token; one logprob (nats) an id; spans tile `[0, n)`.
 
     `top_logprobs` is empty unless asked for; else it has one entry an id, of the distribution that `logprobs` are
-    under. `raw_logprobs` has one an id in mode BOTH, and is empty else. `standstill_s` are the seconds in which the
-    engine was frozen.
+    under. `raw_logprobs` has one an id in mode BOTH, and is empty else.
     """
 
     request_id: str
@@ -145,7 +144,8 @@ class Generation:
     top_logprobs: TopLogprobs = ()
     raw_logprobs: tuple[float, ...] = ()
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    standstill_s: float = 0.0
+    standstill_s: float = 0.0  # in which the engine was frozen
+    engine_s: float = 0.0  # in the engine, from the call to its end
 
 
 class ToolCallStatus(StrEnum):
@@ -157,8 +157,7 @@ class ToolCallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the policy made. A MALFORMED call has `error`, and is answered by a tool-error message; `text` is
-    then how it was written."""
+    """One call the policy made. A MALFORMED one, written as `text`, has `error`; a tool error answers it."""
 
     id: str
     name: str
@@ -476,14 +475,15 @@ class TokenPath:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds spent by one trajectory; `queue_s` is before a worker took it."""
+    """Seconds spent by one trajectory."""
 
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # before a worker took it
     generate_s: float = 0.0
     tool_s: float = 0.0
     reward_s: float = 0.0
     total_s: float = 0.0
     standstill_s: float = 0.0  # of `generate_s`: the service itself stood still, and no deadline counts them
+    engine_s: float = 0.0  # of `generate_s`: in engines, whose answers came whole; of loops only
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "reward_s": 0.4,
         "total_s": 1.0,
         "standstill_s": 0.0,
+        "engine_s": 0.0,
     }
     assert row["timings"] == seconds
     assert (row["complete"], row["reward"], row["stop_reason"]) == (True, 1.0, "completed")

@@ -18,7 +18,7 @@ from agentloop.types import Generation
 SCHEMA_PREFIX = "#/components/schemas/"
 
 _OWNER_LABEL_CHARS = 12
-_UNSAID = ("load", "standstill_s")  # of a generation
+_UNSAID = ("load", "standstill_s", "engine_s")  # of a generation
 
 _ANSWERS = (Generation, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
 

@@ -146,6 +146,7 @@ class LeasedEngine:
         self._vocab_size = vocab_size
         self._max_attempts = max_attempts
         self._newest = newest
+        self.engine_s = 0.0  # in engines, of the attempts that were answered
         self.num_resampled = 0  # attempts that were lost under a lease, and made again from their first token
 
     async def image_tokens(
@@ -291,6 +292,7 @@ class LeasedEngine:
 
     def _check(self, asked: GenerateRequest, generation: Generation) -> None:
         check_generation(asked, generation, self._vocab_size)
+        self.engine_s += generation.engine_s
         if self._newest is not None:
             self._newest.see(generation)
 

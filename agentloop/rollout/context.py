@@ -91,6 +91,7 @@ class LoopContext:
         self._kept_answers: dict[str, ToolResult] = {}  # by call, of the turn that the trajectory resumes at
         self._began_at = time.perf_counter()
         self._num_resampled_before = 0
+        self._engine_before_s = 0.0
         self.num_resumed_turns = 0
         self.spent_before_s = 0.0  # on workers that were lost
         self._score = Score()
@@ -120,6 +121,11 @@ class LoopContext:
     def num_resampled_turns(self) -> int:
         """Samplings that were lost with their replica, and begun anew."""
         return self._num_resampled_before + self._engine.num_resampled
+
+    @property
+    def engine_s(self) -> float:
+        """Seconds that the turns so far were in engines."""
+        return self._engine_before_s + self._engine.engine_s
 
     @property
     def score(self) -> Score:
@@ -156,6 +162,7 @@ class LoopContext:
         self.num_tool_errors = progress.num_tool_errors
         self._num_resampled_before = progress.num_resampled_turns
         self.generate_s, self.tool_s = progress.generate_s, progress.tool_s
+        self._engine_before_s = progress.engine_s
         if self._guard is not None and progress.newest_version is not None:
             self._guard.learn(progress.newest_version)
         budget = self._budget
@@ -274,6 +281,7 @@ class LoopContext:
             score=self._score,
             newest_version=None if self._guard is None else self._guard.newest_version,
             max_tokens=max_tokens,
+            engine_s=self.engine_s,
         )
         self._journal.append(FinishedTurn(node, progress))
 

@@ -280,6 +280,7 @@ class TrajectoryRun:
             reward_s=self._reward_s,
             total_s=time.perf_counter() - self._started + (ctx.spent_before_s if ctx else 0.0),
             standstill_s=ctx.deadline.standstill_s if ctx else 0.0,
+            engine_s=ctx.engine_s if ctx else 0.0,
         )
 
     def _ended(self) -> Trajectory:

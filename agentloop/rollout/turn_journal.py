@@ -63,6 +63,7 @@ class RunProgress:
     score: Score
     newest_version: int | None  # that the worker had heard of
     max_tokens: int | None = None  # that the loop asked of the turn
+    engine_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ async def test_a_tool_call_and_an_answer_become_one_exact_path():
     assert trajectory.reward == 1.0
     assert (trajectory.num_tool_calls, trajectory.num_tool_errors) == (1, 0)
     assert [message.role for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    timings = trajectory.timings
+    assert 0 < timings.engine_s < timings.generate_s < timings.total_s
     assert trajectory.messages[2].content == "5"
     (path,) = trajectory.paths
     stop = RENDERER.stop_token_ids[0]
