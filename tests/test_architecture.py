@@ -87,6 +87,8 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.tcp": set(),
     "agentloop_servers.locks": set(),
+    "agentloop_servers.host": set(),
+    "agentloop_servers.sizing": {"agentloop_servers.config", "agentloop_servers.host"},
     "agentloop_servers.private_http": {"agentloop_servers.tcp"},
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
@@ -148,6 +150,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.app",
         "agentloop_servers.config",
         "agentloop_servers.coordinator",
+        "agentloop_servers.host",
         "agentloop_servers.tcp",
     },
     "agentloop_servers.cli": {
@@ -159,6 +162,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.rendering",
         "agentloop_servers.chat_format",
         "agentloop_servers.config",
+        "agentloop_servers.host",
         "agentloop_servers.local",
         "agentloop_servers.locks",
     },
@@ -296,6 +300,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.engines.vllm.engine",
         "agentloop_servers.ingress.app",
         "agentloop_servers.public_port",
+        "agentloop_servers.sizing",
         "agentloop_tools",
     ),
     "a plain synchronous object, held by the one that waits and acts": (

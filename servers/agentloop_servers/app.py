@@ -62,6 +62,7 @@ from agentloop_servers.endpoint import (
     take_shard_lock,
 )
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+from agentloop_servers.host import THREADS, prepare_engine_process
 from agentloop_servers.http import HttpLimits, Keys, error_response
 from agentloop_servers.ingress import ModeRules, create_app
 from agentloop_servers.isolation import IsolatedRuns, Setup
@@ -69,6 +70,7 @@ from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica import EngineClients, Replica
+from agentloop_servers.sizing import sized
 from agentloop_servers.tcp import url_of
 from agentloop_tools import SHIPPED_TOOLS
 
@@ -157,6 +159,8 @@ class EngineReplicaDeployment:
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        if config.engine.on_gpu:
+            prepare_engine_process(config.engine.num_threads)
         context = serve.get_replica_context()
         client = coordinator_client(coordinator, secret)
         self._closing.push_async_callback(client.close)
@@ -299,11 +303,11 @@ class IngressProcess:
         Raises InvalidRequest if the service would be open to other machines without keys.
         """
         config, closing = self._config, self._closing
-        shard = await take_shard_lock(self._run_dir, config.ingress_replicas, first=first_shard)
+        shard = await take_shard_lock(self._run_dir, config.num_ingress, first=first_shard)
         closing.callback(shard.release)
         clients = EngineClients(self._secret)
         closing.push_async_callback(clients.close)
-        router = ShardRouter(self._coordinator, shard.number, config.ingress_replicas, self._owner_wait_s)
+        router = ShardRouter(self._coordinator, shard.number, config.num_ingress, self._owner_wait_s)
         store_path = self._run_dir / sessions_name(shard.number)
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
@@ -314,7 +318,7 @@ class IngressProcess:
         url = await server.start(shard.port, public)
         shard.set_port(int(url.rpartition(":")[2]))
         # The one process is on the public port too, where a call waits while it is started again.
-        endpoint.direct_url = url if config.ingress_replicas > 1 else None
+        endpoint.direct_url = url if config.num_ingress > 1 else None
         closing.push_async_callback(router.close)
         await router.start(url)
         self._health_checks = [sessions.check_health, server.check_health, router.check_health]
@@ -436,6 +440,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     Raises InvalidRequest if keys are missing, or if the model is not there, or not what it must be, and what
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started.
     """
+    config = sized(config, run_dir)
     keys_of(config)  # here, and again in each ingress process, whose environment may be another
     weight_config(config)
     load_chat_format(config.model_path(), config.chat)
@@ -469,7 +474,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     workers = serve.deployment(
         AgentLoopWorkerDeployment,
         name="AgentLoopWorker",
-        num_replicas=config.workers.replicas,
+        num_replicas=config.workers.replicas or 1,
         max_ongoing_requests=100,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=5,
@@ -478,7 +483,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     ingress = serve.deployment(
         IngressDeployment,
         name="Ingress",
-        num_replicas=config.ingress_replicas,
+        num_replicas=config.num_ingress,
         max_ongoing_requests=10_000,
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=2,  # its sessions wait for it
@@ -517,7 +522,7 @@ def build_engine(config: ServiceConfig) -> Engine:
             max_context_tokens=facts.max_context_tokens,
             block_size=settings.block_size,
             num_blocks=SIMULATED_CONTEXTS * facts.max_context_tokens // settings.block_size,
-            max_running=settings.max_running,
+            max_running=settings.num_seats,
             latency=SIMULATED_LATENCY,
             initial_version=initial_version,
             num_workers=settings.num_workers,
@@ -553,7 +558,7 @@ def vllm_config(config: ServiceConfig) -> VllmConfig:
         load_format=settings.load_format,
         dtype=settings.dtype,
         max_model_len=model_sizes(config).max_context_tokens,
-        max_num_seqs=settings.max_running,
+        max_num_seqs=settings.num_seats,
         block_size=settings.block_size,
         device=settings.device,
         kv_cache_memory_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib * 2**20,
@@ -566,7 +571,7 @@ def vllm_config(config: ServiceConfig) -> VllmConfig:
         lora_rank=settings.lora_rank,
         enforce_eager=settings.enforce_eager,
         logprobs_mode=LogprobsMode(settings.logprobs_mode),
-        num_threads=settings.num_threads,
+        num_threads=settings.num_threads or 1,
         stage_timeout_s=settings.stage_timeout_s,
         commit_timeout_s=settings.commit_timeout_s,
         pace=ReportPace(settings.report_interval_s, settings.report_tokens),
@@ -579,9 +584,9 @@ def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"num_cpus": settings.num_cpus}
     if settings.kind == "vllm" and settings.device == "cuda":
         options["num_gpus"] = settings.num_workers * settings.gpu_share
-    elif settings.kind == "vllm":
+    if settings.kind == "vllm" and (settings.device == "cpu" or settings.num_threads is not None):
         # Ray derives this variable from num_cpus, before the engine could set its own.
-        options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(settings.num_threads)}}
+        options["runtime_env"] = {"env_vars": {THREADS: str(settings.num_threads or 1)}}
     return options
 
 

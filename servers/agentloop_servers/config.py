@@ -64,7 +64,7 @@ class EngineConfig(_Strict):
     dtype: str = "bfloat16"
     load_format: Literal["auto", "dummy"] = "auto"
     max_context_tokens: int | None = None  # None: what the model's config.json says
-    max_running: Annotated[int, Field(ge=1)] = 256
+    max_running: Annotated[int, Field(ge=1)] | None = None  # of one engine; None: 512 on a GPU, else 256
     block_size: Annotated[int, Field(ge=1)] = 32  # on CPU a multiple of 32
     kv_cache_mib: Annotated[int, Field(ge=1)] | None = None  # CPU: required, the default takes most of the memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -80,7 +80,7 @@ class EngineConfig(_Strict):
     report_tokens: Annotated[int, Field(ge=1)] = 256  # and where that comes sooner
     enforce_eager: bool = False  # always on for CPU
     logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"  # the distribution: `docs/distribution.md`
-    num_threads: Annotated[int, Field(ge=1)] = 1  # CPU
+    num_threads: Annotated[int, Field(ge=1)] | None = None  # None: on CPU 1; on CUDA many while it loads, then 1
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray
 
@@ -96,6 +96,16 @@ class EngineConfig(_Strict):
         if self.gpu_share < 1 and self.num_workers > 1:
             raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
         return self
+
+    @property
+    def on_gpu(self) -> bool:
+        """Tell if the engine computes on GPUs."""
+        return self.kind != "simulated" and self.device == "cuda"
+
+    @property
+    def num_seats(self) -> int:
+        """Requests that one engine runs at once."""
+        return self.max_running or (512 if self.on_gpu else 256)
 
     @property
     def num_workers(self) -> int:
@@ -130,8 +140,8 @@ ModuleName = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
 class WorkerSettings(_Strict):
     """The agent-loop workers."""
 
-    replicas: Annotated[int, Field(ge=1)] = 1
-    capacity: Annotated[int, Field(ge=1)] = 256
+    replicas: Annotated[int, Field(ge=1)] | None = None  # None: 1, or on GPUs as `sizing.py` says
+    capacity: Annotated[int, Field(ge=1)] | None = None  # of each; None: 256, or on GPUs twice the engines' seats
     turn_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     max_standstill_s: Annotated[float, Field(gt=0)] = 4 * 3600.0  # without a replica, or frozen: one trajectory
     isolation: Literal["none", "process"] = "none"  # process: user code harms its own trajectory only
@@ -156,7 +166,8 @@ class WorkerSettings(_Strict):
     @property
     def num_at_once(self) -> int:
         """Trajectories that one worker runs at once; with isolation each has a process."""
-        return self.capacity if self.isolation == "none" else min(self.capacity, self.max_processes)
+        capacity = self.capacity or 256
+        return capacity if self.isolation == "none" else min(capacity, self.max_processes)
 
 
 class KeysConfig(_Strict):
@@ -259,7 +270,8 @@ class ServiceConfig(_Strict):
     engine: EngineConfig = EngineConfig()
     chat: ChatSettings = ChatSettings()
     workers: WorkerSettings = WorkerSettings()
-    ingress_replicas: Annotated[int, Field(ge=1)] = 1  # each has its share of the sessions, by their ids
+    # Each has its share of the sessions, by their ids. None: what the run began with, else as `sizing.py` says.
+    ingress_replicas: Annotated[int, Field(ge=1)] | None = None
     endpoint: EndpointSettings = EndpointSettings()
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
     updates: UpdateSettings = UpdateSettings()
@@ -285,6 +297,16 @@ class ServiceConfig(_Strict):
         if self.mode in (Mode.COLOCATED, Mode.DEBUG) and engine.load_format == "dummy":
             raise ValueError(f"mode {self.mode} needs load_format auto: nobody pushes weights")
         return self
+
+    @property
+    def num_gpu_engines(self) -> int:
+        """Engines on GPUs that step side by side."""
+        return self.replicas * self.engine.data_parallel_size if self.engine.on_gpu else 0
+
+    @property
+    def num_ingress(self) -> int:
+        """Ingress processes; one before the config is sized."""
+        return self.ingress_replicas or 1
 
     @property
     def allows_push(self) -> bool:
@@ -430,9 +452,9 @@ def keep_config(config: ServiceConfig, run_dir: Path) -> None:
     first = saved_config(run_dir)
     if first is None:
         (run_dir / CONFIG_NAME).write_text(config.model_dump_json(indent=2))
-    elif first.ingress_replicas != config.ingress_replicas:
+    elif first.num_ingress != config.num_ingress:
         raise InvalidRequest(
-            f"the sessions of {run_dir} are shared by {first.ingress_replicas} ingress processes, not"
-            f" {config.ingress_replicas}",
+            f"the sessions of {run_dir} are shared by {first.num_ingress} ingress processes, not"
+            f" {config.num_ingress}",
             param="ingress_replicas",
         )

@@ -25,6 +25,7 @@ from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator import CoordinatorClient
+from agentloop_servers.host import NICENESS
 from agentloop_servers.tcp import listening_socket, url_of
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ async def running_service(
     app = application(config, run_dir)
     url = url_of(config.host, config.port)
     try:
-        start_ray(run_dir)
+        start_ray(run_dir, has_gpus=config.num_gpu_engines > 0)
         await _to_its_end(_deploy, app)
         await _wait_until_ready(url, run_dir, waits_for_weights=waits_for_weights)
         yield url
@@ -62,14 +63,18 @@ async def running_service(
         await _to_its_end(stop_ray)
 
 
-def start_ray(run_dir: Path) -> None:
+def start_ray(run_dir: Path, *, has_gpus: bool = False) -> None:
     """Start a new local Ray, quiet, whatever cluster the environment names. Its ports ask for Ray's token.
+
+    With GPUs its actors have the priority of any other process: engines must not wait for a core.
 
     Raises InvalidRequest if the environment says that they shall not, and ServiceUnavailable if they do not.
     """
     if os.environ.get(AUTH_MODE, "token") != "token":
         raise InvalidRequest(f"{AUTH_MODE} is set to another mode than token: Ray's ports would be open")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if has_gpus:
+        os.environ.setdefault(NICENESS, "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     context = ray.init(

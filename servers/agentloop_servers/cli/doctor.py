@@ -29,6 +29,7 @@ from agentloop.errors import AgentLoopError
 from agentloop.rendering import Renderer
 from agentloop_servers.chat_format import ChosenFormat, load_parser, load_renderer
 from agentloop_servers.config import ServiceConfig, located, model_sizes
+from agentloop_servers.host import NICENESS
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 MIN_FREE_DISK_GIB = 1.0
@@ -119,6 +120,7 @@ def examine() -> list[Check]:
         _probed("disk", _disk),
         _probed("sandbox", _sandbox),
         _ray_token(),
+        _ray_niceness(),
         _probed("a free port", _port),
     ]
 
@@ -137,6 +139,19 @@ def _ray_token() -> Check:
         )
     detail = "asked for" if mode == "token" else f"not asked for: RAY_AUTH_MODE is {mode}, Ray's ports are open"
     return Check("ray's token", mode == "token", detail, is_needed=False)
+
+
+def _ray_niceness() -> Check:
+    """Say at which priority the actors of a Ray that is started from here run: engines on GPUs want nice 0."""
+    nice = os.environ.get(NICENESS)
+    if nice is None:
+        return Check(
+            "ray's priority",
+            True,
+            f"nice 0 by `serve` on GPUs; a cluster wants {NICENESS}=0 where it starts",
+            False,
+        )
+    return Check("ray's priority", nice == "0", f"{NICENESS} is {nice}; engines on GPUs want 0", is_needed=False)
 
 
 def _package(name: str, *, is_needed: bool = True) -> Check:

@@ -40,7 +40,9 @@ B = TypeVar("B", bound=BaseModel)
 Envelope: TypeAlias = Callable[[AgentLoopError], Any]
 """Writes the body of an error answer, as something `orjson` takes."""
 
-_BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins
+_BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins at least
+_BEGINNING_S = 0.001  # of the event loop, for the beginning of one
+_BEGINNING_SHARE = 0.5  # of the event loop's time, for beginnings
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _HAS_PORT = re.compile(r":\d{1,5}\Z")
@@ -221,41 +223,49 @@ def envelope_of(scope: Scope) -> Envelope:
 
 
 class TickLimiter:
-    """Lets `width` tasks through in each round of the event loop, first come, first served.
+    """Lets tasks through in each round of the event loop, first come, first served.
 
     Reading a request and making its prompt is a millisecond of work without a pause. A thousand that begin in one
-    round would hold up every stream and every answer for that long; here what is under way goes on in between.
+    round would hold up every stream and every answer for that long; here what is under way goes on in between. But
+    where what is under way makes rounds long, a few in each would hardly ever begin: so as many begin as take their
+    share of the time that the last round took, and at least `width`. Begun ones make the next round longer, and by
+    that share the growth is bounded: with a half, rounds get twice as long at most.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, seconds_each: float = _BEGINNING_S, share: float = _BEGINNING_SHARE) -> None:
         self._width = width
-        self._num_passed = 0  # in this round
-        self._is_counting = False  # a next round is scheduled
+        self._per_second = share / seconds_each
+        self._num_left = width  # in this round
+        self._round_at: float | None = None  # when this one began; None: none is scheduled after it
         self._waiting: deque[asyncio.Future[None]] = deque()  # open requests; bounded by the connections
 
     async def enter(self) -> None:
         """Wait for a place in a round."""
         loop = asyncio.get_running_loop()
-        if not self._is_counting:
-            self._is_counting = True
+        if self._round_at is None:
+            self._round_at = loop.time()
             loop.call_soon(self._begin_round, loop)
-        if self._num_passed < self._width:
-            self._num_passed += 1
+        if self._num_left > 0 and not self._waiting:
+            self._num_left -= 1
             return
         place = loop.create_future()
         self._waiting.append(place)
         await place
 
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._num_passed = 0
-        while self._waiting and self._num_passed < self._width:
+        now = loop.time()
+        assert self._round_at is not None
+        width = self._num_left = max(self._width, int((now - self._round_at) * self._per_second))
+        while self._waiting and self._num_left > 0:
             place = self._waiting.popleft()
             if not place.done():  # its request has been given up
                 place.set_result(None)
-                self._num_passed += 1
-        self._is_counting = self._num_passed > 0
-        if self._is_counting:
+                self._num_left -= 1
+        if self._num_left < width:
+            self._round_at = now
             loop.call_soon(self._begin_round, loop)
+        else:
+            self._round_at, self._num_left = None, self._width
 
 
 class HttpGuard:

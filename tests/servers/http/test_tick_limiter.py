@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from agentloop_servers.http.guard import TickLimiter
 
@@ -62,3 +64,46 @@ async def test_it_rests_when_nobody_comes():
     await asyncio.sleep(0.01)
     async with asyncio.timeout(5):
         await rounds_of(limiter, 10)
+
+
+async def test_long_rounds_begin_their_share_and_no_more():
+    """Streams that keep the event loop busy must not starve those that begin: half of its time is theirs."""
+    loop, clock = asyncio.get_running_loop(), Clock()
+    limiter = TickLimiter(4, seconds_each=0.001, share=0.5)
+    with clock.of(loop):
+        waiting = [asyncio.create_task(clock.work(limiter, 0.001)) for _ in range(512)]
+        num_rounds, most_at_once = 0, 0
+        while not all(task.done() for task in waiting):
+            before = clock.num_done
+            clock.now += 0.1  # what is under way
+            await asyncio.sleep(0)
+            num_rounds, most_at_once = num_rounds + 1, max(most_at_once, clock.num_done - before)
+    assert clock.order == sorted(clock.order)
+    assert num_rounds < 20  # with four in a round it would be 128 of them
+    assert most_at_once <= 100  # a round of 0.1 s becomes one of 0.2 s at most
+
+
+class Clock:
+    """An event loop's time, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_done = 0
+        self.order: list[int] = []
+        self._num_made = 0
+
+    @contextmanager
+    def of(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        real = loop.time
+        loop.time = lambda: self.now  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            loop.time = real  # type: ignore[method-assign]
+
+    async def work(self, limiter: TickLimiter, seconds: float) -> None:
+        number, self._num_made = self._num_made, self._num_made + 1
+        await limiter.enter()
+        self.now += seconds
+        self.num_done += 1
+        self.order.append(number)

@@ -111,7 +111,7 @@ async def whole_site(
             chat.renderer,
             chat.parser,
             toolbox,
-            WorkerConfig(capacity=config.workers.capacity, kv_policy=config.kv_policy, poll_s=0.2),
+            WorkerConfig(capacity=config.workers.num_at_once, kv_policy=config.kv_policy, poll_s=0.2),
             max_context_tokens=facts.max_context_tokens,
             vocab_size=facts.vocab_size,
         )
@@ -120,7 +120,7 @@ async def whole_site(
         closing.callback(worker.close)
         urls = []
         ingresses: list[IngressProcess] = []
-        for index in range(config.ingress_replicas):
+        for index in range(config.num_ingress):
             ingresses.append(IngressProcess(config, run_dir, SECRET, client.front, **options))
             closing.push_async_callback(ingresses[index].close)
             public = listening_socket(config.host)

@@ -1,0 +1,63 @@
+"""The numbers that a config leaves open: how many processes of each kind, and what they take at once.
+
+A service without GPUs has one of each. With GPUs the numbers follow from the engines and from the CPUs of the host
+that the service is deployed from. The number of ingress processes is kept with the run, whose sessions they share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentloop_servers.config import ServiceConfig, saved_config
+from agentloop_servers.host import usable_cpus
+
+_CPUS_OF_AN_ENGINE = 2  # its process and its front end, which step and answer all the time
+_CPUS_OF_OTHERS = 2  # the coordinator, and Ray
+_MAX_PROCESSES = 16  # of a kind
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCounts:
+    """The processes of a service that its host has CPUs for."""
+
+    num_ingress: int
+    num_workers: int
+
+
+def processes_for(num_engines: int, num_cpus: int) -> ProcessCounts:
+    """Return how many ingress and worker processes go with so many engines on GPUs.
+
+    An engine of a 4B model ends about 65 turns of 256 tokens a second. Through the endpoint they take half a core
+    of ingress processes where all are streamed, and an eighth without; in a worker they take an eighth. An event
+    loop that is busy half the time answers late. So each engine has an ingress process, one alone has two, and
+    two engines have a worker; CPUs that the engines need are not counted on.
+    """
+    spare = max(num_cpus - _CPUS_OF_AN_ENGINE * num_engines - _CPUS_OF_OTHERS, 2)
+    num_workers = max(1, min((num_engines + 1) // 2, spare // 3, _MAX_PROCESSES))
+    num_ingress = max(1, min(max(num_engines, 2), spare - num_workers, _MAX_PROCESSES))
+    return ProcessCounts(num_ingress, num_workers)
+
+
+def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None) -> ServiceConfig:
+    """Return the config with every number in it. `num_cpus`: of the host; None: this one's.
+
+    Workers take twice as many trajectories as engines have seats: the others wait for tools. Raises InvalidRequest
+    if the run's own config cannot be read.
+    """
+    counts, workers, engine = ProcessCounts(1, 1), config.workers, config.engine
+    if config.num_gpu_engines:
+        counts = processes_for(config.num_gpu_engines, usable_cpus() if num_cpus is None else num_cpus)
+    first = saved_config(run_dir)
+    num_ingress = config.ingress_replicas or (first.ingress_replicas if first is not None else counts.num_ingress)
+    num_workers = workers.replicas or counts.num_workers
+    capacity = workers.capacity
+    if capacity is None and config.num_gpu_engines:
+        capacity = max(256, 2 * engine.num_seats * config.num_gpu_engines // num_workers)
+    return config.model_copy(
+        update={
+            "ingress_replicas": num_ingress or 1,
+            "engine": engine.model_copy(update={"max_running": engine.num_seats}),
+            "workers": workers.model_copy(update={"replicas": num_workers, "capacity": capacity or 256}),
+        }
+    )
