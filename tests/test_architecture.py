@@ -93,7 +93,12 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
     "agentloop_servers.engines": set(),
-    "agentloop_servers.engines.vllm": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
+    "agentloop_servers.engines.common": {"agentloop_servers.weight_transfer"},
+    "agentloop_servers.engines.vllm": {
+        "agentloop.parsers",
+        "agentloop_servers.engines.common",
+        "agentloop_servers.weight_transfer",
+    },
     "agentloop_servers.chat_format": {
         "agentloop.generation",
         "agentloop.parsers",
@@ -353,7 +358,8 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.engines.vllm.parsers",
         "agentloop_servers.engines.vllm.requests",
         "agentloop_servers.engines.vllm.weights",
-        "agentloop_servers.weight_transfer.staging",
+        "agentloop_servers.engines.common.adapters",
+        "agentloop_servers.engines.common.weights",
         "agentloop_servers.weight_transfer.trainer_group",
     ),
     "the command line's part": (

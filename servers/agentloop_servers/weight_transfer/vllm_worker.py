@@ -2,7 +2,7 @@
 
 vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`); the engine calls its methods through
 `collective_rpc`, between two steps. Values cross the process border as codec bytes
-(`worker_calls.py`). The work itself is in `staging.py`.
+(`worker_calls.py`). The calls are in `staging_calls.py`, the work itself in `staging.py`.
 
 Two things stock reloading does not do, both silent:
 
@@ -24,7 +24,6 @@ from typing import Any, TypeAlias, cast
 import torch
 from safetensors import safe_open
 
-from agentloop import codec
 from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.lora import (
     ADAPTER_ID,
@@ -36,72 +35,39 @@ from agentloop_servers.weight_transfer.lora import (
 )
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import WeightStager
+from agentloop_servers.weight_transfer.staging_calls import StagingCalls
 from agentloop_servers.weight_transfer.verify import Read, compare_layers
-from agentloop_servers.weight_transfer.worker_calls import StageOrder, StagingSetup
+from agentloop_servers.weight_transfer.worker_calls import StagingSetup
 
 
-class WeightWorker:
+class WeightWorker(StagingCalls):
     """vLLM worker extension. Its names must not collide with the worker's."""
 
     vllm_config: Any
     model_runner: Any
     device: torch.device
-    _stager: WeightStager
 
     def extend_runner(self, function: str, argument: str) -> None:
         """Call the function at an import path with the model runner: what an adapter adds to vLLM's own."""
         extend = cast(Callable[[Any, str], None], resolve(function, param="function"))
         extend(self.model_runner, argument)
 
-    def weights_prepare(self, setup: bytes) -> None:
-        """Make the stager from a `StagingSetup`. Once, after the start and before any request."""
-        settings = codec.decode(setup, StagingSetup)
+    def weights_stager(self, setup: StagingSetup) -> WeightStager:
+        """Make this worker's stager."""
         parallel = self.vllm_config.parallel_config
-        self._stager = WeightStager(
+        return WeightStager(
             self.weights_model(),
             self.model_runner.get_model(),
             self.device,
             parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            policy=settings.policy,
+            policy=setup.policy,
             can_trace=self.device.type != "cpu",
-            timeout_s=settings.timeout_s,
+            timeout_s=setup.timeout_s,
         )
-        if settings.loaded is not None:
-            self._stager.prepare(settings.loaded)
 
     def weights_model(self) -> RunningModel:
         """The model that updates go into."""
         return RunningModel(self)
-
-    def weights_stage(self, order: bytes) -> None:
-        """Begin to receive what a `StageOrder` names."""
-        wanted = codec.decode(order, StageOrder)
-        source = wanted.push or wanted.folder
-        if source is None:
-            raise ValueError("a stage without a source")
-        self._stager.stage(wanted.number, source)
-
-    def weights_poll(self, number: int) -> bytes:
-        """Return a stage's `StageProgress`."""
-        return codec.encode(self._stager.poll(number))
-
-    def weights_drop(self, number: int) -> None:
-        """Give a stage up."""
-        self._stager.drop(number)
-
-    def weights_commit(self, number: int) -> bytes:
-        """Bring a stage into the model while generation is paused; returns a `CommitReport`."""
-        with torch.no_grad():
-            return codec.encode(self._stager.commit(number))
-
-    def weights_offer(self, token: str) -> bytes | None:
-        """Give the served weights to another engine's worker; returns a `PushSource`, None if that cannot be."""
-        offer = self._stager.offer(token)
-        return None if offer is None else codec.encode(offer)
-
-    def weights_release(self) -> None:
-        """Give back all memory that is not the model's."""
-        self._stager.release()
 
     def weights_verify_adapter(self, directory: str) -> int:
         """Prove this worker's adapter; see `verify_adapter`."""

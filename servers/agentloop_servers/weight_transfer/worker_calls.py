@@ -1,16 +1,70 @@
-"""The values that cross `collective_rpc` between an engine's process and its vLLM workers, as codec bytes.
+"""The values that cross between an engine's process and the processes that hold its weights, as codec bytes.
 
 They need no torch: the engine's process imports them. Several workers' reports become one here: the times of the
 slowest, the memory of the worker that holds least, and everything that was compared.
+
+vLLM carries them by `collective_rpc`. SGLang's own remote calls take flat scalars and answer with a text only, so
+a call and its answers travel there as the text of a `SchedulerCall` and of `SchedulerAnswers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo
+
+SCHEDULER_METHOD = "agentloop_call"
+"""The name under which SGLang's scheduler takes a `SchedulerCall`, its only parameter being `call`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerCall:
+    """A method of our scheduler (`sglang_worker.py`) to call in every rank, between two steps."""
+
+    call_id: int
+    method: str
+    arguments: tuple[str | bytes | int | bool | None, ...] = ()
+
+    def to_text(self) -> str:
+        """Return the form that SGLang carries."""
+        return _to_text(self)
+
+    @staticmethod
+    def from_text(text: str) -> SchedulerCall:
+        """Invert `to_text`. Raises InvalidRequest."""
+        return codec.decode(_from_text(text), SchedulerCall)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerAnswers:
+    """The answers to one call, of every tensor-parallel rank in order.
+
+    `errors`: a sentence for each rank that failed, empty for the others; a failed rank's answer is None.
+    """
+
+    call_id: int
+    answers: tuple[bytes | int | None, ...]
+    errors: tuple[str, ...]
+
+    def to_text(self) -> str:
+        """Return the form that SGLang carries."""
+        return _to_text(self)
+
+    @staticmethod
+    def from_text(text: str) -> SchedulerAnswers:
+        """Invert `to_text`. Raises InvalidRequest."""
+        return codec.decode(_from_text(text), SchedulerAnswers)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """The requests that a paused scheduler holds, by id: how many tokens each has sampled."""
+
+    num_output_ids: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +130,11 @@ def merge_commit_reports(reports: Sequence[CommitReport]) -> CommitReport:
         num_unverified=sum(report.num_unverified for report in reports),
         transfer_ms=max(report.transfer_ms for report in reports),
     )
+
+
+def _to_text(value: SchedulerCall | SchedulerAnswers) -> str:
+    return base64.b64encode(codec.encode(value)).decode("ascii")
+
+
+def _from_text(text: str) -> bytes:
+    return base64.b64decode(text.encode("ascii", "replace"))

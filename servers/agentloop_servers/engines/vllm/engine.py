@@ -48,7 +48,7 @@ from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.images import VllmImages
 from agentloop_servers.engines.vllm.process import VllmProcess, vllm_call
 from agentloop_servers.engines.vllm.requests import Call, Calls
-from agentloop_servers.engines.vllm.weights import VllmWeights
+from agentloop_servers.engines.vllm.weights import LoraAdapters, vllm_weights
 
 
 class VllmEngine:
@@ -58,7 +58,8 @@ class VllmEngine:
         self._config = config
         self._info: EngineInfo | None = None
         self._process = VllmProcess(config)
-        self._weights = VllmWeights(config, self._process)
+        self._adapters = LoraAdapters(config, self._process) if config.lora_rank is not None else None
+        self._weights = vllm_weights(config, self._process, self._adapters)
         self._images: VllmImages | None = None
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
         self._calls = Calls(self._process, self._lifecycle)
@@ -218,7 +219,10 @@ class VllmEngine:
         )
         prompt = values.tokens_prompt(request, kv_version, shown)
         outputs: AsyncGenerator[Any, None] = self._process.llm.generate(
-            prompt, params, request.request_id, lora_request=self._weights.lora_request
+            prompt,
+            params,
+            request.request_id,
+            lora_request=None if self._adapters is None else self._adapters.request,
         )
         return outputs
 

@@ -329,6 +329,15 @@ class VllmProcess:
             engines = await call("collective_rpc", method, None, arguments, None)
         return [result for engine in engines for result in engine]
 
+    @property
+    def is_up(self) -> bool:
+        """True from the end of `start` until `close`."""
+        return self.llm is not None
+
+    async def label(self, version: int) -> None:
+        """Stamp every token that is sampled from now on with this weight version."""
+        await self.llm.update_weight_version(str(version))
+
     async def pause(self, *, is_cache_cleared: bool) -> None:
         """Freeze vLLM between two tokens; returns once no step is under way.
 

@@ -11,7 +11,7 @@ from agentloop import codec
 from agentloop.engine import PushSource, TensorInfo, TensorNames, WeightUpdate
 from agentloop.errors import CheckpointUnreadable
 from agentloop_servers.engines.vllm.config import VllmConfig
-from agentloop_servers.engines.vllm.weights import VllmWeights
+from agentloop_servers.engines.vllm.weights import vllm_weights
 from agentloop_servers.weight_transfer.worker_calls import StageProgress, StageState
 
 MODEL = Path(__file__).parents[4] / "examples" / "tiny_policy" / "v0"
@@ -20,10 +20,13 @@ MODEL = Path(__file__).parents[4] / "examples" / "tiny_policy" / "v0"
 class HungWorkers:
     """The calls that reach the workers; every stage fails, and no drop returns."""
 
-    llm = object()
+    is_up = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+
+    async def label(self, version: int) -> None:
+        raise AssertionError("nothing is committed")
 
     async def on_workers(self, method: str, *arguments: object) -> list[bytes]:
         self.calls.append(method)
@@ -34,7 +37,7 @@ class HungWorkers:
 
 async def test_a_drop_without_an_answer_holds_no_lock() -> None:
     process = HungWorkers()
-    weights = VllmWeights(VllmConfig(str(MODEL), 0, device="cuda", control_timeout_s=0.05), process)  # type: ignore[arg-type]
+    weights = vllm_weights(VllmConfig(str(MODEL), 0, device="cuda", control_timeout_s=0.05), process)  # type: ignore[arg-type]
     await weights.check()
     push = PushSource(("127.0.0.1:1",), "t", (TensorInfo("w", "float32", (1,)),), TensorNames.RUNTIME, 1)
     async with asyncio.timeout(30.0):

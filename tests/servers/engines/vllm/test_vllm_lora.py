@@ -49,10 +49,11 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Adapte
         lora_rank=8,
         worker_extension="tests.support.transfer.adapters.SpoilableWorker",
     )
-    process, lora = VllmProcess(config), LoraAdapters(config)
+    process = VllmProcess(config)
+    lora = LoraAdapters(config, process)
     await process.start()
     try:
-        await lora.start(process.llm)
+        await lora.start()
         one = write_adapter(folder / "one", seed=1)
         two = write_adapter(folder / "two", seed=2, rank=8, alpha=16, targets=("q_proj", "up_proj"))
         yield AdapterSite(process, lora, one, two)
@@ -113,7 +114,7 @@ async def commit_in_flight(
             await asyncio.sleep(0.002)
     assert await asyncio.to_thread(site.lora.check, str(adapter)) > 0
     await site.process.llm.pause_generation(mode="keep", clear_cache=is_cache_cleared)
-    report = await site.lora.commit(str(adapter), site.process)
+    report = await site.lora.commit(str(adapter))
     num_before = progress[-1]
     await site.process.llm.resume_generation()
     ids, logprobs = await request
@@ -169,7 +170,7 @@ async def test_one_wrong_number_in_a_worker_is_found(site: AdapterSite, layer: s
     await site.process.on_workers("spoil_adapter", layer, index)
     with pytest.raises(Exception, match=f"layer {layer} does not hold the adapter's tensors"):
         await site.process.on_workers("weights_verify_adapter", str(site.two))
-    await site.lora.commit(str(site.two), site.process)
+    await site.lora.commit(str(site.two))
 
 
 async def test_an_adapter_that_was_never_loaded_is_found(site: AdapterSite, tmp_path: Path) -> None:
@@ -185,6 +186,6 @@ async def test_an_adapter_that_was_never_loaded_is_found(site: AdapterSite, tmp_
 
 async def test_a_failed_commit_raises_and_a_later_one_repairs(site: AdapterSite, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="adapter"):
-        await site.lora.commit(str(tmp_path), site.process)
-    await site.lora.commit(str(site.one), site.process)
+        await site.lora.commit(str(tmp_path))
+    await site.lora.commit(str(site.one))
     await assert_serves(site, site.one, [None, site.two], "repaired")

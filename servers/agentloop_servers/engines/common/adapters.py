@@ -1,0 +1,68 @@
+"""The folder of the one LoRA adapter that an engine serves, behind a path that never changes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from agentloop.errors import EngineError
+from agentloop_servers.weight_transfer import check_adapter, inspect_checkpoint, read_through, write_zero_adapter
+
+
+class AdapterFolder:
+    """A link to the served adapter's folder, at first to one that changes nothing. `path` is valid after `start`.
+
+    The folder that it leads to must stay in place while it is served.
+    """
+
+    def __init__(self, model: str, max_rank: int) -> None:
+        """`model` is the folder of the base weights."""
+        self._model = model
+        self._max_rank = max_rank
+        self._folder: Path | None = None  # ours: the link and the adapter that changes nothing
+
+    async def start(self) -> None:
+        """Make the adapter that changes nothing, and lead to it. Raises CheckpointUnreadable."""
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="agentloop-lora-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        zero = folder / "zero"
+        zero.mkdir()
+        await asyncio.to_thread(write_zero_adapter, self._model, str(zero))
+        self.point_to(str(zero))
+
+    @property
+    def path(self) -> str:
+        """The link."""
+        return str(self._link)
+
+    def point_to(self, directory: str) -> None:
+        """Lead to another adapter, at once: a worker that looks now finds the one or the other."""
+        following = self._link.with_name("next")
+        following.unlink(missing_ok=True)
+        following.symlink_to(Path(directory).resolve())
+        following.replace(self._link)
+
+    def check(self, directory: str) -> int:
+        """Check an adapter and read it through, so that the commit reads memory; returns its bytes. Blocks.
+
+        Raises CheckpointUnreadable.
+        """
+        has_weights = any(Path(self._model).glob("*.safetensors"))
+        served = inspect_checkpoint(self._model).tensors if has_weights else None
+        adapter = check_adapter(directory, self._max_rank, served)
+        read_through(inspect_checkpoint(directory))
+        return adapter.num_bytes
+
+    def close(self) -> None:
+        """Remove our files. Idempotent; also done when this object or the process ends."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _link(self) -> Path:
+        if self._folder is None:
+            raise EngineError("the engine is not started")
+        return self._folder / "served"

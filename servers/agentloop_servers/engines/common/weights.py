@@ -1,0 +1,249 @@
+"""The weight updates of one engine: staged, committed, offered; the same for every engine.
+
+The bytes move in the engine's worker processes (`weight_transfer/staging_calls.py`), which this object drives by
+remote calls; each returns at once while decoding goes on, except a commit, which only comes while generation is
+paused. One stage at a time; a new one drops what the last one held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import structlog
+
+from agentloop import codec
+from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorNames, WeightUpdate
+from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
+from agentloop_servers.weight_transfer import (
+    CheckedFolder,
+    ServedForm,
+    StageOrder,
+    StageProgress,
+    StageState,
+    StagingSetup,
+    merge_commit_reports,
+    merge_stage_reports,
+)
+
+STAGE_POLL_S = 0.02  # each costs the engine a pass between two steps, some tens of microseconds
+
+Staged: TypeAlias = tuple[int, WeightUpdate]
+"""A staged update and its number at the workers."""
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class Workers(Protocol):
+    """An engine's processes that hold its weights."""
+
+    @property
+    def is_up(self) -> bool:
+        """True from the start of the processes until their end."""
+
+    async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of ours in every worker, between two steps; results in the order of their ranks."""
+
+    async def clear_cache(self) -> None:
+        """Drop all KV of the paused engine, that of frozen requests too: they are prefilled again."""
+
+
+class ServedAdapter(Protocol):
+    """The one LoRA adapter that an engine serves, in front of base weights that do not change."""
+
+    async def start(self) -> None:
+        """Serve an adapter that changes nothing, before the first request. Raises EngineError."""
+
+    def check(self, directory: str) -> int:
+        """Check an adapter and read it through; returns its bytes. Blocks. Raises CheckpointUnreadable."""
+
+    async def commit(self, directory: str) -> CommitReport:
+        """Put the adapter in place of the served one, and prove it. After an error the served one is unknown."""
+
+    def close(self) -> None:
+        """Remove our files. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSettings:
+    """The part of an engine's configuration that its updates need; the fields are described there."""
+
+    model: str
+    initial_version: int | None
+    is_dummy: bool  # started with random weights
+    weight_staging: str
+    control_timeout_s: float
+    stage_timeout_s: float
+    commit_timeout_s: float
+
+
+async def no_label(version: int) -> None:
+    """Do nothing: for engines that keep no label of their weights."""
+
+
+class EngineWeights:
+    """The updates of one engine. `label` is told each version that is served, while nothing is sampled."""
+
+    def __init__(
+        self,
+        settings: WeightSettings,
+        workers: Workers,
+        *,
+        adapter: ServedAdapter | None = None,
+        label: Callable[[int], Awaitable[None]] = no_label,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._adapter = adapter
+        self._label = label
+        self._form: ServedForm | None = None
+        self._committed: int | None = None  # the latest version
+        self._numbers = itertools.count(1)
+        self._staged: Staged | None = None
+        self._stage_lock = asyncio.Lock()
+
+    async def check(self) -> None:
+        """Look at the model folder, before the engine is started. Raises CheckpointUnreadable."""
+        self._form = await asyncio.to_thread(ServedForm, self._settings.model, is_dummy=self._settings.is_dummy)
+
+    async def start(self) -> None:
+        """Let the workers of an engine that is up get ready, and label the version that it was started with."""
+        loaded = None
+        if not self._settings.is_dummy:
+            loaded = CheckedFolder(self._settings.model, self._served_form().tensors)
+        setup = StagingSetup(loaded, self._settings.weight_staging, self._settings.stage_timeout_s)
+        await self._workers.on_workers("weights_prepare", codec.encode(setup))
+        if self._adapter is not None:
+            await self._adapter.start()
+        if self._settings.initial_version is not None:
+            await self._label(self._settings.initial_version)
+            self._committed = self._settings.initial_version
+
+    def close(self) -> None:
+        """Idempotent; the engine may be gone."""
+        if self._adapter is not None:
+            self._adapter.close()
+
+    async def stage(self, update: WeightUpdate) -> StageReport:
+        """Have the workers receive and check `update`. Raises CheckpointUnreadable or EngineError."""
+        async with self._stage_lock:
+            self._staged = None
+            number = next(self._numbers)
+            if update.adapter is not None:
+                report = await self._stage_adapter(update.adapter)
+            else:
+                order = await asyncio.to_thread(self._order, number, update)
+                report = await self._stage_tensors(order)
+            self._staged = (number, update)
+            return report
+
+    @property
+    def staged_version(self) -> int | None:
+        """The version that can be committed; None while nothing is staged."""
+        return None if self._staged is None else self._staged[1].version
+
+    def take_staged(self) -> Staged:
+        """Return what is staged, for a commit: whatever is staged from now on does not touch it."""
+        if self._staged is None:
+            raise InvariantBroken("nothing is staged")
+        staged, self._staged = self._staged, None
+        return staged
+
+    async def commit(self, staged: Staged) -> CommitReport:
+        """Swap in what was staged, and label its version; the engine must be paused. After an error the weights are
+        of unknown state."""
+        number, update = staged
+        version = update.version
+        async with asyncio.timeout(self._settings.commit_timeout_s):
+            # Side by side: the label counts from the next token on, and there is none before the resume.
+            report, _ = await asyncio.gather(self._swap(number, update), self._label(version))
+            if self._committed is not None and version <= self._committed:
+                # KV under this version's salt, or that of a version in between, may be of other weights.
+                await self._workers.clear_cache()
+        self._committed = version
+        self._served_form().confirm()
+        return report
+
+    async def offer(self) -> PushSource | None:
+        """Offer the workers' own parameters, for the workers of an equal engine. Their version must be known."""
+        if self._adapter is not None:
+            return None
+        token = secrets.token_hex(16)
+        offers = await self._workers.on_workers("weights_offer", token)
+        if any(offer is None for offer in offers):
+            return None
+        sources = [codec.decode(offer, PushSource) for offer in offers]
+        return replace(sources[0], addresses=tuple(source.addresses[0] for source in sources))
+
+    async def release(self) -> None:
+        """Give back all memory that is not the model's: what is staged, and the buffers of transfers."""
+        async with self._stage_lock:
+            self._staged = None
+            await self._workers.on_workers("weights_release")
+
+    # --- inside ---
+
+    def _served_form(self) -> ServedForm:
+        if self._form is None:
+            raise EngineError("the engine is not started")
+        return self._form
+
+    def _order(self, number: int, update: WeightUpdate) -> StageOrder:
+        """Make the workers' order of an update, checked against the served model; blocks."""
+        form = self._served_form()
+        if self._adapter is not None:
+            raise CheckpointUnreadable("this engine serves adapters: push an adapter, not weights", param="adapter")
+        if update.directory is not None:
+            tensors = form.check_directory(update.directory)
+            return StageOrder(number, folder=CheckedFolder(update.directory, tensors))
+        if update.push is None:
+            raise InvalidRequest("an update without a source", param="directory")
+        if update.push.names is TensorNames.CHECKPOINT:
+            form.check_push(update.push.tensors)
+        return StageOrder(number, push=update.push)
+
+    async def _stage_tensors(self, order: StageOrder) -> StageReport:
+        is_held = False
+        try:
+            async with asyncio.timeout(self._settings.stage_timeout_s):
+                await self._workers.on_workers("weights_stage", codec.encode(order))
+                while True:
+                    answers = await self._workers.on_workers("weights_poll", order.number)
+                    stages = [codec.decode(answer, StageProgress) for answer in answers]
+                    failed = next((stage for stage in stages if stage.state is StageState.FAILED), None)
+                    if failed is not None:
+                        raise CheckpointUnreadable(failed.error, param="directory")
+                    if all(stage.state is StageState.HELD for stage in stages):
+                        is_held = True
+                        return merge_stage_reports([stage.report for stage in stages if stage.report is not None])
+                    await asyncio.sleep(STAGE_POLL_S)
+        except TimeoutError as error:
+            raise CheckpointUnreadable(f"not received within {self._settings.stage_timeout_s:g} s") from error
+        finally:
+            if not is_held and self._workers.is_up:
+                await asyncio.shield(self._drop(order.number))
+
+    async def _drop(self, number: int) -> None:
+        """Have the workers give a stage up. An engine that does not answer holds no lock for it: the next order
+        meets the same silence."""
+        try:
+            async with asyncio.timeout(self._settings.control_timeout_s):
+                await self._workers.on_workers("weights_drop", number)
+        except TimeoutError:
+            _log.error("stage_not_dropped", number=number, waited_s=self._settings.control_timeout_s)
+
+    async def _stage_adapter(self, directory: str) -> StageReport:
+        if self._adapter is None:
+            raise CheckpointUnreadable("this engine takes no adapters: set engine.lora_rank", param="adapter")
+        num_bytes = await asyncio.to_thread(self._adapter.check, directory)
+        return StageReport(HeldIn.FILES, "adapter", num_bytes)
+
+    async def _swap(self, number: int, update: WeightUpdate) -> CommitReport:
+        if update.adapter is not None and self._adapter is not None:
+            return await self._adapter.commit(update.adapter)
+        answers = await self._workers.on_workers("weights_commit", number)
+        return merge_commit_reports([codec.decode(answer, CommitReport) for answer in answers])

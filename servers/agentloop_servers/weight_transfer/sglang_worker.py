@@ -1,0 +1,256 @@
+"""The half of pauses and weight updates that runs inside SGLang's scheduler processes.
+
+SGLang has no extension class for its workers. So `run_scheduler` is started in place of SGLang's own entry function
+(`Engine.run_scheduler_process_func`): it puts a subclass of SGLang's `Scheduler`, with `SchedulerExtension` before
+it, where the entry function looks the class up, and calls that. What it rests on (SGLang 0.5.17):
+
+- Rank 0 takes remote calls (`RpcReqInput`) between two steps, also while it is paused, and broadcasts them to its
+  tensor-parallel group with all other requests. So every rank runs a call at the same place of its loop.
+- `handle_rpc_request` answers with a text and logs what a method raises. Ours runs methods of this class in all
+  ranks, and answers with the answers of all (`SchedulerCall`, `SchedulerAnswers`). Nothing is raised into the loop,
+  which would end the whole group and send SIGQUIT to the engine's process.
+- `pause_generation(in_place)` only sets a flag: with overlapped scheduling the last batch launched is still on the
+  device, and its tokens are in no request. `requests_pause` takes its result in, as the next turn of the loop
+  would, and waits for the device. The loop meets the same result after the pause: `process_batch_result` skips it.
+- The loop watches over the batch it last began, and a pause with one in it for longer than `watchdog_timeout` would
+  end the group: a paused scheduler has none.
+- `pause_generation(retract)` puts all running requests back into the queue and frees their KV, but `flush_cache`
+  wants the queue to be empty. Queued requests hold no KV, and are matched against the cache when their turn comes.
+- A commit writes into the parameters that the captured graphs read, on the thread that launches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import structlog
+import torch
+
+from agentloop import codec
+from agentloop.errors import AgentLoopError
+from agentloop_servers.weight_transfer.staged_weights import Tensors
+from agentloop_servers.weight_transfer.staging import WeightStager
+from agentloop_servers.weight_transfer.staging_calls import StagingCalls
+from agentloop_servers.weight_transfer.verify import Read, compare_layers
+from agentloop_servers.weight_transfer.worker_calls import (
+    SCHEDULER_METHOD,
+    RequestCounts,
+    SchedulerAnswers,
+    SchedulerCall,
+    StagingSetup,
+)
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a stage's thread waits for the interpreter, which the scheduler's loop never gives up by itself."""
+
+CALLS = frozenset(
+    {
+        "requests_pause",
+        "requests_resume",
+        "weights_prepare",
+        "weights_stage",
+        "weights_poll",
+        "weights_drop",
+        "weights_commit",
+        "weights_offer",
+        "weights_release",
+    }
+)
+"""The methods that a `SchedulerCall` may name."""
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+def run_scheduler(*arguments: Any, **named: Any) -> None:
+    """Run one scheduler process with our calls in it: SGLang's `run_scheduler_process`, its arguments and all."""
+    from sglang.srt.managers import scheduler  # noqa: PLC0415
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    scheduler.Scheduler = type("Scheduler", (SchedulerExtension, scheduler.Scheduler), {})
+    scheduler.run_scheduler_process(*arguments, **named)
+
+
+class SchedulerExtension(StagingCalls):
+    """Our calls, before SGLang's Scheduler in the order of methods. Its names must not collide with that."""
+
+    # SGLang's own
+    ps: Any
+    tp_worker: Any
+    tp_cpu_group: Any
+    running_batch: Any
+    last_batch: Any
+    cur_batch_for_debug: Any
+    chunked_req: Any
+    waiting_queue: list[Any]
+    grammar_manager: Any
+    result_queue: deque[Any]
+    enable_overlap: bool
+    _engine_paused: bool
+
+    _taken_in: Any = None  # the result that a pause has processed before its turn
+
+    def handle_rpc_request(self, recv_req: Any) -> Any:
+        """Answer our calls; SGLang's own go on to it."""
+        if recv_req.method != SCHEDULER_METHOD:
+            return super().handle_rpc_request(recv_req)  # type: ignore[misc]
+        from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: PLC0415
+
+        try:
+            call = SchedulerCall.from_text(recv_req.parameters["call"])
+        except (AgentLoopError, KeyError, TypeError, ValueError) as error:
+            return RpcReqOutput(success=False, message=f"not a call: {error!r}")
+        return RpcReqOutput(success=True, message=self.answer_call(call).to_text())
+
+    def answer_call(self, call: SchedulerCall) -> SchedulerAnswers:
+        """Run a call in this rank, and gather the answers of all ranks."""
+        answer, error = self._run_call(call)
+        gathered = self._gather((answer, error))
+        return SchedulerAnswers(
+            call.call_id, tuple(one for one, _ in gathered), tuple(sentence for _, sentence in gathered)
+        )
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        """Process a batch's result, but not a second time what a pause has processed already."""
+        if self._taken_in is not None and result is self._taken_in:
+            self._taken_in = None
+            return
+        super().process_batch_result(batch, result)  # type: ignore[misc]
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def requests_pause(self, is_cache_cleared: bool) -> bytes:
+        """Stop between two steps, with nothing under way on the device; returns `RequestCounts`.
+
+        `is_cache_cleared`: all KV is dropped, and requests in flight are prefilled again after the pause. Of a
+        paused scheduler, only that is done.
+        """
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: PLC0415
+
+        if not self._engine_paused:
+            self.pause_generation(PauseGenerationReqInput(mode="in_place"))  # type: ignore[attr-defined]
+        self._take_in_result()
+        if is_cache_cleared:
+            self.pause_generation(PauseGenerationReqInput(mode="retract"))  # type: ignore[attr-defined]
+            self._clear_cache()
+        self._stager_device_wait()
+        self.cur_batch_for_debug = None
+        return codec.encode(RequestCounts({req.rid: len(req.output_ids) for req in self._live_requests()}))
+
+    def requests_resume(self) -> None:
+        """Go on with what is in flight. Of a scheduler that is not paused: no-op."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput  # noqa: PLC0415
+
+        if self._engine_paused:
+            # What torch has cached is used again at once; giving it back would cost time in the pause.
+            self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))  # type: ignore[attr-defined]
+
+    def _take_in_result(self) -> None:
+        """Process the overlapped batch's result now, and leave it in its queue for the loop to take out."""
+        if self.enable_overlap and self.result_queue and self._taken_in is None:
+            batch, result = self.result_queue[0]
+            self.process_batch_result(batch, result)
+            self._taken_in = result
+
+    def _clear_cache(self) -> None:
+        """Drop all KV: no batch is under way, and queued requests hold none. Raises RuntimeError."""
+        waiting, self.waiting_queue = self.waiting_queue, []
+        grammars, self.grammar_manager.grammar_queue = self.grammar_manager.grammar_queue, []
+        try:
+            is_cleared = self.flush_cache(empty_cache=False)  # type: ignore[attr-defined]
+        finally:
+            self.waiting_queue, self.grammar_manager.grammar_queue = waiting, grammars
+        if not is_cleared:
+            raise RuntimeError("SGLang did not clear its cache")
+        self.kv_events_publisher.publish_kv_events()  # type: ignore[attr-defined]
+
+    def _live_requests(self) -> Iterator[Any]:
+        batches = [batch.reqs for batch in (self.running_batch, self.last_batch) if batch is not None]
+        chunked = [] if self.chunked_req is None else [self.chunked_req]
+        known: set[int] = set()
+        for req in chain(*batches, chunked, self.waiting_queue, self.grammar_manager.grammar_queue):
+            if id(req) not in known and not req.finished():
+                known.add(id(req))
+                yield req
+
+    # --- weights ------------------------------------------------------------------------------------------
+
+    def weights_stager(self, setup: StagingSetup) -> WeightStager:
+        """Make this rank's stager. Raises RuntimeError for a layout of processes that calls do not reach."""
+        if self.ps.pp_size != 1 or self.ps.dp_size != 1:
+            raise RuntimeError(
+                "weights are updated in tensor-parallel groups only: no pipeline, no data parallelism"
+            )
+        model = SglangModel(self.tp_worker.model_runner)
+        return WeightStager(
+            model,
+            model.module,
+            model.device,
+            self.ps.tp_rank,
+            policy=setup.policy,
+            can_trace=True,  # packed copies of the CPU's kernels do not pass the proof
+            timeout_s=setup.timeout_s,
+        )
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _run_call(self, call: SchedulerCall) -> tuple[bytes | int | None, str]:
+        """Return the answer, and a sentence on what went wrong."""
+        if call.method not in CALLS:
+            return None, f"the scheduler has no call {call.method}"
+        try:
+            with contextlib.ExitStack() as stack:
+                if call.method.startswith("weights_"):
+                    # The loop runs in inference mode, whose tensors the stager's thread could not write.
+                    stack.enter_context(torch.inference_mode(False))
+                    stack.enter_context(torch.no_grad())
+                return getattr(self, call.method)(*call.arguments), ""
+        except AgentLoopError as error:
+            return None, error.message
+        except Exception as error:  # whatever it is, it is the call's failure: the scheduler goes on
+            _log.exception("scheduler_call_failed", method=call.method)
+            return None, f"{type(error).__name__}: {error}"
+
+    def _gather(self, own: tuple[bytes | int | None, str]) -> list[tuple[bytes | int | None, str]]:
+        if self.ps.tp_size == 1:
+            return [own]
+        gathered: list[Any] = [None] * self.ps.tp_size
+        torch.distributed.all_gather_object(gathered, own, group=self.tp_cpu_group)
+        return gathered
+
+    def _stager_device_wait(self) -> None:
+        SglangModel(self.tp_worker.model_runner).synchronize()
+
+
+class SglangModel:
+    """A rank's model as commits see it; see `ServedModel`."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        self.module: torch.nn.Module = model_runner.model
+        self.device = next(self.module.parameters()).device
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self.module.named_parameters()}
+
+    def reload(self, tensors: Tensors) -> None:
+        from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: PLC0415
+        from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: PLC0415
+
+        try:
+            with set_default_torch_dtype(self._runner.model_config.dtype):
+                DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
+        except Exception as error:
+            raise RuntimeError(f"the load broke off: {error!r}") from error
+
+    def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
+        return compare_layers(self.module, frozenset(names), read)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
