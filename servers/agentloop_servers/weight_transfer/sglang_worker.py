@@ -22,17 +22,20 @@ it, where the entry function looks the class up, and calls that. What it rests o
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import structlog
 import torch
 
 from agentloop import codec
 from agentloop.errors import AgentLoopError
+from agentloop.plugins import resolve
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import WeightStager
 from agentloop_servers.weight_transfer.staging_calls import StagingCalls
@@ -47,11 +50,16 @@ from agentloop_servers.weight_transfer.worker_calls import (
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a stage's thread waits for the interpreter, which the scheduler's loop never gives up by itself."""
+FAILED_EXIT_CODE = 70
 
 CALLS = frozenset(
     {
+        "scheduler_extend",
         "requests_pause",
         "requests_resume",
+        "requests_end",
+        "memory_release",
+        "memory_resume",
         "weights_prepare",
         "weights_stage",
         "weights_poll",
@@ -66,10 +74,29 @@ CALLS = frozenset(
 _log = structlog.stdlib.get_logger(__name__)
 
 
-def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """Run one scheduler process with our calls in it: SGLang's `run_scheduler_process`, its arguments and all."""
-    from sglang.srt.managers import scheduler  # noqa: PLC0415
+class _Parent:
+    """The engine's process, as a scheduler that has failed sees it: the failure ends this process only."""
 
+    def parent(self) -> _Parent:
+        return self
+
+    def send_signal(self, signum: int) -> None:
+        """End this process; the engine's process watches it."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAILED_EXIT_CODE)
+
+
+def run_scheduler(*arguments: Any, **named: Any) -> None:
+    """Run one scheduler process with our calls in it: SGLang's `run_scheduler_process`, its arguments and all.
+
+    A scheduler that fails, or that its watchdog finds hung, exits with `FAILED_EXIT_CODE`.
+    """
+    from sglang.srt.managers import scheduler  # noqa: PLC0415
+    from sglang.srt.utils import watchdog  # noqa: PLC0415
+
+    # They look up their parent by `psutil.Process().parent()`, and for nothing else.
+    scheduler.psutil = watchdog.psutil = SimpleNamespace(Process=_Parent)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     scheduler.Scheduler = type("Scheduler", (SchedulerExtension, scheduler.Scheduler), {})
     scheduler.run_scheduler_process(*arguments, **named)
@@ -86,6 +113,7 @@ class SchedulerExtension(StagingCalls):
     last_batch: Any
     cur_batch_for_debug: Any
     chunked_req: Any
+    _pending_chunked_abort_req: Any
     waiting_queue: list[Any]
     grammar_manager: Any
     result_queue: deque[Any]
@@ -121,6 +149,11 @@ class SchedulerExtension(StagingCalls):
             return
         super().process_batch_result(batch, result)  # type: ignore[misc]
 
+    def scheduler_extend(self, function: str, argument: str) -> None:
+        """Call the function at an import path with this scheduler: what an adapter adds to SGLang's own."""
+        extend = cast(Callable[[Any, str], None], resolve(function, param="function"))
+        extend(self, argument)
+
     # --- requests -----------------------------------------------------------------------------------------
 
     def requests_pause(self, is_cache_cleared: bool) -> bytes:
@@ -139,7 +172,9 @@ class SchedulerExtension(StagingCalls):
             self._clear_cache()
         self._stager_device_wait()
         self.cur_batch_for_debug = None
-        return codec.encode(RequestCounts({req.rid: len(req.output_ids) for req in self._live_requests()}))
+        live = list(self._live_requests())
+        unbegun = [req.rid for req in live if req.req_pool_idx is None and not req.output_ids]
+        return codec.encode(RequestCounts({req.rid: len(req.output_ids) for req in live}, tuple(unbegun)))
 
     def requests_resume(self) -> None:
         """Go on with what is in flight. Of a scheduler that is not paused: no-op."""
@@ -148,6 +183,57 @@ class SchedulerExtension(StagingCalls):
         if self._engine_paused:
             # What torch has cached is used again at once; giving it back would cost time in the pause.
             self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))  # type: ignore[attr-defined]
+
+    def requests_end(self, rids: bytes) -> None:
+        """End these requests of a paused scheduler now, as aborted; `rids` is a tuple of ids, encoded.
+
+        Outside a pause SGLang ends a request with its next step. Raises RuntimeError if it is not paused.
+        """
+        if not self._engine_paused:
+            raise RuntimeError("requests are ended at once only in a pause")
+        wanted = frozenset(codec.decode(rids, tuple[str, ...]))
+        queued = [*self.waiting_queue, *self.grammar_manager.grammar_queue]
+        for req in [req for req in self._live_requests() if req.rid in wanted]:
+            if req is self.chunked_req:
+                self._pending_chunked_abort_req = req
+                self.process_pending_chunked_abort()  # type: ignore[attr-defined]
+            elif req in queued:
+                self._end_queued(req)
+            else:
+                self._end_running(req)
+
+    def _end_running(self, req: Any) -> None:
+        """End a request as if its last token had been found to be the end; the next batch leaves it out."""
+        from sglang.srt.mem_cache.common import release_kv_cache  # noqa: PLC0415
+
+        self._finish(req)
+        release_kv_cache(req, self.tree_cache)  # type: ignore[attr-defined]
+        self._tell_end(req)
+
+    def _end_queued(self, req: Any) -> None:
+        from sglang.srt.managers.io_struct import AbortReq  # noqa: PLC0415
+
+        if req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+        else:
+            self.grammar_manager.grammar_queue.remove(req)
+            if hasattr(req.grammar, "cancel"):  # the future of one that is being compiled
+                req.grammar.cancel()
+        if req.output_ids:  # it was put back into the queue
+            self._finish(req)
+            self._tell_end(req)
+        else:
+            self.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)  # type: ignore[attr-defined]
+
+    def _finish(self, req: Any) -> None:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415
+
+        req.to_finish = FINISH_ABORT()
+        req.update_finish_state()
+
+    def _tell_end(self, req: Any) -> None:
+        req.time_stats.set_completion_time()
+        self.output_streamer.stream_output([req], req.return_logprob)  # type: ignore[attr-defined]
 
     def _take_in_result(self) -> None:
         """Process the overlapped batch's result now, and leave it in its queue for the loop to take out."""
@@ -158,15 +244,21 @@ class SchedulerExtension(StagingCalls):
 
     def _clear_cache(self) -> None:
         """Drop all KV: no batch is under way, and queued requests hold none. Raises RuntimeError."""
-        waiting, self.waiting_queue = self.waiting_queue, []
-        grammars, self.grammar_manager.grammar_queue = self.grammar_manager.grammar_queue, []
-        try:
+        with self._queues_put_away():
             is_cleared = self.flush_cache(empty_cache=False)  # type: ignore[attr-defined]
-        finally:
-            self.waiting_queue, self.grammar_manager.grammar_queue = waiting, grammars
         if not is_cleared:
             raise RuntimeError("SGLang did not clear its cache")
         self.kv_events_publisher.publish_kv_events()  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _queues_put_away(self) -> Iterator[None]:
+        """Show SGLang empty queues, of requests that hold no memory: it then sees that nothing is under way."""
+        waiting, self.waiting_queue = self.waiting_queue, []
+        grammars, self.grammar_manager.grammar_queue = self.grammar_manager.grammar_queue, []
+        try:
+            yield
+        finally:
+            self.waiting_queue, self.grammar_manager.grammar_queue = waiting, grammars
 
     def _live_requests(self) -> Iterator[Any]:
         batches = [batch.reqs for batch in (self.running_batch, self.last_batch) if batch is not None]
@@ -176,6 +268,25 @@ class SchedulerExtension(StagingCalls):
             if id(req) not in known and not req.finished():
                 known.add(id(req))
                 yield req
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def memory_release(self, tags: str) -> None:
+        """Give the device memory of these tags back ("kv_cache,weights"): paused, with the cache cleared."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: PLC0415
+
+        with self._queues_put_away():
+            self.weight_updater.release_memory_occupation(  # type: ignore[attr-defined]
+                ReleaseMemoryOccupationReqInput(tags=tags.split(","))
+            )
+
+    def memory_resume(self, tags: str) -> None:
+        """Take the memory of these tags again; weights are those that were kept, or nothing."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput  # noqa: PLC0415
+
+        self.weight_updater.resume_memory_occupation(  # type: ignore[attr-defined]
+            ResumeMemoryOccupationReqInput(tags=tags.split(","))
+        )
 
     # --- weights ------------------------------------------------------------------------------------------
 

@@ -62,9 +62,13 @@ class SchedulerAnswers:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """The requests that a paused scheduler holds, by id: how many tokens each has sampled."""
+    """The requests that a paused scheduler holds, by id: how many tokens each has sampled.
+
+    `unbegun`: those of them that hold no KV and have sampled nothing.
+    """
 
     num_output_ids: Mapping[str, int]
+    unbegun: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
