@@ -18,7 +18,10 @@ FORBIDDEN = {
     "agentloop_tools": {"agentloop_servers", "examples", "tests", "ray", "fastapi", *ENGINES},
     "agentloop_servers": {"examples", "tests"},
 }
-MAY_IMPORT_ENGINES = {"agentloop_servers.engines.vllm", "agentloop_servers.weight_transfer"}
+MAY_IMPORT_ENGINES = {
+    "agentloop_servers.engines.vllm",
+    "agentloop_servers.weight_transfer",
+}
 
 # Modules that any package may import; of each other only the earlier ones.
 COMMON = (
@@ -93,7 +96,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.replica": {"agentloop.api", "agentloop_servers.private_http"},
     "agentloop_servers.weight_transfer": {"agentloop.api", "agentloop.client", "agentloop_servers.tcp"},
     "agentloop_servers.engines": set(),
-    "agentloop_servers.engines.common": {"agentloop_servers.weight_transfer"},
+    "agentloop_servers.engines.common": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
     "agentloop_servers.engines.vllm": {
         "agentloop.parsers",
         "agentloop_servers.engines.common",
@@ -356,10 +359,10 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.http.docs_page",
         "agentloop_servers.chat_format.library_renderer",
         "agentloop_servers.engines.vllm.parsers",
-        "agentloop_servers.engines.vllm.requests",
+        "agentloop_servers.engines.vllm.kv_events",
         "agentloop_servers.engines.vllm.weights",
         "agentloop_servers.engines.common.adapters",
-        "agentloop_servers.engines.common.weights",
+        "agentloop_servers.engines.common.engine",
         "agentloop_servers.weight_transfer.trainer_group",
     ),
     "the command line's part": (

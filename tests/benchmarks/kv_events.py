@@ -28,7 +28,8 @@ from agentloop.fleet import Fleet
 from agentloop.kv_hashes import BlockChain, root_hash
 from agentloop.scheduling.replica_caches import ReplicaCaches
 from agentloop.types import Load
-from agentloop_servers.engines.vllm.process import KVEventFeed
+from agentloop_servers.engines.common import KVEventFeed
+from agentloop_servers.engines.vllm.kv_events import VllmKVEvents
 from agentloop_servers.replica.cached_blocks import CachedBlocks
 
 BLOCK_SIZE, CAPACITY_BLOCKS, STEPS_A_SECOND, SECONDS = 32, 40_000, 50, 10
@@ -88,7 +89,7 @@ def publish(endpoint: str, num_evicted: int) -> None:
 
 async def read(endpoint: str) -> tuple[float, list[bytes]]:
     """Return the CPU seconds of a replica's process for a second of events, and its reports."""
-    feed, cached = KVEventFeed(), CachedBlocks(BLOCK_SIZE, CAPACITY_BLOCKS)
+    feed, cached = KVEventFeed(VllmKVEvents().decode), CachedBlocks(BLOCK_SIZE, CAPACITY_BLOCKS)
     feed.start([endpoint], [f"{endpoint}-replay"])
     reports: list[bytes] = []
 

@@ -183,7 +183,7 @@ async def running_site(config: VllmConfig, trainer: TrainerProcess) -> AsyncIter
     """Start an engine with dummy weights, give it its first version, close it at the end."""
     engine = VllmEngine(config)
     counters = Counters()
-    engine._process.stats = counters  # vLLM reports to this object; the port has no counters
+    engine._process.scheduler_stats = counters  # vLLM reports to this object; the port has no counters
     async with asyncio.TaskGroup() as group:
         group.create_task(trainer.started())
         group.create_task(engine.start())

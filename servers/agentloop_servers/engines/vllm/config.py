@@ -12,6 +12,7 @@ from typing import Any
 from agentloop.images import MAX_IMAGES
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
+from agentloop_servers.engines.common import replay_endpoint
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
@@ -160,25 +161,6 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments
-
-
-def kv_endpoints(endpoint: str, data_parallel_size: int) -> tuple[str, ...]:
-    """Return the sockets of all data-parallel ranks' KV events, if vLLM is given `endpoint` (`kv_endpoint`)."""
-    return (endpoint, *(f"{endpoint}_dp{rank}" for rank in range(1, data_parallel_size)))
-
-
-def kv_endpoint(socket_dir: str) -> str:
-    """Return an endpoint in a private directory.
-
-    Its name has "inproc" in it: vLLM 0.32 gives each data-parallel rank a socket of its own only if that word or
-    "tcp" is in the endpoint, and fails on others.
-    """
-    return f"ipc://{socket_dir}/inproc-kv"
-
-
-def replay_endpoint(endpoint: str) -> str:
-    """Return the socket on which vLLM sends again what it published on `endpoint`."""
-    return f"{endpoint}-replay"
 
 
 def _parallel_arguments(config: VllmConfig) -> dict[str, Any]:

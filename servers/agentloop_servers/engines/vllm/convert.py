@@ -17,12 +17,10 @@ from agentloop.errors import (
     MalformedEngineResponse,
     Overloaded,
 )
-from agentloop.parsers import MAX_JSON_WHITESPACE_CHARS
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.types import (
     Constraint,
-    ConstraintKind,
     FinishReason,
     GenerateRequest,
     Generation,
@@ -31,6 +29,7 @@ from agentloop.types import (
     TopLogprobs,
     WeightVersionSpan,
 )
+from agentloop_servers.engines.common import one_line, structural_tag
 
 RAW_TOKEN_ID = -1
 """The id under which a raw logprob travels, beside that of the sampled token: vLLM merges what has one id."""
@@ -145,26 +144,8 @@ def structured_outputs(constraint: Constraint) -> Any:
     """Return vLLM's form of a constraint."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    match constraint.kind:
-        case ConstraintKind.JSON_SCHEMA:
-            return StructuredOutputsParams(structural_tag=_json_tag(constraint.text))
-        case ConstraintKind.JSON_OBJECT:
-            return StructuredOutputsParams(structural_tag=_json_tag('{"type": "object"}'))
-        case ConstraintKind.STRUCTURAL_TAG:
-            return StructuredOutputsParams(structural_tag=constraint.text)
-        case ConstraintKind.REGEX:
-            return StructuredOutputsParams(regex=constraint.text)
-
-
-def _json_tag(schema: str) -> str:
-    """Return a structural tag for one JSON value with little whitespace.
-
-    vLLM's own forms for JSON put no bound on it: a policy may fill its turn with whitespace.
-    """
-    return (
-        '{"type": "structural_tag", "format": {"type": "json_schema", '
-        f'"max_whitespace_cnt": {MAX_JSON_WHITESPACE_CHARS}, "json_schema": {schema}}}}}'
-    )
+    tag = structural_tag(constraint)
+    return StructuredOutputsParams(structural_tag=tag, regex=None if tag is not None else constraint.text)
 
 
 def tokens_prompt(request: GenerateRequest, kv_version: int | None, shown: Any = None) -> Any:
@@ -258,9 +239,3 @@ def translate(error: Exception) -> AgentLoopError:
     if isinstance(error, GracefulHTTPError):
         return Overloaded(one_line(error))
     return EngineError(f"vLLM: {one_line(error)}")
-
-
-def one_line(error: BaseException) -> str:
-    """Return the error's last line, which is where a worker's traceback names the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

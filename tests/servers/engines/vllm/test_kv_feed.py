@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from agentloop_servers.engines.vllm.config import kv_endpoint, kv_endpoints, replay_endpoint
-from agentloop_servers.engines.vllm.process import KVEventFeed
+from agentloop_servers.engines.common import KVEventFeed, kv_endpoint, kv_endpoints, replay_endpoint
+from agentloop_servers.engines.vllm.kv_events import VllmKVEvents
 
 pytestmark = pytest.mark.slow  # vLLM takes seconds to import
 
@@ -50,7 +50,7 @@ class Ranks:
         self.publishers = [
             ZmqEventPublisher(rank, endpoint, replay, buffer_steps=num_kept) for rank in range(num_ranks)
         ]
-        self.feed = KVEventFeed()
+        self.feed = KVEventFeed(VllmKVEvents().decode)
         self.events = self.feed.events.subscribe()
         self._endpoints = kv_endpoints(endpoint, num_ranks), kv_endpoints(replay, num_ranks)
 

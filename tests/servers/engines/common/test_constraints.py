@@ -1,4 +1,4 @@
-"""Constraints tried before vLLM gets them: what passes, what is refused and how soon, what is remembered."""
+"""Constraints tried before an engine gets them: what passes, what is refused and how soon, what is remembered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from agentloop.errors import InvalidRequest
 from agentloop.types import Constraint, ConstraintKind
-from agentloop_servers.engines.vllm.requests import DEADLINE_S, ConstraintTrials
+from agentloop_servers.engines.common.constraints import DEADLINE_S, ConstraintTrials
 
 
 def schema(value: object) -> Constraint:
@@ -66,7 +66,7 @@ BAD = {
 
 @pytest.fixture(scope="module", autouse=True)
 async def imported() -> None:
-    """The first trial imports vLLM and xgrammar, which takes longer than a trial may."""
+    """The first trial imports xgrammar, which takes longer than a trial may."""
     for _ in range(20):
         try:
             await ConstraintTrials().check(regex("a"))

@@ -1,0 +1,136 @@
+"""The requests of one engine that are under way, and the gate that holds new ones.
+
+A held request takes its cache salt (the KV version) when it enters, after an update, and so cannot meet older KV.
+Code that ends a request for a reason of ours writes the reason to its `verdict` and aborts it in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agentloop.engine_lifecycle import EngineLifecycle
+from agentloop.errors import AgentLoopError, Conflict, EngineLost
+from agentloop.types import Constraint, GenerateRequest
+
+
+class EngineRequests(Protocol):
+    """The requests that an engine's process has."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these now; each gives out what it has. Unknown ids are no error."""
+
+    async def unbegun(self, request_ids: Sequence[str]) -> Collection[str]:
+        """Return those of which nothing was computed. The engine is paused."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One `generate` or `stream` under way."""
+
+    request: GenerateRequest
+    is_admitted: bool = False  # the engine's process knows it
+    is_aborted: bool = False
+    is_recalled: bool = False  # aborted in the process, to pass the gate once more
+    verdict: AgentLoopError | None = None  # raised instead of an answer
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to look at the gate again
+
+
+class Calls:
+    """All calls of one engine. Its lifecycle opens and shuts the gate, and hears of every call that has ended."""
+
+    def __init__(
+        self,
+        process: EngineRequests,
+        lifecycle: EngineLifecycle,
+        check_constraint: Callable[[Constraint], Awaitable[None]],
+    ) -> None:
+        """`check_constraint` raises InvalidRequest for one that the engine must not get."""
+        self._process = process
+        self._lifecycle = lifecycle
+        self._check_constraint = check_constraint
+        self._by_id: dict[str, Call] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def num_admitted(self) -> int:
+        return sum(call.is_admitted for call in self._by_id.values())
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens of the prompts that the engine's process does not know yet."""
+        return sum(len(call.request.token_ids) for call in self._by_id.values() if not call.is_admitted)
+
+    @contextlib.contextmanager
+    def entered(self, request: GenerateRequest) -> Iterator[Call]:
+        """Raises Conflict for an id that is under way."""
+        if request.request_id in self._by_id:
+            raise Conflict(f"request {request.request_id} is already running", param="request_id")
+        call = self._by_id[request.request_id] = Call(request)
+        try:
+            yield call
+        finally:
+            del self._by_id[request.request_id]
+            self._lifecycle.refresh()
+
+    async def pass_gate(self, call: Call) -> bool:
+        """Try the call's constraint, and wait until the engine serves. False if the call was aborted meanwhile;
+        raises its verdict, or InvalidRequest for the constraint.
+
+        The caller awaits nothing between a True and handing the request on, so an abort cannot miss it.
+        """
+        constraint = call.request.sampling.constraint
+        if constraint is not None:
+            await self._check_constraint(constraint)
+        while not self._lifecycle.is_serving and call.verdict is None and not call.is_aborted:
+            call.wake.clear()
+            await call.wake.wait()  # bounded by the request's own deadline
+        if call.verdict is not None:
+            raise call.verdict
+        return not call.is_aborted
+
+    def find(self, request_id: str) -> Sequence[Call]:
+        call = self._by_id.get(request_id)
+        return [call] if call is not None else []
+
+    def all(self) -> Sequence[Call]:
+        return list(self._by_id.values())
+
+    def wake_all(self) -> None:
+        for call in self._by_id.values():
+            call.wake.set()
+
+    async def abort(self, calls: Sequence[Call]) -> None:
+        """End these now; each gives out what it has."""
+        for call in calls:
+            call.is_aborted = True
+            call.wake.set()
+        await self._abort_in_process([call for call in calls if call.is_admitted])
+
+    async def end_all(self, verdict: AgentLoopError) -> None:
+        """Make every call raise `verdict`."""
+        calls = self.all()
+        for call in calls:
+            call.verdict = verdict
+        with contextlib.suppress(EngineLost):  # then the process itself has ended them
+            await self.abort(calls)
+
+    async def recall(self, *, has_all: bool) -> None:
+        """Take requests that the process has admitted but not begun back behind the gate: after a commit they enter
+        with its salt, and so meet no KV of older weights. Unless `has_all`, those that may go on with older KV
+        stay."""
+        calls = [call for call in self.all() if call.is_admitted and (has_all or call.request.kv_version is None)]
+        unbegun = await self._process.unbegun([call.request.request_id for call in calls]) if calls else ()
+        waiting = [call for call in calls if call.request.request_id in unbegun]
+        for call in waiting:
+            call.is_recalled = True
+        await self._abort_in_process(waiting)
+
+    async def _abort_in_process(self, calls: Sequence[Call]) -> None:
+        if calls:
+            await self._process.abort([call.request.request_id for call in calls])

@@ -1,0 +1,336 @@
+"""The Engine port over an engine that runs in processes of its own: what does not depend on whose engine it is.
+
+An adapter's engine is a `ProcessEngine` that says how its process takes a request and what its outputs mean. The
+rest stands here once: the gate, the ways of pausing, commits, sleep, load.
+
+- A gate holds new requests while the engine is not serving (`calls.py`).
+- The process is only ever frozen in place. ABORT first ends what is in flight, WAIT first lets it end.
+- A request that was admitted but not begun passes the gate again after a commit, and so meets no older KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from agentloop.checks import check_request
+from agentloop.engine import (
+    ALL_MEMORY,
+    CommitReport,
+    Delta,
+    EngineInfo,
+    KVEvent,
+    MemoryTag,
+    OnProgress,
+    PushSource,
+    StageReport,
+    WeightUpdate,
+)
+from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
+from agentloop.errors import (
+    AgentLoopError,
+    DeadlineExceeded,
+    EngineLost,
+    EngineUnusable,
+    InvalidRequest,
+    UnsupportedParameter,
+    WeightUpdateFailed,
+)
+from agentloop.images import Image, ImageTokens
+from agentloop.request_watch import ReportPace, RequestWatch
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
+from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
+from agentloop_servers.engines.common.calls import Call, Calls
+from agentloop_servers.engines.common.constraints import ConstraintTrials
+from agentloop_servers.engines.common.process import EngineProcess, one_line
+from agentloop_servers.engines.common.weights import EngineWeights
+
+
+class EngineSettings(Protocol):
+    """The part of an engine's configuration that all engines have."""
+
+    @property
+    def drain_timeout_s(self) -> float: ...
+    @property
+    def can_sleep(self) -> bool: ...
+    @property
+    def lora_rank(self) -> int | None: ...
+    @property
+    def logprobs_mode(self) -> LogprobsMode: ...
+    @property
+    def pace(self) -> ReportPace: ...
+
+
+class ProcessEngine(ABC):
+    """The Engine port without its start, which is the adapter's."""
+
+    def __init__(self, settings: EngineSettings, process: EngineProcess, weights: EngineWeights) -> None:
+        self._settings = settings
+        self._engine_process = process
+        self._served_weights = weights
+        self._info: EngineInfo | None = None  # an adapter sets it at its start
+        self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
+        self._calls = Calls(process, self._lifecycle, ConstraintTrials().check)
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineLost("the engine is not started")
+        return self._info
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._lifecycle.version
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        return self._lifecycle.asleep
+
+    @property
+    def is_paused(self) -> bool:
+        return self._lifecycle.is_paused
+
+    @property
+    def is_usable(self) -> bool:
+        return self._lifecycle.is_usable
+
+    # --- what an adapter says -----------------------------------------------------------------------------
+
+    async def prepared(self, request: GenerateRequest) -> Any:
+        """Return what takes time to make of a request before it can be admitted."""
+        return None
+
+    @abstractmethod
+    def admitted(self, request: GenerateRequest, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+        """Hand a request on, at the first step of the iteration and without awaiting; its outputs, the last one
+        whole. Closing the iteration aborts it."""
+
+    @abstractmethod
+    def add_so_far(self, sampled: SampledTokens, request: GenerateRequest) -> None:
+        """Append what the process has told of an unfinished request beyond `sampled`, stamped; nothing if it has
+        ended."""
+
+    @abstractmethod
+    def add_piece(self, sampled: SampledTokens, request: GenerateRequest, output: Any) -> bool:
+        """Append what an output of a stream brings, and stamp it. False if its versions come with the last one."""
+
+    @abstractmethod
+    def finished(self, request: GenerateRequest, output: Any, sampled: SampledTokens) -> Generation:
+        """Return the request's generation; `sampled` has what its stream brought. `output` is its last one, None
+        for a request that was aborted before the process knew it."""
+
+    @abstractmethod
+    def translated(self, error: Exception) -> AgentLoopError:
+        """Return our error for one of the engine's."""
+
+    @abstractmethod
+    def committed(self, version: int) -> None:
+        """Note that what is sampled from the resume on is of `version`."""
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        if not self._lifecycle.close("the engine was closed"):
+            return
+        await self._calls.end_all(EngineLost("the engine was closed"))
+        await self._engine_process.close()
+
+    async def check_health(self) -> None:
+        self._lifecycle.require_alive()
+        await self._engine_process.check_health()
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
+        self._lifecycle.require_alive()
+        raise UnsupportedParameter(f"the engine ({self.info.name}) takes no images", param="images")
+
+    async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
+        told = SampledTokens(self._settings.logprobs_mode)
+
+        def look(start: int) -> Delta:
+            self.add_so_far(told, request)
+            return told.since(start)
+
+        with (
+            self._registered(request) as call,
+            self._watched(request, on_progress, look, partial(self.abort, request.request_id)) as watch,
+        ):
+            async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
+                output = await watch.in_time(anext(outputs, None))
+        return watch.finished(self.finished(request, output, SampledTokens(self._settings.logprobs_mode)))
+
+    async def stream(
+        self, request: GenerateRequest, on_progress: OnProgress | None = None
+    ) -> AsyncIterator[Delta | Generation]:
+        sampled, num_sent, output = SampledTokens(self._settings.logprobs_mode), 0, None
+        with self._registered(request) as call, self._watched(request, on_progress) as watch:
+            async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
+                while True:
+                    piece = await watch.in_time(anext(outputs, None))
+                    if piece is None:
+                        break
+                    output = piece
+                    if not self.add_piece(sampled, request, output) or len(sampled) == num_sent:
+                        continue  # the last piece has the spans of this one too
+                    delta, num_sent = sampled.since(num_sent), len(sampled)
+                    yield delta
+        yield watch.finished(self.finished(request, output, sampled))
+
+    async def abort(self, request_id: str) -> None:
+        await self._calls.abort(self._calls.find(request_id))
+
+    def _watched(
+        self,
+        request: GenerateRequest,
+        on_progress: OnProgress | None,
+        look: Callable[[int], Delta] | None = None,
+        end: Callable[[], Awaitable[None]] | None = None,
+    ) -> RequestWatch:
+        return RequestWatch(request, self._lifecycle, self._settings.pace, on_progress, look=look, end=end)
+
+    @contextlib.contextmanager
+    def _registered(self, request: GenerateRequest) -> Iterator[Call]:
+        self._lifecycle.require_alive()
+        check_request(request, self.info)
+        self._lifecycle.require_usable()
+        with self._calls.entered(request) as call:
+            yield call
+
+    async def _outputs(self, call: Call, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+        """The outputs for a call, from the gate on; none if it was aborted before it passed.
+
+        Closing or cancelling this aborts the request in the engine.
+        """
+        prepared = await self.prepared(call.request)
+        while await self._calls.pass_gate(call):
+            # Nothing is awaited from here until the engine has registered the request, so an abort cannot miss it.
+            call.is_admitted, call.is_recalled = True, False
+            try:
+                async with contextlib.aclosing(
+                    self.admitted(call.request, prepared, is_streamed=is_streamed)
+                ) as outputs:
+                    async for output in outputs:
+                        if call.verdict is not None:
+                            raise call.verdict
+                        if call.is_recalled:
+                            break
+                        yield output
+                    else:
+                        return
+            except Exception as error:
+                raise (call.verdict or self.translated(error)) from error
+            call.is_admitted = False
+
+    # --- pause and weights --------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, kv_policy: KVPolicy = KVPolicy.KEEP) -> None:
+        """As the port says. Raises DeadlineExceeded if a WAIT takes longer than `drain_timeout_s`."""
+        lifecycle = self._lifecycle
+        lifecycle.require_alive()
+        if mode is not PauseMode.KEEP:
+            lifecycle.shut()
+        if mode is PauseMode.ABORT:
+            await self._calls.abort(self._calls.all())
+        if mode is PauseMode.WAIT:
+            try:
+                async with asyncio.timeout(self._settings.drain_timeout_s):
+                    await lifecycle.drained()
+            except TimeoutError as error:
+                raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
+        async with lifecycle.control:
+            lifecycle.require_alive()
+            await self._freeze(is_cache_cleared=kv_policy is KVPolicy.RECOMPUTE)
+            lifecycle.paused(kv_policy)
+
+    async def _freeze(self, *, is_cache_cleared: bool) -> None:
+        if not self.is_paused:
+            self._lifecycle.freezing()
+            await self._engine_process.pause(is_cache_cleared=is_cache_cleared)
+        elif is_cache_cleared and not self.asleep:
+            await self._engine_process.clear_cache()
+
+    async def resume(self) -> None:
+        lifecycle = self._lifecycle
+        async with lifecycle.control:
+            lifecycle.check_resume()
+            if lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
+                await self._engine_process.resume()
+            lifecycle.resumed()
+            self._calls.wake_all()
+
+    async def stage(self, update: WeightUpdate) -> StageReport:
+        self._lifecycle.check_stage()
+        return await self._served_weights.stage(update)
+
+    async def commit(self, version: int) -> CommitReport:
+        async with self._lifecycle.control:
+            self._lifecycle.check_commit(version, self._served_weights.staged_version)
+            staged = self._served_weights.take_staged()
+            try:
+                with self._lifecycle.committing(version):
+                    await self._calls.recall(has_all=self._lifecycle.ends_older_kv)
+                    report = await self._served_weights.commit(staged)
+                    self.committed(version)
+                    return report
+            except BaseException as error:  # cancelled too: the weights are of unknown state
+                await self._calls.end_all(EngineUnusable("its weights are of unknown state"))
+                if isinstance(error, Exception):
+                    raise WeightUpdateFailed(f"version {version}: {one_line(error)}") from error
+                raise
+
+    async def offer(self) -> PushSource | None:
+        self._lifecycle.require_alive()
+        is_known = self._lifecycle.version is not None
+        return await self._served_weights.offer() if is_known and not self.asleep else None
+
+    async def sleep(self, level: int) -> None:
+        """As the port says. Raises InvalidRequest for level 2 of an engine with adapters."""
+        self._lifecycle.check_sleep(level, can_sleep=self._settings.can_sleep)
+        if level == 2 and self._settings.lora_rank is not None:
+            raise InvalidRequest(
+                "base weights are not pushed to an engine with adapters: use level 1", param="level"
+            )
+        await self.pause(PauseMode.KEEP)
+        async with self._lifecycle.control:
+            if not self._lifecycle.has_to_sleep(level):
+                return
+            await self._served_weights.release()
+            await self._engine_process.sleep(level, self.asleep)
+            self._lifecycle.slept(level)
+            self._engine_process.feed.clear()
+
+    async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
+        async with self._lifecycle.control:
+            wanted = self._lifecycle.wakeable(tags)
+            if wanted:
+                await self._engine_process.wake(wanted)
+                self._lifecycle.woken(wanted)
+
+    # --- observation --------------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """Requests are counted here, so the sum is exact; how many wait in the process is its last report."""
+        num_admitted, stats = self._calls.num_admitted, self._engine_process.stats()
+        num_queued = min(stats.num_waiting, num_admitted)
+        num_held_tokens = self._calls.num_held_tokens if len(self._calls) > num_admitted else 0
+        return Load(
+            num_running=num_admitted - num_queued,
+            num_waiting=len(self._calls) - num_admitted + num_queued,
+            kv_used_tokens=stats.num_kv_tokens if num_admitted else 0,
+            kv_capacity_tokens=self._info.kv_capacity_tokens if self._info is not None else 0,
+            weight_version=self._lifecycle.version,
+            num_steps=stats.num_steps,
+            num_sampled_tokens=stats.num_sampled_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_prefill_tokens=num_held_tokens + stats.num_prefill_tokens,
+        )
+
+    def kv_events(self) -> AsyncIterator[KVEvent]:
+        self._lifecycle.require_alive()
+        return self._engine_process.feed.events.subscribe()
