@@ -31,14 +31,14 @@ async def rounds_of(limiter: TickLimiter, num_tasks: int) -> list[int]:
 
 
 async def test_a_few_in_each_round_in_the_order_they_came():
-    found = await rounds_of(TickLimiter(3), 20)
+    found = await rounds_of(TickLimiter(3, share=0.0), 20)
     assert found == sorted(found)
     assert all(found.count(number) <= 3 for number in found[3:])
     assert found[-1] - found[0] <= 20 // 3 + 2
 
 
 async def test_those_that_fit_do_not_wait():
-    limiter = TickLimiter(3)
+    limiter = TickLimiter(3, share=0.0)
     for _ in range(5):
         async with asyncio.timeout(5):
             for _ in range(3):
@@ -48,7 +48,7 @@ async def test_those_that_fit_do_not_wait():
 
 
 async def test_who_gave_up_takes_no_place():
-    limiter = TickLimiter(1)
+    limiter = TickLimiter(1, share=0.0)
     await limiter.enter()
     waiting = [asyncio.create_task(limiter.enter()) for _ in range(4)]
     await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_who_gave_up_takes_no_place():
 
 
 async def test_it_rests_when_nobody_comes():
-    limiter = TickLimiter(2)
+    limiter = TickLimiter(2, share=0.0)
     await limiter.enter()
     await asyncio.sleep(0.01)
     async with asyncio.timeout(5):
