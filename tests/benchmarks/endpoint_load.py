@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 import orjson
 
@@ -77,7 +78,7 @@ class Agent:
         self._port = int(port)
         self._session_id = session_id
         self._messages = [orjson.dumps(message) for message in _OPENING]
-        self._connection = _Connection()
+        self._connection = Connection()
 
     def other(self, session_id: str) -> Agent:
         """An agent of the same endpoint."""
@@ -129,24 +130,34 @@ class Agent:
         return head, answer
 
 
-class _Connection(asyncio.Protocol):
-    """One request at a time; answers have a length."""
+class Connection(asyncio.Protocol):
+    """One request at a time; an answer has a length, or comes in chunks, whose frames are left in its body."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[tuple[bytes, bytes]] | None = None
-        self._received = b""
+        self._head: bytes | None = None
+        self._body = bytearray()
+        self._length: int | None = None  # None: in chunks
+        self.first_body_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own are no subclass
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, separator, body = self._received.partition(b"\r\n\r\n")
-        if separator and len(body) >= int(_header(head, _LENGTH_HEADER)):
+        self._body += data
+        if self._head is None:
+            head, separator, body = bytes(self._body).partition(b"\r\n\r\n")
+            if not separator:
+                return
+            length = _header(head, _LENGTH_HEADER)
+            self._head, self._body, self._length = head, bytearray(body), int(length) if length else None
+        if self._body and not self.first_body_at:
+            self.first_body_at = time.perf_counter()
+        is_whole = self._body.endswith(b"0\r\n\r\n") if self._length is None else len(self._body) >= self._length
+        if is_whole:
             assert self._answer is not None
-            self._received = b""
+            head, body, self._head, self._body = self._head, bytes(self._body), None, bytearray()
             self._answer.set_result((head, body))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -157,6 +168,7 @@ class _Connection(asyncio.Protocol):
         """Head and body of the answer."""
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
+        self.first_body_at = 0.0
         self._transport.write(request)
         return await self._answer
 

@@ -23,7 +23,13 @@ KINDS = {
 }
 """What is killed, and what the command lines of such processes have in them."""
 
-OTHERS = {"serve controller": "ServeController", "port keeper": "PortKeeper", "raylet": "raylet/raylet"}
+OTHERS = {
+    "serve controller": "ServeController",
+    "port keeper": "PortKeeper",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs_server",
+    "scheduler": "sglang::scheduler",
+}
 WARM_UP_S = 30.0  # of a process, before its size counts
 
 
@@ -81,6 +87,11 @@ class Tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (self._root, *self._root.children(recursive=True)):
                 self._seen.setdefault(process)
+
+    @property
+    def processes(self) -> tuple[psutil.Process, ...]:
+        """All that were ever seen."""
+        return tuple(self._seen)
 
     def of(self, kind: str) -> list[psutil.Process]:
         """Return the living processes of a kind that stand still for nobody."""

@@ -7,6 +7,7 @@ minute, and `tests/servers/engines/vllm/test_vllm_weights.py` makes that compari
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from tests.contract.cases import EngineCase
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
 CPU_ROUNDING = 2.0**-24  # unit roundoff of float32
+NUM_SHARDS = int(os.environ.get("CONTRACT_TENSOR_PARALLEL", "1"))
 GPU_ROUNDING = 2.0**-10
 """Of TF32, whose 10 bits of mantissa are cut: on GPUs the products of attention in float32 are made in it (Triton's
 `tl.dot` by default), the others in float32."""
@@ -46,6 +48,8 @@ def vllm_config(model: Path, **changed: object) -> VllmConfig:
         "max_model_len": 1024,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 128 * 2**20,
+        "gpu_memory_utilization": 0.1,  # that has to be free: others may be on the GPU
+        "tensor_parallel_size": NUM_SHARDS,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "enforce_eager": True,
     }

@@ -26,10 +26,10 @@ import torch
 
 from agentloop.api.coordinator import UpdateReport
 from agentloop.client.client import RolloutClient
+from agentloop.engine import Engine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParams
-from agentloop_servers.app import vllm_config
+from agentloop_servers.app import build_engine
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version
@@ -113,7 +113,7 @@ async def run_service(
 
 async def compare(config: ServiceConfig, run: Run) -> Outcome:
     """Ask a fresh engine on the new weights for every continuation."""
-    engine = VllmEngine(vllm_config(config))
+    engine = build_engine(config)
     await engine.start()
     say("the fresh engine is ready")
     try:
@@ -138,9 +138,7 @@ async def compare(config: ServiceConfig, run: Run) -> Outcome:
     )
 
 
-async def _continued(
-    engine: VllmEngine, number: int, prompt: tuple[int, ...], answer: Generation
-) -> tuple[int, ...]:
+async def _continued(engine: Engine, number: int, prompt: tuple[int, ...], answer: Generation) -> tuple[int, ...]:
     count = num_old(answer)
     num_new = len(answer.token_ids) - count
     if num_new == 0:
@@ -177,6 +175,7 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
         kv_policy="recompute",
         tensor_parallel_size=options.tp,
         data_parallel_size=options.dp,
+        kind=options.engine,
     )
     run_dir = work / "run"
     run_dir.mkdir()
@@ -189,6 +188,7 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
 def main() -> None:
     """Print the counts; exit with 1 if any prompt differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("nccl", "ipc", "shm", "auto"))
@@ -222,7 +222,10 @@ def main() -> None:
     results = {"verdict": verdict, "outcome": outcome, "report": report}
     heading = f"{verdict}: continuation after an update, against a fresh engine"
     finish(
-        f"Continuation, {options.shape}, {options.dtype}", {heading: table(("", ""), rows)}, results, options.out
+        f"Continuation, {options.engine}, {options.shape}, {options.dtype}",
+        {heading: table(("", ""), rows)},
+        results,
+        options.out,
     )
     sys.exit(not outcome.is_right)
 

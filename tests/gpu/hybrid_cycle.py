@@ -182,7 +182,7 @@ async def run(options: argparse.Namespace) -> list[Cycle]:
         dtype=options.dtype,
         max_running=options.requests,
         kv_cache_mib=256 if is_cpu else int(options.kv_gib * 1024),
-        kind="simulated" if is_cpu else "vllm",
+        kind="simulated" if is_cpu else options.engine,
         mode="hybrid",
     )
     run_dir = options.work / "run"
@@ -214,6 +214,7 @@ def cycles_table(cycles: Sequence[Cycle]) -> str:
 def main() -> None:
     """Print the table; exit with 1 if a request was lost or no request went on over an update."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", type=int, default=64)

@@ -42,7 +42,7 @@ def service_config(
         "max_running": max_running,
         "block_size": 32 if is_cpu else 16,
         "kv_cache_mib": kv_cache_mib,
-        "gpu_memory_utilization": 0.5,
+        "gpu_memory_utilization": 0.3,  # that has to be free; the cache has a size of its own
         "enforce_eager": True,
         "tensor_parallel_size": tensor_parallel_size,
         "data_parallel_size": data_parallel_size,

@@ -1,0 +1,267 @@
+"""The load of `gpu_throughput`: trajectories of given lengths, as a loop of the service or agents of its endpoint.
+
+A trajectory has a prompt of its own and samples so many tokens in each turn; between two turns a tool answers at
+once (`Turns`), or the agent does (`ChatAgent`, over raw keep-alive connections, in processes of their own). Times
+are `time.perf_counter()`, which all processes of a host share on Linux.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import orjson
+import uvloop
+
+from agentloop.aio import freeze_gc
+from agentloop.client import RolloutClient
+from agentloop.client.session import AgentSession
+from agentloop.rollout import LoopContext
+from agentloop.types import Limits, Message, RolloutTask, ToolCall
+from agentloop_tools.calculator import calculator
+from tests.benchmarks.endpoint_load import Connection
+
+LOOP = "tests.benchmarks.gpu_load:Turns"
+ROOM_TOKENS = 1 << 20  # no limit of a task cuts a turn: the loop does
+ANSWER = "The tool says 413."
+_CALL = ToolCall("call_0", "calculator", {"expression": "12 * 34 + 5"})
+_WORDS = ("river", "stone", "window", "seven", "garden", "paper", "morning", "bridge", "copper", "winter", "letter")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`num_trajectories`, of which `num_at_once` are in flight; turns of `num_sampled` tokens, more or less.
+
+    `spread` 0.5: a turn's length is drawn from half of `num_sampled` to one and a half.
+    """
+
+    num_trajectories: int
+    num_at_once: int
+    num_turns: int = 3
+    num_sampled: int = 160
+    spread: float = 0.0
+    prompt_words: int = 16
+    has_tools: bool = True
+
+    def text(self, number: int) -> str:
+        """A trajectory's first message: none begins as another one."""
+        choose = random.Random(number)
+        return f"{number}: " + " ".join(choose.choices(_WORDS, k=self.prompt_words))
+
+    def lengths(self, number: int) -> list[int]:
+        """The tokens of each of its turns."""
+        choose = random.Random(-number - 1)
+        most = 1.0 + self.spread
+        return [round(self.num_sampled * choose.uniform(2 - most, most)) for _ in range(self.num_turns)]
+
+    def tasks(self) -> list[RolloutTask]:
+        """All trajectories, as tasks of the loop `Turns`."""
+        limits = Limits(
+            max_turns=self.num_turns + 1,
+            max_tokens_per_turn=ROOM_TOKENS,
+            max_sampled_tokens=ROOM_TOKENS,
+            timeout_s=900.0,
+        )
+        return [
+            RolloutTask(
+                f"t{number}",
+                (Message("user", self.text(number)),),
+                tools=("calculator",) if self.has_tools else (),
+                loop=LOOP,
+                reference={"lengths": list(self.lengths(number))},
+                limits=limits,
+            )
+            for number in range(self.num_trajectories)
+        ]
+
+
+class Turns:
+    """A loop of turns of given lengths, whose tool answers at once. It notes its times as metrics.
+
+    A turn's time outside the engine is from its beginning to that of the next one, without what the engine took.
+    """
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        assert isinstance(task.reference, dict)
+        lengths = task.reference["lengths"]
+        times = {"began_at": time.perf_counter()}
+        for number, length in enumerate(lengths):
+            began_at, before_s = time.perf_counter(), ctx.engine_s
+            reply = await ctx.sample(max_tokens=length)
+            if number < len(lengths) - 1 and task.tools:
+                await ctx.run_tools(reply.calls or [_CALL])
+            elif number < len(lengths) - 1:
+                ctx.observe(Message("user", ANSWER))
+            took_s = time.perf_counter() - began_at
+            times[f"turn_s.{number}"] = took_s
+            times[f"outside_s.{number}"] = took_s - (ctx.engine_s - before_s)
+        ctx.set_metrics(**times, ended_at=time.perf_counter())
+
+
+@dataclass(slots=True)
+class ChatLoad:
+    """What agents of the endpoint saw."""
+
+    began_at: float = float("inf")
+    ended_at: float = 0.0
+    turn_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)  # to a stream's first piece
+    open_s: list[float] = field(default_factory=list)
+    finish_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_chunks: int = 0
+
+    def add(self, other: ChatLoad) -> None:
+        """Take in what another process's agents saw."""
+        self.began_at, self.ended_at = min(self.began_at, other.began_at), max(self.ended_at, other.ended_at)
+        for name in ("turn_s", "first_s", "open_s", "finish_s"):
+            getattr(self, name).extend(getattr(other, name))
+        self.num_tokens += other.num_tokens
+        self.num_chunks += other.num_chunks
+
+
+class ChatAgent:
+    """One session, its conversation, and its connection to the process that holds it."""
+
+    def __init__(self, session: AgentSession, load: ChatLoad, *, is_streamed: bool, has_tools: bool) -> None:
+        where = urlsplit(session.base_url)
+        assert where.hostname is not None
+        assert where.port is not None
+        self._address = where.hostname, where.port
+        self._head = "\r\n".join(
+            (
+                f"POST {where.path}/chat/completions HTTP/1.1",
+                f"host: {where.netloc}",
+                "content-type: application/json",
+                f"authorization: Bearer {session.api_key}",
+            )
+        )
+        self._load = load
+        self._is_streamed = is_streamed
+        self._tools = [calculator.spec.definition()] if has_tools else None
+        self._connection = Connection()
+        self._messages: list[dict[str, object]] = []
+
+    async def talk(self, text: str, lengths: list[int]) -> None:
+        """Say the text, and after each turn that the tool has answered."""
+        await asyncio.get_running_loop().create_connection(lambda: self._connection, *self._address)
+        said = text
+        try:
+            for length in lengths:
+                self._messages.append({"role": "user", "content": said})
+                self._messages.append({"role": "assistant", "content": await self._turn(length)})
+                said = ANSWER
+        finally:
+            self._connection.close()
+
+    async def _turn(self, length: int) -> str:
+        body: dict[str, object] = {"model": "default", "messages": self._messages, "max_tokens": length}
+        body |= {"ignore_eos": True}
+        if self._tools:
+            body["tools"] = self._tools
+        if self._is_streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        data = orjson.dumps(body)
+        began_at = time.perf_counter()
+        request = f"{self._head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+        head, answer = await self._connection.ask(request)
+        ended_at, load = time.perf_counter(), self._load
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"a call was refused: {answer[:500]!r}")
+        load.began_at, load.ended_at = min(load.began_at, began_at), max(load.ended_at, ended_at)
+        load.turn_s.append(ended_at - began_at)
+        if not self._is_streamed:
+            document = orjson.loads(answer)
+            load.num_tokens += document["usage"]["completion_tokens"]
+            return document["choices"][0]["message"]["content"] or ""
+        load.first_s.append(self._connection.first_body_at - began_at)
+        return self._read_stream(answer)
+
+    def _read_stream(self, answer: bytes) -> str:
+        pieces: list[str] = []
+        for line in answer.split(b"\n"):
+            if not line.startswith(b"data: {"):
+                continue
+            document = orjson.loads(line[6:])
+            if "error" in document:
+                raise RuntimeError(f"a stream failed: {line[:500]!r}")
+            self._load.num_chunks += 1
+            self._load.num_tokens += (document.get("usage") or {}).get("completion_tokens", 0)
+            pieces += (choice["delta"].get("content") or "" for choice in document["choices"])
+        return "".join(pieces)
+
+
+async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *, is_streamed: bool) -> ChatLoad:
+    """Let agents have these trajectories in sessions of their own, so many at once."""
+    load, seats = ChatLoad(), asyncio.Semaphore(num_at_once)
+    async with RolloutClient(url) as client:
+
+        async def one(number: int) -> None:
+            async with seats:
+                begun_at = time.perf_counter()
+                session = client.session(session_id=f"chat-{is_streamed:d}-{time.time_ns():x}-{number}")
+                async with session:
+                    load.open_s.append(time.perf_counter() - begun_at)
+                    agent = ChatAgent(session, load, is_streamed=is_streamed, has_tools=workload.has_tools)
+                    await agent.talk(workload.text(number), workload.lengths(number))
+                    begun_at = time.perf_counter()
+                    await session.finish()
+                    load.finish_s.append(time.perf_counter() - begun_at)
+
+        freeze_gc()
+        async with asyncio.TaskGroup() as group:
+            for number in numbers:
+                group.create_task(one(number))
+    return load
+
+
+def _chat(url: str, workload: Workload, numbers: range, num_at_once: int, is_streamed: bool) -> ChatLoad:
+    return uvloop.run(chat(url, workload, numbers, num_at_once, is_streamed=is_streamed))
+
+
+async def chat_from_processes(
+    url: str, workload: Workload, num_processes: int, *, is_streamed: bool, on_ready: Callable[[], None]
+) -> ChatLoad:
+    """Run `chat` in so many processes, each with its share of the trajectories and of the places.
+
+    `on_ready` is called before the first call, when all of them are up.
+    """
+    whole, loop = ChatLoad(), asyncio.get_running_loop()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=num_processes, mp_context=spawn) as pool:
+        await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, 0.5) for _ in range(num_processes)))
+        on_ready()
+        shares = [range(start, workload.num_trajectories, num_processes) for start in range(num_processes)]
+        num_at_once = -(-workload.num_at_once // num_processes)
+        calls = (
+            loop.run_in_executor(pool, _chat, url, workload, numbers, num_at_once, is_streamed)
+            for numbers in shares
+        )
+        for load in await asyncio.gather(*calls):
+            whole.add(load)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One trajectory as plain requests: its prompt, and of each turn the tokens sampled and those observed then."""
+
+    prompt_ids: list[int]
+    turns: list[tuple[int, list[int]]]
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps([self.prompt_ids, self.turns])
+
+    @classmethod
+    def from_json(cls, line: str) -> Planned:
+        """Read it back."""
+        prompt_ids, turns = json.loads(line)
+        return cls(prompt_ids, [(num, ids) for num, ids in turns])

@@ -1,0 +1,602 @@
+"""Check and measure one engine lane on the GPUs of this host, part by part, in one command.
+
+    tests/gpu/run.sh vllm                                    # the default parts; within 9 minutes on one GPU
+    tests/gpu/run.sh sglang --only contract,recompute        # some of them
+    tests/gpu/run.sh vllm --only throughput-full --out runs/gpu-vllm
+    tests/gpu/run.sh vllm --list                             # every part, what it needs and what it answers
+    tests/gpu/run.sh vllm --device cpu --only contract       # a rehearsal of some parts without a GPU
+
+Parts of one stage run side by side, in tracks, on the same GPU: they take little of its memory, and starting
+engines takes most of their time. The throughput has the GPU to itself. A part has a time limit of its own, and the
+whole has `--budget-s`; what fails or is cut stops nothing else. Everything is written to one folder (`--out`): a
+folder a part, with its output (`log.txt`), figures (`result.json`) and verdict (`part.json`). Run again with
+the same folder and `--only`, the table at the end shows the other parts as they were. Exit status: 0 if every part
+that ran passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+LANES = ("vllm", "sglang")
+BUDGET_S = 530.0
+END_S = 20.0  # that a part whose time is over gets to end its service
+TINY = "examples/tiny_policy/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the parts of one command share."""
+
+    lane: str
+    device: str
+    out: Path
+    num_gpus: int
+
+    def folder(self, part: str) -> Path:
+        """The part's own, under `--out`."""
+        return self.out / part
+
+    def result(self, part: str) -> Path:
+        """The file of its figures."""
+        return self.folder(part) / "result.json"
+
+
+Figures = Callable[[Run, str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One command with a verdict. Parts of a stage's track run one after another, tracks side by side."""
+
+    name: str
+    answers: str
+    command: Callable[[Run], list[str]]
+    timeout_s: float
+    figures: Figures
+    stage: int = 1
+    track: str = ""
+    min_gpus: int = 1
+    is_default: bool = True
+    lanes: tuple[str, ...] = LANES
+    env: tuple[tuple[str, str], ...] = ()
+
+    def runs_in(self, run: Run) -> bool:
+        """Tell if this host and lane have what it needs."""
+        return run.lane in self.lanes and (run.device == "cpu" or run.num_gpus >= self.min_gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The end of one part: PASS, FAIL, TIME (its limit), or CUT (the whole run's)."""
+
+    part: str
+    verdict: str
+    seconds: float
+    figures: str
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+def module(name: str, *arguments: str, out: str) -> Callable[[Run], list[str]]:
+    """A module of the checkout that writes its figures as JSON."""
+
+    def command(run: Run) -> list[str]:
+        filled = [argument.format(lane=run.lane, device=run.device) for argument in arguments]
+        return [sys.executable, "-m", name, *filled, "--out", str(run.result(out))]
+
+    return command
+
+
+def suite(*paths: str) -> Callable[[Run], list[str]]:
+    """Contract tests of the lane's engine alone."""
+
+    def command(run: Run) -> list[str]:
+        options = ["-q", "-m", "engine", "-k", run.lane, "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
+        return [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            "--durations=5",
+            *(f"tests/contract/{path}" for path in paths),
+        ]
+
+    return command
+
+
+def throughput(name: str, *arguments: str) -> Callable[[Run], list[str]]:
+    """The service beside the bare engine; on CPU in a small form."""
+    always = ("--engine", "{lane}", "--device", "{device}")
+    gpu = module("tests.benchmarks.gpu_throughput", *always, *arguments, out=name)
+    small = ("--model", TINY, "--at-once", "8", "--sampled", "24", "--load-processes", "1")
+    cpu = module("tests.benchmarks.gpu_throughput", *always, *small, out=name)
+    return lambda run: (cpu if run.device == "cpu" else gpu)(run)
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def log_of(run: Run, part: str) -> str:
+    """What the part printed."""
+    path = run.folder(part) / "log.txt"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def results_of(run: Run, part: str) -> Any:
+    """The results that the part wrote; an empty dict if there are none."""
+    path = run.result(part)
+    return json.loads(path.read_text())["results"] if path.exists() else {}
+
+
+def tests_counted(run: Run, part: str) -> str:
+    """pytest's last line, and the first tests that failed."""
+    log = log_of(run, part)
+    lines = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed|error|skipped|deselected).*?)(?: =+)?$", log, re.M)
+    failed = [name.rpartition("::")[2] for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.M)]
+    return "; ".join(filter(None, [lines[-1] if lines else "", ", ".join(failed[:3])])) or last_line(run, part)
+
+
+def last_line(run: Run, part: str) -> str:
+    """The last line that the part printed."""
+    lines = [line.strip() for line in log_of(run, part).splitlines() if line.strip()]
+    return lines[-1][:120] if lines else ""
+
+
+def recomputed(run: Run, part: str) -> str:
+    """Success and differences."""
+    found = results_of(run, part).get("outcome")
+    if not found:
+        return last_line(run, part)
+    return (
+        f"success {found['success_v0']:.1%} / {found['success_v1']:.1%}, |recorded - recomputed|"
+        f" {found['difference_named']:.4f} ({found['num_mixed']} of both versions),"
+        f" {found['tokens_per_s']:,.0f} tok/s"
+    )
+
+
+def continued(run: Run, part: str) -> str:
+    """Prompts that went on as a fresh engine, and the stall."""
+    results = results_of(run, part)
+    if not results:
+        return last_line(run, part)
+    found, (replica,) = results["outcome"], results["report"]["replicas"]
+    return (
+        f"{results['verdict']}, {found['num_equal_after']} of {found['num_prompts']} as a fresh engine,"
+        f" {replica['transport']}, stall {replica['stall_ms']:.0f} ms"
+    )
+
+
+def cycled(run: Run, part: str) -> str:
+    """Requests lost over the cycles, and the slowest update but for the first."""
+    cycles = results_of(run, part)
+    if not cycles:
+        return last_line(run, part)
+    updates = [one["update_ms"] for one in cycles[1:]]
+    return (
+        f"{len(cycles)} cycles, {sum(one['num_lost'] for one in cycles)} lost, update up to {max(updates):.0f} ms"
+    )
+
+
+def ratios(run: Run, part: str) -> str:
+    """Every arm's share of the bare engine's throughput; without a bare engine, tokens a second."""
+    results = results_of(run, part)
+    if not results:
+        return last_line(run, part)
+    bare = [
+        f"{name} {value:,.0f} tok/s" for name, value in results["tokens_per_s"].items() if name.startswith("bare")
+    ]
+    shares = [f"{name} {value:.3f}" for name, value in results["ratios"].items()]
+    alone = [] if shares else [f"{name} {value:,.0f} tok/s" for name, value in results["tokens_per_s"].items()]
+    return ", ".join([*bare, *shares, *alone, *results["failures"][:1]])
+
+
+# --- parts -------------------------------------------------------------------------------------------------------
+
+CONTINUATION = ("--engine", "{lane}", "--device", "{device}")
+
+PARTS = (
+    Part(
+        "contract",
+        "the engine keeps its contract: pauses, updates, versions, aborts",
+        suite("test_engine_contract.py"),
+        400,
+        tests_counted,
+        track="contract",
+    ),
+    Part(
+        "sampling",
+        "logprobs and sampling are what an independent model says",
+        suite("test_logprobs_contract.py", "test_sampling_contract.py"),
+        400,
+        tests_counted,
+        track="sampling",
+    ),
+    Part(
+        "recompute",
+        "success and logprobs of the shipped policy on a whole service, over an update",
+        module("tests.gpu.recompute", "--engine", "{lane}", "--device", "{device}", "--eager", out="recompute"),
+        240,
+        recomputed,
+        track="updates",
+    ),
+    Part(
+        "continuation-ipc",
+        "what follows an update is what a fresh engine says, over CUDA IPC",
+        module("tests.gpu.continuation", *CONTINUATION, "--transport", "ipc", out="continuation-ipc"),
+        240,
+        continued,
+        track="updates",
+    ),
+    Part(
+        "continuation-nccl",
+        "the same over NCCL, from another GPU",
+        module("tests.gpu.continuation", *CONTINUATION, "--transport", "nccl", out="continuation-nccl"),
+        240,
+        continued,
+        track="updates",
+        min_gpus=2,
+    ),
+    Part(
+        "model",
+        "the throughput's model is written, and its graphs are compiled, before they are needed",
+        module("tests.benchmarks.gpu_warm_up", "--engine", "{lane}", "--device", "{device}", out="model"),
+        240,
+        last_line,
+        track="cycle",
+    ),
+    Part(
+        "hybrid",
+        "sleep, a training step, new weights and wake lose no request",
+        module(
+            "tests.gpu.hybrid_cycle",
+            *("--engine", "{lane}", "--device", "{device}", "--shape", "small", "--kv-gib", "8"),
+            out="hybrid",
+        ),
+        200,
+        cycled,
+        track="cycle",
+    ),
+    Part(
+        "throughput",
+        "the service's share of the bare engine's throughput, 512 in flight, 4B shape",
+        throughput("throughput", "--shape", "qwen3-4b", "--quick"),
+        330,
+        ratios,
+        stage=2,
+    ),
+    Part(
+        "throughput-full",
+        "the same with 256 and 512 in flight and longer turns",
+        throughput("throughput-full", "--shape", "qwen3-4b"),
+        540,
+        ratios,
+        stage=3,
+        is_default=False,
+    ),
+    Part(
+        "throughput-shipped",
+        "the same for the shipped policy",
+        throughput("throughput-shipped", "--model", TINY, "--sampled", "64"),
+        400,
+        ratios,
+        stage=3,
+        is_default=False,
+    ),
+    Part(
+        "throughput-2",
+        "two replicas on two GPUs: compare its service with throughput's",
+        throughput(
+            "throughput-2", "--shape", "qwen3-4b", "--replicas", "2", "--at-once", "1024", *("--arms", "service")
+        ),
+        300,
+        ratios,
+        stage=4,
+        min_gpus=2,
+        is_default=False,
+    ),
+    Part(
+        "throughput-tp2",
+        "one replica over two GPUs",
+        throughput("throughput-tp2", "--shape", "qwen3-4b", "--tp", "2", "--quick"),
+        400,
+        ratios,
+        stage=5,
+        min_gpus=2,
+        is_default=False,
+    ),
+    Part(
+        "contract-tp2",
+        "the contract of an engine over two GPUs",
+        suite("test_engine_contract.py"),
+        500,
+        tests_counted,
+        stage=6,
+        track="contract",
+        min_gpus=2,
+        is_default=False,
+        env=(("CONTRACT_TENSOR_PARALLEL", "2"),),
+    ),
+    Part(
+        "sampling-tp2",
+        "its logprobs and sampling",
+        suite("test_logprobs_contract.py", "test_sampling_contract.py"),
+        500,
+        tests_counted,
+        stage=6,
+        track="sampling",
+        min_gpus=2,
+        is_default=False,
+        env=(("CONTRACT_TENSOR_PARALLEL", "2"),),
+    ),
+    Part(
+        "transports",
+        "bytes arrive over every transport, with lost receivers and senders",
+        lambda run: [sys.executable, "-m", "tests.gpu.push_transports"],
+        400,
+        last_line,
+        stage=7,
+        is_default=False,
+    ),
+    Part(
+        "gap-ipc",
+        "what requests see of an update over CUDA IPC, 4B shape, CUDA graphs",
+        module(
+            "tests.benchmarks.weight_updates",
+            *("--graphs", "--shape", "qwen3-4b", "--transport", "ipc"),
+            out="gap-ipc",
+        ),
+        560,
+        last_line,
+        stage=8,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
+        "gap-nccl",
+        "the same over NCCL",
+        module(
+            "tests.benchmarks.weight_updates",
+            *("--graphs", "--shape", "qwen3-4b", "--transport", "nccl"),
+            out="gap-nccl",
+        ),
+        560,
+        last_line,
+        stage=9,
+        min_gpus=2,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
+        "residency",
+        "the residency model foretells the cached tokens",
+        module("tests.gpu.residency", "--device", "{device}", out="residency"),
+        500,
+        last_line,
+        stage=10,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+    Part(
+        "step-times",
+        "the seconds of prefills and decode steps, for the balancer",
+        module("tests.gpu.step_times", out="step-times"),
+        560,
+        last_line,
+        stage=11,
+        is_default=False,
+        lanes=("vllm",),
+    ),
+)
+
+
+# --- running -----------------------------------------------------------------------------------------------------
+
+
+async def run_part(part: Part, run: Run, ends_at: float) -> Verdict:
+    """Run one part to its end, or to that of its time; its verdict is on disk then."""
+    folder = run.folder(part.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    run.result(part.name).unlink(missing_ok=True)
+    command, began_at = part.command(run), time.monotonic()
+    left_s = ends_at - began_at
+    if left_s < END_S:
+        return kept(run, Verdict(part.name, "CUT", 0.0, "no time was left"))
+    say(f"{part.name} begins")
+    with (folder / "log.txt").open("wb") as log:
+        log.write(f"$ {' '.join(command)}\n".encode())
+        log.flush()
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=CHECKOUT,
+            env=environment(part),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(min(part.timeout_s, left_s)):
+                status = await process.wait()
+            word = "FAIL" if status else "PASS"
+        except TimeoutError:
+            word = "TIME" if part.timeout_s <= left_s else "CUT"
+        finally:
+            await end(process)
+    try:
+        figures = part.figures(run, part.name)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        figures = f"no figures: {error!r}"
+    verdict = Verdict(part.name, word, time.monotonic() - began_at, figures)
+    say(f"{part.name}: {verdict.verdict} after {verdict.seconds:.0f} s: {verdict.figures}")
+    return kept(run, verdict)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """End a part and whatever it left: by SIGINT, so that a service ends as it does, then for good."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    if process.returncode is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
+def environment(part: Part) -> dict[str, str]:
+    """The part's own: every id of a process tree is its own, and tools find the sandbox's binary."""
+    found = {**os.environ, **dict(part.env)}
+    if "MONTY_BIN" not in found:  # packages that were unpacked into a folder have their programs beside it
+        places = (Path(entry) / "bin" / "monty" for entry in sys.path)
+        binary = next((place for place in places if place.is_file()), None)
+        if binary is not None:
+            found["MONTY_BIN"] = str(binary)
+    return found
+
+
+def kept(run: Run, verdict: Verdict) -> Verdict:
+    """Write a verdict down."""
+    run.folder(verdict.part).mkdir(parents=True, exist_ok=True)
+    (run.folder(verdict.part) / "part.json").write_text(json.dumps(asdict(verdict)))
+    return verdict
+
+
+async def run_parts(parts: Sequence[Part], run: Run, budget_s: float) -> list[Verdict]:
+    """Stage after stage; in each, tracks side by side."""
+    ends_at = time.monotonic() + budget_s
+    found: list[Verdict] = []
+
+    async def run_track(track: Sequence[Part]) -> None:
+        for part in track:
+            found.append(await run_part(part, run, ends_at))
+
+    for stage in sorted({part.stage for part in parts}):
+        tracks: dict[str, list[Part]] = {}
+        for part in parts:
+            if part.stage == stage:
+                tracks.setdefault(part.track, []).append(part)
+        async with asyncio.TaskGroup() as group:
+            for track in tracks.values():
+                group.create_task(run_track(track))
+    return found
+
+
+def summary(run: Run) -> str:
+    """The table of all parts that this folder knows, in their order."""
+    rows = []
+    for part in PARTS:
+        path = run.folder(part.name) / "part.json"
+        if path.exists():
+            verdict = Verdict(**json.loads(path.read_text()))
+            rows.append(f"| {verdict.part} | {verdict.verdict} | {verdict.seconds:.0f} | {verdict.figures} |")
+    return "\n".join(["| part | verdict | s | figures |", "|---|---|---:|---|", *rows])
+
+
+def say(what: str) -> None:
+    """Progress, with the seconds since the beginning."""
+    print(f"{time.monotonic() - STARTED_AT:6.1f} s  {what}", flush=True)
+
+
+STARTED_AT = time.monotonic()
+
+
+def count_gpus() -> int:
+    """The GPUs of this host, without making a context on any."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name])
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return len(listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+def chosen(options: argparse.Namespace, run: Run) -> list[Part]:
+    """The parts to run. Ends the process for a name that no part has."""
+    only, skipped = (set(filter(None, (text or "").split(","))) for text in (options.only, options.skip))
+    unknown = (only | skipped) - {part.name for part in PARTS}
+    if unknown:
+        sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in PARTS)}")
+    wanted = [
+        part for part in PARTS if (part.name in only if only else part.is_default) and part.name not in skipped
+    ]
+    for part in wanted:
+        if not part.runs_in(run):
+            say(f"{part.name} is left out: {part.min_gpus} GPU(s) and lane {' or '.join(part.lanes)} are needed")
+    return [part for part in wanted if part.runs_in(run)]
+
+
+def describe(run: Run) -> str:
+    """Every part: its command, needs and question."""
+    lines = []
+    for part in PARTS:
+        needs = f"{part.min_gpus} GPU(s), at most {part.timeout_s:.0f} s" + (
+            "" if part.is_default else ", by name only"
+        )
+        lines += [
+            f"{part.name}: {part.answers} ({needs}; {', '.join(part.lanes)})",
+            f"    {' '.join(part.command(run))}",
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the parts and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lane", choices=LANES)
+    parser.add_argument("--only", metavar="PART[,PART]")
+    parser.add_argument("--skip", metavar="PART[,PART]")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="the time limit of all parts together")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--list", action="store_true", help="describe every part and stop")
+    parser.add_argument("--dry", action="store_true", help="print what would run and stop")
+    options = parser.parse_args()
+    name = f"gpu-{options.lane}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}"
+    out = (options.out or CHECKOUT / "runs" / name).resolve()
+    is_shown = options.list or options.dry  # as on a host with a GPU
+    run = Run(options.lane, options.device, out, max(count_gpus(), is_shown))
+    if options.list:
+        print(describe(run))
+        return
+    parts = chosen(options, run)
+    if options.dry:
+        for part in parts:
+            print(f"stage {part.stage}, track {part.track or '-'}: {part.name}: {' '.join(part.command(run))}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    say(f"{len(parts)} parts on {run.num_gpus} GPU(s), into {out}")
+    found = asyncio.run(run_parts(parts, run, options.budget_s))
+    table = summary(run)
+    (out / "summary.md").write_text(table + "\n")
+    print(f"\n{table}\n\n{time.monotonic() - STARTED_AT:.0f} s; details in {out}", flush=True)
+    sys.exit(any(verdict.verdict != "PASS" for verdict in found) or not found)
+
+
+if __name__ == "__main__":
+    main()
