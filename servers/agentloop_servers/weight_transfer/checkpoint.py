@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from agentloop.checks import check_checkpoint
 from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
 
-READ_CHUNK_BYTES = 16 * 2**20
+READ_CHUNK_BYTES = 2**18  # of a tensor; the work on one stays in a core's cache
 TIED_NAME = "lm_head.weight"
 DTYPES = {
     "F64": ("float64", 8),
@@ -30,6 +33,15 @@ DTYPES = {
     "F8_E5M2": ("float8_e5m2", 1),
 }
 """The floats of safetensors: torch's name, bytes."""
+EXPONENTS = {
+    "F64": np.uint64(0x7FF0_0000_0000_0000),
+    "F32": np.uint32(0x7F80_0000),
+    "F16": np.uint16(0x7C00),
+    "BF16": np.uint16(0x7F80),
+    "F8_E4M3": np.uint8(0x7F),  # it has no infinities, and one NaN of either sign
+    "F8_E5M2": np.uint8(0x7C),
+}
+"""The bits that are all set in values that are no finite number, and in no others."""
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -99,14 +111,27 @@ def has_tied_embeddings(directory: str) -> bool:
 
 
 def read_through(checkpoint: CheckpointInfo) -> None:
-    """Read every byte once: finds unreadable blocks now, and the commit then reads from the page cache."""
+    """Read every byte once: the commit then reads from the page cache. Blocks.
+
+    Raises CheckpointUnreadable for unreadable blocks, and for values that are NaN or infinite.
+    """
     for path in checkpoint.files:
+        entries = _read_header(path)
         try:
             with path.open("rb", buffering=0) as file:
-                while file.read(READ_CHUNK_BYTES):
-                    pass
+                start = 8 + int.from_bytes(file.read(8), "little")
+                for name, entry in entries.items():
+                    first, end = entry.data_offsets
+                    file.seek(start + first)
+                    if not all(_are_finite(file, end - first, EXPONENTS[entry.dtype])):
+                        raise _unreadable(path, not_finite(name))
         except OSError as error:
             raise _unreadable(path, str(error)) from error
+
+
+def not_finite(name: str) -> str:
+    """Return the sentence on a tensor that no model may have."""
+    return f"tensor {name} has values that are not finite numbers (NaN or infinite)"
 
 
 class ServedForm:
@@ -173,6 +198,22 @@ def _check_layout(path: Path, entries: Mapping[str, _Entry]) -> int:
             raise _unreadable(path, f"tensor {name} has impossible offsets")
         end = stop
     return end
+
+
+def _are_finite(file: RawIOBase, num_bytes: int, exponent: Any) -> Iterator[bool]:
+    """Read the next `num_bytes` of a file in pieces; yield for each piece if all its values are finite."""
+    chunk: Any = np.empty(READ_CHUNK_BYTES, dtype=np.uint8)
+    while num_bytes > 0:
+        num_read = 0
+        wanted = min(num_bytes, READ_CHUNK_BYTES)
+        while num_read < wanted:
+            got = file.readinto(memoryview(chunk)[num_read:wanted])
+            if not got:
+                raise OSError("it ends early")
+            num_read += got
+        num_bytes -= wanted
+        bits = chunk[:wanted].view(exponent.dtype)
+        yield bool(np.bitwise_and(bits, exponent, out=bits).max() < exponent)
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointUnreadable:

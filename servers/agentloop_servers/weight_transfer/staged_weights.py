@@ -9,6 +9,10 @@
 
 Every commit ends with a proof: checksums of what the parameters must be now, or spot checks (`verify.py`). What
 raises in a commit leaves weights of unknown state, and a later commit repairs them.
+
+No NaN or infinite value is served. What is staged is refused in `settle`: the sums that prove its commit say that
+the parameters are exactly that. After any other commit the parameters themselves are looked at: an engine's own
+loader may have made NaN of finite tensors (by a scale of zero, say).
 """
 
 from __future__ import annotations
@@ -24,11 +28,17 @@ from safetensors import safe_open
 
 from agentloop.engine import CommitReport, HeldIn
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint
+from agentloop_servers.weight_transfer.checkpoint import CheckpointInfo, inspect_checkpoint, not_finite
 from agentloop_servers.weight_transfer.copy_plan import Copy, CopyPlan, apply, apply_fills, source, target
 from agentloop_servers.weight_transfer.layout import view
 from agentloop_servers.weight_transfer.receiver import Incoming, receive
-from agentloop_servers.weight_transfer.verify import Read, RowChecksums, checksum, to_host
+from agentloop_servers.weight_transfer.verify import (
+    Read,
+    RowChecksums,
+    checksum,
+    first_not_finite,
+    to_host,
+)
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -93,8 +103,12 @@ class ShadowParameters:
         apply(self._plan, name, tensor, self._shadows)
 
     def settle(self) -> None:
-        """Sum what was staged: all tensors were accepted, and their copies are done."""
+        """Sum what was staged: all tensors were accepted, and their copies are done.
+
+        Raises CheckpointUnreadable if it is not finite.
+        """
         self._staged_sums.compute()
+        _require_numbers(first_not_finite(self._shadows))
 
     def commit(self, model: ServedModel) -> CommitReport:
         device = self._into[0].device
@@ -126,14 +140,18 @@ class StagedCheckpoint:
         self.tensors[name].copy_(tensor, non_blocking=True)
 
     def settle(self) -> None:
-        """Do nothing: the tensors were compared with the sender's as they came."""
+        """Check what was staged, which was compared with the sender's as it came.
+
+        Raises CheckpointUnreadable if it is not finite.
+        """
+        _require_numbers(first_not_finite(self.tensors))
 
     def commit(self, model: ServedModel) -> CommitReport:
         started_at = time.perf_counter()
         model.reload(iter(self.tensors.items()))
         model.synchronize()
         swapped_at = time.perf_counter()
-        compared = model.compare(list(self.tensors), self.tensors.__getitem__)
+        compared = _prove_load(model, list(self.tensors), self.tensors.__getitem__)
         return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
@@ -155,7 +173,7 @@ class StagedFiles:
             model.reload(checkpoint.tensors())
             model.synchronize()
             swapped_at = time.perf_counter()
-            compared = model.compare(list(self.info.tensors), checkpoint.read)
+            compared = _prove_load(model, list(self.info.tensors), checkpoint.read)
         return CommitReport(_ms(started_at, swapped_at), _ms(swapped_at), *compared)
 
 
@@ -196,6 +214,7 @@ class StreamedWeights:
         copied_at = time.perf_counter()
         found = to_host([checksum(target(copy, parameters)) for copy in wanted])
         _compare_sums([copy.parameter for copy in wanted], found, to_host(list(wanted.values())))
+        _require_numbers(first_not_finite(parameters))
         return CommitReport(0.0, _ms(copied_at), len(wanted))
 
     def _by_loader(self, model: ServedModel) -> CommitReport:
@@ -213,7 +232,7 @@ class StreamedWeights:
         self._incoming.finish()
         model.synchronize()
         loaded_at = time.perf_counter()
-        compared = model.compare(names, kept.__getitem__)
+        compared = _prove_load(model, names, kept.__getitem__)
         self.loaded = kept
         return CommitReport(0.0, _ms(loaded_at), *compared)
 
@@ -261,6 +280,19 @@ class _Mark:
         if self._event is None or later._event is None:
             return _ms(self._at, later._at)
         return float(self._event.elapsed_time(later._event))
+
+
+def _prove_load(model: ServedModel, names: Sequence[str], read: Read) -> tuple[int, int]:
+    """Prove what an engine's own loader has made of a checkpoint; returns what `ServedModel.compare` does."""
+    compared = model.compare(names, read)
+    _require_numbers(first_not_finite(model.parameters))
+    return compared
+
+
+def _require_numbers(name: str | None) -> None:
+    """Raise CheckpointUnreadable for the tensor of this name."""
+    if name is not None:
+        raise CheckpointUnreadable(not_finite(name), param="directory")
 
 
 def _compare_sums(names: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> None:

@@ -6,6 +6,9 @@ changed places. They are no defence against somebody who forges weights. `RowChe
 of a model's tensors at once: one kernel a tensor, whose views are made beforehand, so that only launches are left
 to do while generation stands still.
 
+Finiteness is checked apart from the sums, which hold for NaN as well: of what is staged, before anything pauses,
+and of what a load has made of it. One reduction a tensor, on its own device.
+
 Spot checks come after a load through vLLM's own loader: some columns of every layer, as it computes with them. A
 load can end without an error and have changed nothing, or only some layers (a tied output head on the CPU build
 goes on with its packed copy). So every layer is compared with the checkpoint through the path that it computes
@@ -101,6 +104,55 @@ class RowChecksums:
             if first < end:
                 return name
         raise AssertionError("the lengths are those of the sums")
+
+
+class FiniteCheck:
+    """Finds tensors with NaN or infinite values among those that it is shown. No sync until `first_bad`."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, torch.Tensor] = {}  # by name: the least and the greatest value, or NaN for a bad one
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Look at a tensor as it is now, on the current stream; the latest of a name counts."""
+        if tensor.numel() == 0:
+            return
+        tensor = tensor.detach()
+        if tensor.dtype in _FLOAT8_NOT_FINITE:
+            is_bad = _FLOAT8_NOT_FINITE[tensor.dtype](tensor.view(torch.uint8))
+            self._ends[name] = torch.where(is_bad, float("nan"), 0.0).double().expand(2)
+        elif tensor.is_floating_point():
+            self._ends[name] = torch.stack(torch.aminmax(tensor)).double()
+        # All values of other types are numbers.
+
+    def first_bad(self) -> str | None:
+        """Return the name of the first tensor with a value that is not finite. Syncs once for each device."""
+        by_device: dict[torch.device, list[str]] = {}
+        for name, ends in self._ends.items():
+            by_device.setdefault(ends.device, []).append(name)
+        for names in by_device.values():
+            is_finite = torch.isfinite(torch.stack([self._ends[name] for name in names])).all(dim=1).tolist()
+            for name, one in zip(names, is_finite, strict=True):
+                if not one:
+                    return name
+        return None
+
+
+def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of the first of these tensors with a NaN or infinite value."""
+    check = FiniteCheck()
+    for name, tensor in tensors.items():
+        check.add(name, tensor)
+    return check.first_bad()
+
+
+_FLOAT8_NOT_FINITE: Mapping[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.float8_e4m3fn: lambda bits: ((bits & 0x7F) == 0x7F).any(),  # no infinities
+    torch.float8_e5m2: lambda bits: (bits & 0x7F).amax() >= 0x7C,
+    torch.float8_e4m3fnuz: lambda bits: (bits == 0x80).any(),  # one NaN, in the place of minus zero
+    torch.float8_e5m2fnuz: lambda bits: (bits == 0x80).any(),
+    torch.float8_e8m0fnu: lambda bits: (bits == 0xFF).any(),
+}
+"""For the types that torch reduces not: a test of their bits (OCP 8-bit floating point, 2023)."""
 
 
 class Stored(Protocol):
