@@ -38,6 +38,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 LANES = ("vllm", "sglang")
 BUDGET_S = 530.0
 END_S = 20.0  # that a part whose time is over gets to end its service
+LEAST_S = 2.0  # of the time that is left, for another part to begin
 TINY = "examples/tiny_policy/v1"
 
 
@@ -77,6 +78,7 @@ class Part:
     is_default: bool = True
     lanes: tuple[str, ...] = LANES
     env: tuple[tuple[str, str], ...] = ()
+    reserve_s: float = 0.0  # of the whole run's time, that earlier stages leave to it
 
     def runs_in(self, run: Run) -> bool:
         """Tell if this host and lane have what it needs."""
@@ -147,7 +149,7 @@ def results_of(run: Run, part: str) -> Any:
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
-def tests_counted(run: Run, part: str) -> str:
+def suite_counts(run: Run, part: str) -> str:
     """pytest's last line, and the first tests that failed."""
     log = log_of(run, part)
     lines = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed|error|skipped|deselected).*?)(?: =+)?$", log, re.M)
@@ -219,7 +221,7 @@ PARTS = (
         "the engine keeps its contract: pauses, updates, versions, aborts",
         suite("test_engine_contract.py"),
         400,
-        tests_counted,
+        suite_counts,
         track="contract",
     ),
     Part(
@@ -227,7 +229,7 @@ PARTS = (
         "logprobs and sampling are what an independent model says",
         suite("test_logprobs_contract.py", "test_sampling_contract.py"),
         400,
-        tests_counted,
+        suite_counts,
         track="sampling",
     ),
     Part(
@@ -261,7 +263,7 @@ PARTS = (
         module("tests.benchmarks.gpu_warm_up", "--engine", "{lane}", "--device", "{device}", out="model"),
         240,
         last_line,
-        track="cycle",
+        track="model",
     ),
     Part(
         "hybrid",
@@ -282,6 +284,7 @@ PARTS = (
         330,
         ratios,
         stage=2,
+        reserve_s=240,
     ),
     Part(
         "throughput-full",
@@ -305,7 +308,15 @@ PARTS = (
         "throughput-2",
         "two replicas on two GPUs: compare its service with throughput's",
         throughput(
-            "throughput-2", "--shape", "qwen3-4b", "--replicas", "2", "--at-once", "1024", *("--arms", "service")
+            "throughput-2",
+            "--shape",
+            "qwen3-4b",
+            "--quick",
+            "--replicas",
+            "2",
+            "--at-once",
+            "1024",
+            *("--arms", "service"),
         ),
         300,
         ratios,
@@ -328,7 +339,7 @@ PARTS = (
         "the contract of an engine over two GPUs",
         suite("test_engine_contract.py"),
         500,
-        tests_counted,
+        suite_counts,
         stage=6,
         track="contract",
         min_gpus=2,
@@ -340,7 +351,7 @@ PARTS = (
         "its logprobs and sampling",
         suite("test_logprobs_contract.py", "test_sampling_contract.py"),
         500,
-        tests_counted,
+        suite_counts,
         stage=6,
         track="sampling",
         min_gpus=2,
@@ -418,7 +429,7 @@ async def run_part(part: Part, run: Run, ends_at: float) -> Verdict:
     run.result(part.name).unlink(missing_ok=True)
     command, began_at = part.command(run), time.monotonic()
     left_s = ends_at - began_at
-    if left_s < END_S:
+    if left_s < LEAST_S:
         return kept(run, Verdict(part.name, "CUT", 0.0, "no time was left"))
     say(f"{part.name} begins")
     with (folder / "log.txt").open("wb") as log:
@@ -490,18 +501,19 @@ async def run_parts(parts: Sequence[Part], run: Run, budget_s: float) -> list[Ve
     ends_at = time.monotonic() + budget_s
     found: list[Verdict] = []
 
-    async def run_track(track: Sequence[Part]) -> None:
+    async def run_track(track: Sequence[Part], ends_at: float) -> None:
         for part in track:
             found.append(await run_part(part, run, ends_at))
 
     for stage in sorted({part.stage for part in parts}):
+        reserved_s = sum(part.reserve_s for part in parts if part.stage > stage)
         tracks: dict[str, list[Part]] = {}
         for part in parts:
             if part.stage == stage:
                 tracks.setdefault(part.track, []).append(part)
         async with asyncio.TaskGroup() as group:
             for track in tracks.values():
-                group.create_task(run_track(track))
+                group.create_task(run_track(track, ends_at - reserved_s))
     return found
 
 
