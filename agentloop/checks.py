@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 
+from agentloop.capabilities import CONSTRAINTS, features_asked, features_of, param_of
 from agentloop.engine import Delta, EngineInfo
 from agentloop.errors import (
     CheckpointUnreadable,
@@ -65,7 +66,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             param="token_ids",
         )
     _check_images(request, info)
-    check_sampling(request.sampling, info.vocab_size, can_constrain=info.can_constrain, engine=info.name)
+    check_sampling(request.sampling, info.vocab_size, features=info.can.features, engine=info.name)
 
 
 def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
@@ -82,11 +83,13 @@ def _check_images(request: GenerateRequest, info: EngineInfo) -> None:
         end = span.end
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int, *, can_constrain: bool, engine: str) -> None:
-    """Check all but the prompt. Raises InvalidRequest (naming the field) or UnsupportedParameter."""
+def check_sampling(sampling: SamplingParams, vocab_size: int, *, features: int, engine: str) -> None:
+    """Check all but the prompt. Raises InvalidRequest (naming the field), or UnsupportedParameter for what is not
+    among the engine's `features`, which are as `bits_of` makes them."""
     _check_numbers(sampling)
     _check_adjustments(sampling, vocab_size)
-    _check_constraint(sampling, can_constrain, engine)
+    _check_features(features_asked(sampling) & ~features, engine)
+    _check_constraint(sampling)
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
@@ -133,11 +136,18 @@ def _check_adjustments(sampling: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(f"a bias of {bias} is not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]", param="logit_bias")
 
 
-def _check_constraint(sampling: SamplingParams, can_constrain: bool, engine: str) -> None:
+def _check_features(missing: int, engine: str) -> None:
+    for feature in features_of(missing):
+        if feature in CONSTRAINTS:
+            reason = f"the engine ({engine}) cannot constrain what it samples by {feature}"
+        else:
+            reason = f"the engine ({engine}) has no {feature}"
+        raise UnsupportedParameter(reason, param=param_of(feature))
+
+
+def _check_constraint(sampling: SamplingParams) -> None:
     if sampling.constraint is None:
         return
-    if not can_constrain:
-        raise UnsupportedParameter(f"the engine ({engine}) cannot constrain what it samples", param="constraint")
     if len(sampling.constraint.text) > MAX_CONSTRAINT_CHARS:
         raise InvalidRequest(f"a constraint of more than {MAX_CONSTRAINT_CHARS} characters", param="constraint")
     # What fits a constraint may be shorter than any number of tokens, and ends with a stop token only.

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from agentloop.capabilities import CONSTRAINTS, SAMPLING, Capabilities, Feature, bits_of
 from agentloop.errors import InvalidRequest
 from agentloop.images import Image, ImageTokens
 from agentloop.sampling import LogprobsMode
@@ -52,9 +53,24 @@ class EngineInfo:
     num_workers: int = 1  # processes that hold weights: tensor-parallel size times data-parallel size
     weight_dtype: str | None = None  # "bfloat16", ...: the type weights are computed in; None: it has none
     can_sleep: bool = False
-    can_constrain: bool = False  # `SamplingParams.constraint` is honoured
-    takes_images: bool = False  # `GenerateRequest.images` are seen by the model
+    features: frozenset[Feature] = SAMPLING  # what requests may ask of it
+    lora_rank: int | None = None  # the largest of an adapter; None: it serves none
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+
+    @property
+    def can(self) -> Capabilities:
+        """The engine's abilities, as placement and leases know them."""
+        return Capabilities(bits_of(self.features), self.max_context_tokens)
+
+    @property
+    def can_constrain(self) -> bool:
+        """True if every kind of Constraint is honoured."""
+        return self.features >= CONSTRAINTS
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model sees `GenerateRequest.images`."""
+        return Feature.IMAGES in self.features
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ _TURN = pa.struct(
         ("seed", pa.int64()),
         ("turn_id", pa.string()),
         ("reward", pa.float64()),
+        ("engine", pa.string()),
     ]
 )
 _TURN_FIELDS, _SAMPLING_FIELDS = ([field.name for field in kind] for kind in (_TURN, _SAMPLING))

@@ -1,8 +1,7 @@
 """The values that move through the service. Frozen inside a process; `codec.py` puts them on a wire.
 
-Token ids are plain `int`s while a turn is
-built and `int32` arrays in a finished trajectory. A weight version is the trainer's counter: an integer; 0 is one.
-How tokens are sampled is in `sampling.py`.
+Token ids are plain `int`s while a turn is built and `int32` arrays in a finished trajectory. A weight version is
+the trainer's counter: an integer; 0 is one. How tokens are sampled is in `sampling.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from agentloop.capabilities import ANYTHING, Capabilities
 from agentloop.images import Image, ImageRef, ImageSpan
 from agentloop.sampling import Constraint as Constraint
 from agentloop.sampling import ConstraintKind as ConstraintKind
@@ -129,8 +129,7 @@ class Load:
 class Generation:
     """Token ids out: `token_ids` includes the stop token; one logprob (nats) an id; spans tile `[0, n)`.
 
-    `top_logprobs` is empty unless asked for; else it has one entry an id, of the distribution that `logprobs` are
-    under. `raw_logprobs` has one an id in mode BOTH, and is empty else.
+    `top_logprobs` is empty unless asked for; else it has one entry an id, under the distribution of `logprobs`.
     """
 
     request_id: str
@@ -142,10 +141,11 @@ class Generation:
     replica_id: str = ""  # stamped by the replica, not by the engine
     load: Load = Load()
     top_logprobs: TopLogprobs = ()
-    raw_logprobs: tuple[float, ...] = ()
+    raw_logprobs: tuple[float, ...] = ()  # one an id in mode BOTH
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     standstill_s: float = 0.0  # in which the engine was frozen
     engine_s: float = 0.0  # in the engine, from the call to its end
+    engine: str = ""  # the replica's, as `EngineInfo.name`; stamped with its id
 
 
 class ToolCallStatus(StrEnum):
@@ -327,6 +327,8 @@ class Lease:
     url: str
     epoch: int = 0  # of the lease table when it was granted: an update of weights begins another
     block_size: int = 0  # tokens of a KV block of the replica; 0: it does not say
+    engine: str = ""  # the replica's, as `EngineInfo.name`
+    can: Capabilities = ANYTHING  # what that engine can do
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +361,7 @@ class Turn:
     reward: float | None = None  # of this turn alone
     sampling: TurnSampling | None = None  # None in records of a service that did not keep it
     seed: int | None = None
+    engine: str = ""  # that sampled it (its end, if it was moved): "vllm", "sglang"; empty in records without it
 
 
 class Thinking(StrEnum):
@@ -490,8 +493,7 @@ class Timings:
 class Trajectory:
     """The terminal record of one sample. Usually one path; more where history could not be extended exactly.
 
-    `is_complete` is false when a call was lost, the rollout failed, or it was dropped for its staleness: such a
-    record never looks trainable.
+    `is_complete` is false when a call was lost, the rollout failed, or it was too stale: it never looks trainable.
     """
 
     task_id: str
@@ -525,10 +527,9 @@ class Trajectory:
         """Places in `paths` of the main conversation; empty if nothing was rendered.
 
         A path that goes on from another one, rewritten or branched off, belongs to that one's conversation, unless
-        it `begins_conversation`. An agent's side conversations (a title, a
-        sub-agent) are short beside the one that delegates to them, and any of them may come first or end last. So
-        the main one is the one with the most turns; of equals the one that sampled most tokens, then the one that
-        began first. A sub-agent with more turns than its caller counts as main: it needs a session of its own.
+        it `begins_conversation`. An agent's side conversations (a title, a sub-agent) are short beside the one that
+        delegates to them, and any may come first or last. So the main one has the most turns; of equals it sampled
+        most tokens, then began first. A sub-agent of more turns than its caller's needs a session of its own.
         """
 
         def weight(places: tuple[int, ...]) -> tuple[int, int, bool]:
@@ -548,8 +549,7 @@ class Trajectory:
         return self.paths[self.main_conversation[-1]]
 
     def reward_of(self, place: int) -> float | None:
-        """Return the reward to train the path at this place with: its own, or the trajectory's if it is of the main
-        conversation. None for a side conversation that nobody scored. Raises IndexError."""
+        """Return the reward of the path at this place: its own, or on the main conversation the trajectory's."""
         own = self.paths[place].reward
         return self.reward if own is None and place in self.main_conversation else own
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentloop.capabilities import CONSTRAINTS
 from agentloop.checks import check_checkpoint, check_generation, check_request, room_tokens
 from agentloop.engine import EngineInfo
 from agentloop.errors import (
@@ -103,7 +104,7 @@ def test_bad_sampling_is_refused(param: str, value: object) -> None:
 
 
 def test_a_constraint_needs_an_engine_for_it_a_bound_and_an_end() -> None:
-    info = replace(INFO, can_constrain=True)
+    info = replace(INFO, features=INFO.features | CONSTRAINTS)
     sampling = replace(REQUEST.sampling, constraint=Constraint(ConstraintKind.REGEX, "a"))
     check_request(replace(REQUEST, sampling=sampling), info)
     for change, param in (

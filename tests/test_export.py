@@ -76,6 +76,7 @@ def test_parquet_has_the_documented_columns_types_and_values(store_path: Path, t
         "reward": None,
         "sampling": None,
         "seed": None,
+        "engine": "",
     }
     assert (row["raw_logprobs"], row["constrained"]) == (None, [False] * 8)
     seconds = {

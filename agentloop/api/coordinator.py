@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
@@ -26,6 +27,7 @@ class ReplicaRegistration:
     weight_version: int | None  # None: dummy weights, no traffic until its first commit
     is_paused: bool = False
     asleep: frozenset[MemoryTag] = frozenset()
+    entry: str = ""  # the name of its kind of replicas in the service's config
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +379,12 @@ class WorkerPort(Protocol):
     async def leave(self, worker_id: str) -> None:
         """End a worker: what it ran is given to others at once, at no cost of an attempt. Idempotent."""
 
-    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
-        """Another lease for a trajectory; `is_failed`: its replica did not answer. Raises NoHealthyReplica."""
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
+        """Another lease for a trajectory, on a replica that can serve what it `needs` from here on.
+
+        `is_failed`: its replica did not answer. Raises NoHealthyReplica, and UnsupportedParameter where no engine
+        of the service can.
+        """
 
     async def finish(self, worker_id: str, trajectory: Trajectory) -> bool:
         """Hand in the terminal record. Repeating it changes nothing.
@@ -428,14 +434,15 @@ class RolloutPort(Protocol):
 class LeasePort(Protocol):
     """Places on replicas for direct calls and sessions."""
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
-        """Grant a place to one direct call or session, or find the one it has. Raises NoHealthyReplica.
+    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
+        """Grant a place to one direct call or session, or find the one it has.
 
-        It ends unless the process reports that it was taken.
+        It ends unless the process reports that it was taken. Raises NoHealthyReplica, and UnsupportedParameter
+        where no engine of the service can serve what it needs.
         """
 
-    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
-        """Grant another place; `is_failed`: the replica did not answer. Raises NotFound, NoHealthyReplica."""
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
+        """Grant another place, as `WorkerPort.move` does. Raises NotFound too."""
 
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
         """Renew the leases of a process, and tell of their turns and their ends."""

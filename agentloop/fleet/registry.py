@@ -34,7 +34,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from agentloop.api import ReplicaRegistration, ReplicaReport
-from agentloop.errors import InvariantBroken
+from agentloop.capabilities import Feature, Needs, features_of, param_of
+from agentloop.engine import EngineInfo
+from agentloop.errors import InvariantBroken, UnsupportedParameter
 from agentloop.types import Load
 
 
@@ -72,6 +74,7 @@ class FleetConfig:
     max_failures: int = 3  # failed calls within the window that make a replica SUSPECT
     failure_window_s: float = 600.0  # longer than a few turns: a hung replica fails each after its whole deadline
     max_contradictions: int = 2  # reports in a row that contradict us; one may have crossed an update on its way
+    entries: frozenset[str] = frozenset()  # the kinds of replicas that the service has; empty: those that join
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class Fleet:
         self._num_incarnations = 0
         self._weight_version: int | None = None
         self._is_version_pinned = False  # by an update: registrations do not set it
+        self._engines: dict[str, EngineInfo] = {}  # of each entry, the engine that joined last
+        self._longest_tokens = 0  # of their contexts
         self.num_placement_changes = 0  # it grows whenever `placeable` may answer otherwise than before
 
     @property
@@ -140,12 +145,48 @@ class Fleet:
         """Return whether it holds the fleet's weights, as far as is known."""
         return replica.weight_version is not None and replica.weight_version == self._weight_version
 
+    # --- what engines can do ---
+
+    def bounded(self, needs: Needs) -> Needs:
+        """Return the needs as the fleet can meet them at best: no longer context than its longest."""
+        longest = self._longest_tokens
+        return needs if needs.context_tokens <= longest else Needs(needs.features, longest)
+
+    def able(self, needs: Needs) -> frozenset[str]:
+        """Return the kinds of replicas that could serve this, of those that have joined once."""
+        bounded = self.bounded(needs)
+        return frozenset(name for name, info in self._engines.items() if info.can.suits(bounded))
+
+    def may_serve(self, needs: Needs) -> bool:
+        """Tell if an engine of the service can serve this, whether or not it takes traffic now. Of a kind that has
+        not joined yet nobody knows, so it may."""
+        if not self._engines or not self._config.entries <= self._engines.keys():
+            return True
+        return bool(self.able(needs))
+
+    def check_needs(self, needs: Needs) -> None:
+        """Raise UnsupportedParameter, naming the field and which engines could, unless `may_serve`."""
+        if self.may_serve(needs):
+            return
+        could = {one: self._having(one) for one in features_of(needs.features)}
+        refused = next((one for one, names in could.items() if not names), next(iter(could)))
+        lines = [f"{param_of(one)} ({one}): {', '.join(names) or 'none'}" for one, names in could.items()]
+        reason = "no engine of this service can do this" if len(could) == 1 else "no engine can do all of this"
+        raise UnsupportedParameter(
+            f"{reason}; engines that could are, for {'; for '.join(lines)}", param=param_of(refused)
+        )
+
+    def _having(self, feature: Feature) -> list[str]:
+        return [name or info.name for name, info in self._engines.items() if feature in info.features]
+
     # --- what replicas say ---
 
     def register(self, registration: ReplicaRegistration, now: float) -> ReplicaRecord:
         """Take in the introduction of a replica. The same one again changes no state; another url, or another
         version than we hold of a READY replica, means a new process, which joins anew."""
         known = self._replicas.get(registration.replica_id)
+        self._engines[registration.entry] = registration.info
+        self._longest_tokens = max(info.max_context_tokens for info in self._engines.values())
         if known is not None and known.url == registration.url:
             known = self._put(replace(known, registration=registration, seen_at=now))
             is_stale = known.state in (ReplicaState.READY, ReplicaState.SUSPECT) and (

@@ -37,6 +37,7 @@ from typing import Protocol, TypeVar
 import structlog
 import xxhash
 
+from agentloop.capabilities import Feature, Needs, bits_of, needs_of
 from agentloop.checks import MAX_SEED, check_generation, check_piece
 from agentloop.engine import Delta, Progress, TokenEngine
 from agentloop.errors import (
@@ -68,6 +69,7 @@ lost."""
 _SILENCE_S = 10.0  # an attempt that had no token for so long at its deadline had time for one
 _REFUSED_S = 60.0
 _LATE_S = 0.5  # of a deadline, which the replica's clock may meet first
+_IMAGES = Needs(bits_of(frozenset({Feature.IMAGES})))
 _FIRST_PAUSE_S = 0.1  # before the second attempt, at most; then doubled
 _MAX_PAUSE_S = 5.0
 _SUSPECT_PAUSE_S = 5.0  # before the third attempt in a row of a request that fails; then doubled
@@ -79,12 +81,12 @@ _log = structlog.stdlib.get_logger(__name__)
 class LeaseSource(Protocol):
     """The lease that calls run under: an assignment's, or a session's."""
 
-    def held(self) -> Lease | None:
-        """Return the lease for the next attempt; None if it has to be asked for."""
+    def held(self, needs: Needs) -> Lease | None:
+        """Return the lease for the next attempt, which needs that; None if it has to be asked for."""
 
-    async def lease(self, request: GenerateRequest) -> Lease:
-        """Ask for the lease of the next attempt: it comes after a wait if there is none now. Raises
-        NoHealthyReplica or ServiceUnavailable if that was in vain; ask again then."""
+    async def lease(self, request: GenerateRequest, needs: Needs) -> Lease:
+        """Ask for the lease of the next attempt: it comes after a wait if there is none. Raises NoHealthyReplica
+        or ServiceUnavailable if that was in vain (ask again then), and UnsupportedParameter if no engine can."""
 
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure: the next lease is the one that it gives instead."""
@@ -157,7 +159,7 @@ class LeasedEngine:
 
         async def asked() -> tuple[ImageTokens, ...]:
             while True:
-                lease = await self._lease(call, call.next_request())
+                lease = await self._lease(call, call.next_request(), _IMAGES)
                 try:
                     return await self.connect(lease.url).image_tokens(images)
                 except AgentLoopError as error:
@@ -187,7 +189,7 @@ class LeasedEngine:
         with self._telling(call):
             while (ended := call.ended()) is None:
                 asked = call.next_request()
-                lease = await call.in_time(self._lease(call, asked))
+                lease = await call.in_time(self._lease(call, asked, _needs_of(asked)))
                 self._source.holder.begin()
                 try:
                     stream = self.connect(lease.url).stream(asked, call.hear)
@@ -234,7 +236,7 @@ class LeasedEngine:
 
         while (ended := call.ended()) is None:
             asked = call.next_request()
-            lease = await self._lease(call, asked)
+            lease = await self._lease(call, asked, _needs_of(asked))
             self._source.holder.begin()
             try:
                 generation = await self.connect(lease.url).generate(asked, hear)
@@ -246,10 +248,10 @@ class LeasedEngine:
                 self.num_resampled += is_begun and call.is_empty
         return ended
 
-    async def _lease(self, call: _Call, asked: GenerateRequest) -> Lease:
+    async def _lease(self, call: _Call, asked: GenerateRequest, needs: Needs) -> Lease:
         """Return the lease for an attempt, as soon as there is one. Raises the last refusal when the call has
         waited for as long as it may."""
-        if (held := self._source.held()) is not None:
+        if (held := self._source.held(needs)) is not None:
             call.begin_attempt(held)
             return held
         refusal: AgentLoopError = NoHealthyReplica("no replica could be had")
@@ -261,7 +263,7 @@ class LeasedEngine:
                     while True:
                         asked_at = loop_time()
                         try:
-                            lease = await self._source.lease(asked)
+                            lease = await self._source.lease(asked, needs)
                             break
                         except (NoHealthyReplica, ServiceUnavailable) as error:
                             refusal = error
@@ -295,6 +297,10 @@ class LeasedEngine:
         self.engine_s += generation.engine_s
         if self._newest is not None:
             self._newest.see(generation)
+
+
+def _needs_of(request: GenerateRequest) -> Needs:
+    return needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))
 
 
 def _pause_s(num_before: int, num_failures: int = 0) -> float:
@@ -332,7 +338,7 @@ class _Call:
         self._asked = request
         self._sampled = sampled
         self._first = self._attempt_first = len(sampled)  # tokens before these are not the call's, or the attempt's
-        self._replica_id = ""
+        self._replica_id = self._engine = ""
         self._refused_at: float | None = None  # the first of refusals in a row by a paused engine
         self._lease: Lease | None = None  # of the attempt, until it has failed otherwise than by its silence
         self.last_lease: Lease | None = None  # of the last attempt
@@ -383,7 +389,8 @@ class _Call:
     def begin_attempt(self, lease: Lease) -> None:
         """Note that the request is sent."""
         self._attempt_first = len(self._sampled)
-        self._replica_id, self._standstill_s, self._heard_at = lease.replica_id, 0.0, loop_time()
+        self._replica_id, self._engine = lease.replica_id, lease.engine
+        self._standstill_s, self._heard_at = 0.0, loop_time()
         self._lease, self._began_at, self.last_lease = lease, self._heard_at, lease
 
     @property
@@ -473,6 +480,7 @@ class _Call:
             self._joined(last.finish_reason),
             cached_tokens=min(last.cached_tokens, len(self.request.token_ids)),
             replica_id=last.replica_id,
+            engine=last.engine,
             load=last.load,
         )
 
@@ -503,6 +511,7 @@ class _Call:
             own.weight_versions,
             finish_reason,
             replica_id=self._replica_id,
+            engine=self._engine,
             top_logprobs=own.top_logprobs,
             raw_logprobs=own.raw_logprobs,
             logprobs_mode=own.logprobs_mode,

@@ -17,6 +17,7 @@ from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import OwnedTasks
 from agentloop.api import LeasePort, WorkerPort, group_key, session_holder
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.checks import MAX_VOCAB_SIZE
 from agentloop.errors import (
     AgentLoopError,
@@ -46,38 +47,44 @@ class AssignedLease:
         self.holder = LeaseHolder(reporter, name, group_key(name))
         self._hold(assignment.lease)
 
-    def held(self) -> Lease | None:
-        """Return the lease, unless it failed, or the coordinator is to be asked. Raises Conflict after `close`."""
+    def held(self, needs: Needs = NO_NEEDS) -> Lease | None:
+        """Return the lease, unless it failed, its replica cannot serve what is needed, or the coordinator is to be
+        asked. Raises Conflict after `close`."""
         if self._is_closed:
             raise Conflict(f"trajectory {self._assignment_id} is over")
         lease = self.holder.usable
+        if lease is not None and not lease.can.suits(needs):
+            return None
         if lease is not None and lease.replica_id != self._logged:
             self._logged = lease.replica_id
             bind_contextvars(replica=lease.replica_id)
         return lease
 
-    async def lease(self, request: GenerateRequest) -> Lease:
-        """Return the lease held; in place of one that failed, or is to be left, another, for which the coordinator
-        makes wait."""
+    async def lease(self, request: GenerateRequest, needs: Needs = NO_NEEDS) -> Lease:
+        """Return the lease; in place of one that failed, or is to be left, or whose replica cannot serve what is
+        needed, another, for which the coordinator makes wait."""
+        suits = self.last.can.suits(needs)
         if self.holder.has_failed:
             try:
-                await self.ask(is_failed=not self._is_told)
+                await self.ask(is_failed=not self._is_told, needs=needs)
             except NoHealthyReplica:
                 self._is_told = True  # once: what is reported again would count again
                 raise
-        elif self.holder.must_ask:
+        elif self.holder.must_ask or not suits:
             try:
-                await self.ask(is_failed=False)
+                await self.ask(is_failed=False, needs=needs)
             except NoHealthyReplica:
                 raise  # it waits for room, and asks again
             except AgentLoopError as error:
+                if not suits:
+                    raise
                 _log.warning("not_asked", code=error.code, error=str(error))
                 self.holder.keep()  # the replica may well serve while the coordinator restarts
         return self.last
 
-    async def ask(self, *, is_failed: bool) -> Lease:
+    async def ask(self, *, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
         """Return another lease in place of the one held. Raises what the coordinator raises."""
-        self._hold(await self._coordinator.move(self._assignment_id, self.last, is_failed))
+        self._hold(await self._coordinator.move(self._assignment_id, self.last, is_failed, needs))
         return self.last
 
     async def move(self, failed: Lease) -> None:
@@ -202,16 +209,18 @@ class SessionLease:
         self._changing = asyncio.Lock()
         self._is_closed = False
 
-    def held(self) -> Lease | None:
-        """Return the lease, unless it has failed, or is to be asked for. Raises SessionFinished after `close`."""
+    def held(self, needs: Needs = NO_NEEDS) -> Lease | None:
+        """Return the lease, unless it has failed, its replica cannot serve what is needed, or it must be asked for.
+        Raises SessionFinished after `close`."""
         if self._is_closed:
             raise self._ended()
-        return self.holder.usable
+        lease = self.holder.usable
+        return lease if lease is not None and lease.can.suits(needs) else None
 
-    async def lease(self, request: GenerateRequest) -> Lease:
+    async def lease(self, request: GenerateRequest, needs: Needs = NO_NEEDS) -> Lease:
         """Return the session's lease, asked for if there is none. Raises SessionFinished after `close`."""
-        lease = self.held()
-        return lease if lease is not None else await self._leases.tasks.run(self._take(request))
+        lease = self.held(needs)
+        return lease if lease is not None else await self._leases.tasks.run(self._take(request, needs))
 
     async def move(self, failed: Lease) -> None:
         """Tell the coordinator of a replica's failure, and hold the lease that it gives instead, if it has one."""
@@ -232,47 +241,50 @@ class SessionLease:
         self._is_closed = True
         self.release()
 
-    async def _take(self, request: GenerateRequest) -> Lease:
+    async def _take(self, request: GenerateRequest, needs: Needs) -> Lease:
         async with self._changing:
-            lease = self.held()
+            lease = self.held(needs)
             if lease is not None:
                 return lease  # another call of the session was faster
-            if self.holder.must_ask and not self.holder.has_failed:
-                lease = await self._asked()
-            if lease is None and self.holder.lease is None and self.holder.take_back():
-                lease = self.holder.lease
+            if self.holder.lease is None and self.holder.take_back():
+                lease = self.held(needs)
+            if lease is None and self.holder.lease is not None and not self.holder.has_failed:
+                lease = await self._asked(needs)
             if lease is None:
-                lease = await self._leases.ask(self._granted(request))
+                lease = await self._leases.ask(self._granted(request, needs))
             self._hold(lease)
             if self._is_closed:
                 raise self._ended()
             return lease
 
-    async def _granted(self, request: GenerateRequest) -> Lease:
+    async def _granted(self, request: GenerateRequest, needs: Needs) -> Lease:
         """Return the place that the coordinator gives. Asked before it knows what was given back, it would give
         that again, and then take it back."""
         leases = self._leases
         await self.holder.told()
         num_reply = min(request.sampling.max_tokens, leases.config.predicted_reply_tokens)
         num_tokens = len(request.token_ids) + num_reply
-        return await leases.coordinator.lease(self._session_id, num_tokens, leases.reporter.process_id)
+        return await leases.coordinator.lease(self._session_id, num_tokens, leases.reporter.process_id, needs)
 
-    async def _asked(self) -> Lease | None:
-        """Return the place to go on at, as the coordinator ordered to ask; None if it does not know the lease.
+    async def _asked(self, needs: Needs) -> Lease | None:
+        """Return the place to go on at, as the coordinator ordered to ask, or another replica is needed; None if it
+        does not know the lease.
 
-        Raises NoHealthyReplica while there is no room.
+        Raises NoHealthyReplica while there is no room, and what the coordinator raises where another is needed.
         """
         held = self.holder.lease
         if held is None:
             return None
         try:
-            return await self._leases.ask(self._leases.coordinator.move(self._session_id, held, False))
+            return await self._leases.ask(self._leases.coordinator.move(self._session_id, held, False, needs))
         except NotFound:
             self.holder.drop()
             return None
         except NoHealthyReplica:
             raise
         except AgentLoopError as error:
+            if not held.can.suits(needs):
+                raise
             # The replica may well serve while the coordinator restarts; if it does not, the call says so.
             _log.warning("not_asked", session=self._session_id, code=error.code)
             return held

@@ -273,6 +273,7 @@ class _Turn:
             num_reasoning_tokens=num_reasoning_tokens,
             cached_tokens=first.cached_tokens if first is not None else 0,
             replica_id=last.replica_id if last is not None else "",
+            engine=last.engine if last is not None else "",
             top_logprobs=_rounded(self.sampled.top_logprobs),
             raw_logprobs=np.array(raw_logprobs, np.float32) if raw_logprobs else None,
             sampling=turn_sampling(self._wanted.sampling, self.sampled.logprobs_mode),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.dispatch_order import GroupOrder
-from agentloop.scheduling.lease_table import Demand
+from agentloop.scheduling.placement import Demand
 from agentloop.scheduling.report_desk import ReportDesk
 from agentloop.scheduling.rollout_queue import (
     COORDINATOR,

@@ -30,6 +30,7 @@ from agentloop.api import (
     TurnEnded,
     is_session_holder,
 )
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
 from agentloop.fleet import Fleet
 from agentloop.kv_hashes import hashes_of
@@ -37,8 +38,8 @@ from agentloop.scheduling.admission import Admission, AdmissionConfig
 from agentloop.scheduling.cache_hits import CacheHits
 from agentloop.scheduling.expected_work import ExpectedWork, Remaining, WorkPriors
 from agentloop.scheduling.kv_forecast import KVNeed
-from agentloop.scheduling.lease_table import Demand, Holding, LeaseTable
-from agentloop.scheduling.placement import Charge, Placement
+from agentloop.scheduling.lease_table import Holding, LeaseTable
+from agentloop.scheduling.placement import Charge, Demand, Placement
 from agentloop.scheduling.rebalance import Rebalance, RebalanceConfig
 from agentloop.scheduling.replica_caches import ReplicaCaches
 from agentloop.scheduling.retention import Retention
@@ -129,13 +130,17 @@ class Balancer:
     # --- leases ---
 
     def has_room(
-        self, now: float, group_id: str = "", num_prompt_tokens: int | None = None, over: float = 0.0
+        self,
+        now: float,
+        group_id: str = "",
+        num_prompt_tokens: int | None = None,
+        over: float = 0.0,
+        needs: Needs = NO_NEEDS,
     ) -> bool:
         """Tell if one more trajectory may begin: of this group, whose leader's prefill siblings wait for.
 
-        It may take the share `over` of the room beyond it.
-
-        Who comes back from a long tool goes first: nothing begins on a replica that one of those waits for.
+        It may take the share `over` of the room beyond it. Who comes back from a long tool goes first: nothing
+        begins on a replica that one of those waits for. Raises UnsupportedParameter as `acquire`.
         """
         if self._placement.num_placeable == 0:
             return False
@@ -143,7 +148,10 @@ class Balancer:
             return False
         prompt_tokens = self._mean_prompt_tokens if num_prompt_tokens is None else float(num_prompt_tokens)
         charge = self._fresh_charge(group_id, prompt_tokens, 2)
-        homes, roomiest = self._placement.homes(group_id), self._placement.roomiest()
+        try:
+            homes, roomiest = self._placement.homes(group_id, needs), self._placement.roomiest(needs)
+        except NoHealthyReplica:
+            return False
         has_room = any(self._fits(name, group_id, charge, over=over) for name in (*homes, roomiest))
         if not has_room:
             self.admission.refused()
@@ -153,11 +161,11 @@ class Balancer:
         """Return a place for a trajectory or a session.
 
         Asked again it is the one that it holds, as long as that replica takes traffic. It is given even if there is
-        no room (`has_room`). Raises NoHealthyReplica.
+        no room (`has_room`). Raises NoHealthyReplica, or UnsupportedParameter if no engine can serve what it needs.
         """
         holding = self._table.of_holder(demand.holder_id)
         if holding is not None:
-            if holding.is_counted and self._placement.takes_traffic(holding.lease):
+            if holding.is_counted and self._placement.takes_traffic(holding.lease, demand.needs):
                 self._table.ask_again(holding, demand, now)
                 return holding.lease
             self._end(holding, None)
@@ -183,18 +191,20 @@ class Balancer:
         charge = self._fresh_charge(demand.group_id, prompt_tokens, demand.group_size)
         self._begin(Holding(demand, lease, charge, now, prompt_tokens=prompt_tokens), now)
 
-    def move(self, lease: Lease, is_failed: bool, now: float) -> Lease:
+    def move(self, lease: Lease, is_failed: bool, now: float, needs: Needs = NO_NEEDS) -> Lease:
         """Return another lease for the holder of `lease`, which ends.
 
         After a failure it goes to another replica, and stays only if there is no other. Asked without a failure,
-        it stays where its KV is, unless that replica is overloaded; one that was told to ask may have to wait for
-        room. Raises NoHealthyReplica if it has to, or if no replica takes traffic: the holder keeps its lease.
+        it stays where its KV is, unless that replica is overloaded or cannot serve what it `needs`, now and from
+        here on; one that was told to ask may have to wait for room. Raises NoHealthyReplica if it has to, or if no
+        replica takes traffic, and UnsupportedParameter if no engine can serve it: the holder keeps its lease.
         Raises NotFound for a lease that is not known (`adopt` it first).
         """
         holding = self._table.of_lease(lease.lease_id)
         if holding is None:
             raise NotFound(f"lease {lease.lease_id} is not known", param="lease")
-        if lease.lease_id != holding.lease.lease_id and self._placement.takes_traffic(holding.lease):
+        holding.demand = self._placement.needing(holding.demand, needs)
+        if lease.lease_id != holding.lease.lease_id and self._placement.takes_traffic(holding.lease, needs):
             self._table.obeyed(holding)  # it has moved already
             return holding.lease
         chosen = self._choose_again(holding, is_failed)
@@ -388,32 +398,34 @@ class Balancer:
 
     def _choose_fresh(self, demand: Demand, charge: Charge) -> str:
         """Return the replica of a new trajectory: with its siblings within the slack, else where there is least."""
-        placement, group_id = self._placement, demand.group_id
-        least = placement.least()
+        placement, group_id, needs = self._placement, demand.group_id, demand.needs
+        least = placement.least(needs=needs)
         bound = placement.work(least) + self._config.group_slack_trajectories * charge.work_s
-        homes = [name for name in placement.homes(group_id) if placement.work(name) <= bound]
-        for name in (*homes, least, roomiest := placement.roomiest()):
+        homes = [name for name in placement.homes(group_id, needs) if placement.work(name) <= bound]
+        for name in (*homes, least, roomiest := placement.roomiest(needs)):
             if self._fits(name, group_id, charge):
                 return name
         return homes[0] if homes else roomiest  # nobody asked for room: it is crowded anywhere
 
     def _choose_again(self, holding: Holding, is_failed: bool) -> str:
         """Return the replica of a trajectory that has begun. Raises NoHealthyReplica."""
-        placement, here = self._placement, holding.lease.replica_id
+        placement, here, needs = self._placement, holding.lease.replica_id, holding.demand.needs
         if is_failed:
-            return placement.least(without=here)
-        is_here = holding.is_counted and placement.takes_traffic(holding.lease)
+            return placement.least(here, needs)
+        is_here = holding.is_counted and placement.takes_traffic(holding.lease, needs)
         charge = self._charge_of(holding, is_kept=True)
         if not holding.must_ask:
-            bound = placement.work(placement.least()) + self._config.group_slack_trajectories * charge.work_s
+            bound = (
+                placement.work(placement.least(needs=needs)) + self._config.group_slack_trajectories * charge.work_s
+            )
             stays = is_here and placement.work(here) <= bound
             return here if stays else self._choose_fresh(holding.demand, charge)
         candidates = [here] if is_here else []
         holder_id, group_id = holding.demand.holder_id, holding.demand.group_id
-        for name in (*candidates, placement.least(), placement.roomiest()):
+        for name in (*candidates, placement.least(needs=needs), placement.roomiest(needs)):
             if self._fits(name, group_id, charge, holder_id):
                 return name
-        self.admission.wait(holder_id, here if is_here else placement.roomiest())
+        self.admission.wait(holder_id, here if is_here else placement.roomiest(needs))
         raise NoHealthyReplica("no replica has room for a trajectory that returns from its tools")
 
     def _fits(self, replica_id: str, group_id: str, charge: Charge, holder_id: str = "", over: float = 0.0) -> bool:
@@ -517,7 +529,7 @@ class Balancer:
     def _grant(self, replica_id: str) -> Lease:
         self._placement.placed(replica_id)
         replica = self._placement.record(replica_id)
-        return self._table.grant(replica_id, replica.url, replica.registration.info.block_size)
+        return self._table.grant(replica_id, replica.url, replica.registration.info)
 
     def _begin(self, holding: Holding, now: float) -> None:
         self._table.hold(holding, now)

@@ -16,22 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
+from agentloop.engine import EngineInfo
 from agentloop.errors import InvariantBroken
-from agentloop.scheduling.placement import Charge
+from agentloop.scheduling.placement import Charge, Demand
 from agentloop.types import Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """A trajectory's or a session's need of a place."""
-
-    holder_id: str
-    process_id: str = ""  # of the worker or ingress that calls under the lease; empty: silence does not end it
-    group_id: str = ""  # siblings have one in common; empty: it has none
-    num_prompt_tokens: int = 0
-    group_size: int = 1
-    is_session: bool = False  # it is charged with `num_prompt_tokens` alone, and teaches nothing
-    expires_at: float | None = None  # its end, unless its process has said before that it holds it
 
 
 @dataclass(slots=True, eq=False)
@@ -93,11 +81,11 @@ class LeaseTable:
         """Return the holdings of a replica, those that count no more too."""
         return tuple(self._by_replica.get(replica_id, ()))
 
-    def grant(self, replica_id: str, url: str, block_size: int) -> Lease:
-        """Return a lease of a new id, of this epoch."""
+    def grant(self, replica_id: str, url: str, info: EngineInfo) -> Lease:
+        """Return a lease of a new id, of this epoch, on a replica with this engine."""
         self._num_granted += 1
         lease_id = f"{self._prefix}-{self._num_granted}"
-        return Lease(lease_id, replica_id, url, epoch=self.epoch, block_size=block_size)
+        return Lease(lease_id, replica_id, url, self.epoch, info.block_size, info.name, info.can)
 
     def hold(self, holding: Holding, now: float) -> None:
         """Enter a holding; its holder must have none."""

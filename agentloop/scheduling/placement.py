@@ -4,8 +4,11 @@ Ownership: the Balancer alone. A replica is charged with the seconds of work and
 are expected to need; both are kept in an index, so that no placement walks over all replicas. Seconds are those of
 the largest replica: one with half its KV is taken to be half as fast.
 
+Replicas whose engines can do the same are a class, with indexes of its own: who needs something is placed on the
+least of the classes that suit, so a fleet of one kind has one class and pays for no other.
+
 Invariants: a replica's work and forecast are the sums of the charges counted on it; each replica that takes traffic
-is in both indexes with its present value.
+is in both indexes of its class with its present value, and in no other's.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from agentloop.capabilities import NO_NEEDS, Capabilities, Needs
 from agentloop.errors import InvariantBroken, NoHealthyReplica
 from agentloop.fleet import Fleet, ReplicaRecord
 from agentloop.scheduling.kv_forecast import KVForecast, KVNeed
@@ -57,9 +61,9 @@ class LoadIndex:
         """Take a replica out. Unknown ids: no-op."""
         self._orders.pop(replica_id, None)
 
-    def load(self, replica_id: str) -> float:
-        """Return a replica's load as it was put in. Raises KeyError."""
-        return self._orders[replica_id][0]
+    def order(self, replica_id: str) -> LoadOrder:
+        """Return a replica's order as it was put in. Raises KeyError."""
+        return self._orders[replica_id]
 
     def least(self, without: str | None = None) -> str | None:
         """Return the replica of the least order but for `without`; None if there is no other."""
@@ -77,6 +81,20 @@ class LoadIndex:
         for entry in aside[:1]:
             heapq.heappush(heap, entry)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A trajectory's or a session's need of a place."""
+
+    holder_id: str
+    process_id: str = ""  # of the worker or ingress that calls under the lease; empty: silence does not end it
+    group_id: str = ""  # siblings have one in common; empty: it has none
+    num_prompt_tokens: int = 0
+    group_size: int = 1
+    is_session: bool = False  # it is charged with `num_prompt_tokens` alone, and teaches nothing
+    expires_at: float | None = None  # its end, unless its process has said before that it holds it
+    needs: Needs = NO_NEEDS  # of an engine, as far as is known: what a turn has needed it may need again
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +119,15 @@ class ReplicaBook:
     forecast: KVForecast = field(default_factory=KVForecast)
 
 
+@dataclass(slots=True, eq=False)
+class ReplicaClass:
+    """The replicas that take traffic and whose engines can do the same."""
+
+    can: Capabilities
+    by_work: LoadIndex = field(default_factory=LoadIndex)
+    by_kv: LoadIndex = field(default_factory=LoadIndex)
+
+
 class Placement:
     """The books of all replicas, and the choice among those that take traffic."""
 
@@ -111,8 +138,8 @@ class Placement:
         self._largest_tokens = 1
         self._max_context_tokens = math.inf
         self._books: defaultdict[str, ReplicaBook] = defaultdict(ReplicaBook)
-        self._by_work = LoadIndex()
-        self._by_kv = LoadIndex()
+        self._classes: list[ReplicaClass] = []
+        self._class_of: dict[str, ReplicaClass] = {}
         self._homes: defaultdict[str, Counter[str]] = defaultdict(Counter)  # group -> its replicas
         self._num_placed = 0
         self.num_counted = 0  # leases, on all replicas
@@ -140,6 +167,7 @@ class Placement:
         if self._placeable:
             infos = [one.registration.info for one in self._placeable.values()]
             self._max_context_tokens = max(info.max_context_tokens for info in infos)
+        self._classify()
         for replica_id in before.keys() | self._placeable.keys():
             self._put(replica_id)
 
@@ -149,11 +177,22 @@ class Placement:
         self.follow()
         return self._max_context_tokens
 
-    def takes_traffic(self, lease: Lease) -> bool:
-        """Tell if the replica of a lease takes traffic, and is the process that the lease was granted for."""
+    def takes_traffic(self, lease: Lease, needs: Needs = NO_NEEDS) -> bool:
+        """Tell if the replica of a lease takes traffic, is the process that the lease is for, and suits."""
         self.follow()
         replica = self._placeable.get(lease.replica_id)
-        return replica is not None and replica.url == lease.url
+        return replica is not None and replica.url == lease.url and self._suits(lease.replica_id, needs)
+
+    def needing(self, demand: Demand, needs: Needs) -> Demand:
+        """Return a trajectory's demand with what it needs from here on: all that it ever needed, if an engine has
+        it all, for it may need that again. Raises UnsupportedParameter if none has what it needs now."""
+        joined = demand.needs.joined(needs)
+        if joined is demand.needs:
+            return demand
+        if not self._fleet.may_serve(joined):
+            self._fleet.check_needs(needs)
+            joined = needs
+        return replace(demand, needs=joined)
 
     def placed(self, replica_id: str) -> None:
         """Note that a lease on this replica is granted: equal replicas take turns."""
@@ -194,30 +233,29 @@ class Placement:
         self._books.pop(replica_id, None)
         self._put(replica_id)
 
-    def least(self, without: str | None = None) -> str:
-        """Return the replica of least work, but for `without` if there is another. Raises NoHealthyReplica."""
-        self.follow()
-        found = self._by_work.least(without) or self._by_work.least()
-        if found is None:
-            raise NoHealthyReplica("no replica takes traffic now")
-        return found
+    def least(self, without: str | None = None, needs: Needs = NO_NEEDS) -> str:
+        """Return the replica of least work of those that suit, but for `without` if there is another.
 
-    def roomiest(self, without: str | None = None) -> str:
-        """Return the replica with the least of its KV spoken for. Raises NoHealthyReplica."""
-        self.follow()
-        found = self._by_kv.least(without) or self._by_kv.least()
-        if found is None:
-            raise NoHealthyReplica("no replica takes traffic now")
-        return found
+        Raises NoHealthyReplica if none takes traffic, and UnsupportedParameter if the fleet has none that suits.
+        """
+        return self._least([one.by_work for one in self._suiting(needs)], without, needs)
+
+    def roomiest(self, needs: Needs = NO_NEEDS) -> str:
+        """Return the replica with the least of its KV spoken for, of those that suit. Raises as `least`."""
+        return self._least([one.by_kv for one in self._suiting(needs)], None, needs)
+
+    def _suits(self, replica_id: str, needs: Needs) -> bool:
+        of = self._class_of.get(replica_id)
+        return of is not None and (needs is NO_NEEDS or of.can.suits(self._fleet.bounded(needs)))
 
     def work(self, replica_id: str) -> float:
         """Return the seconds of work of a replica that takes traffic."""
-        return self._by_work.load(replica_id)
+        return self._class_of[replica_id].by_work.order(replica_id)[0]
 
-    def homes(self, group_id: str, without: str | None = None) -> list[str]:
-        """Return the replicas that take traffic and have samples of a group, the least work first."""
-        found = [name for name in self._homes.get(group_id, ()) if name != without and name in self._by_work]
-        return sorted(found, key=self._by_work.load)
+    def homes(self, group_id: str, needs: Needs = NO_NEEDS) -> list[str]:
+        """Return the replicas that suit and have samples of a group, the least work first."""
+        found = [name for name in self._homes.get(group_id, ()) if self._suits(name, needs)]
+        return sorted(found, key=self.work)
 
     def fits(self, replica_id: str, group_id: str, charge: Charge, rho: float) -> bool:
         """Tell if the share `rho` of a replica's KV holds one more trajectory to its end.
@@ -249,15 +287,54 @@ class Placement:
         if group_id:
             self._homes[group_id][replica_id] += 1
 
+    def _suiting(self, needs: Needs) -> list[ReplicaClass]:
+        self.follow()
+        if needs is NO_NEEDS:
+            return self._classes
+        bounded = self._fleet.bounded(needs)
+        return [one for one in self._classes if one.can.suits(bounded)]
+
+    def _least(self, indexes: list[LoadIndex], without: str | None, needs: Needs) -> str:
+        if len(indexes) == 1:
+            found = indexes[0].least(without) or indexes[0].least()
+        else:
+            found = _first(indexes, without) or _first(indexes, None)
+        if found is None:
+            self._fleet.check_needs(needs)
+            raise NoHealthyReplica(
+                f"no replica {'that can serve this ' if self._placeable else ''}takes traffic now"
+            )
+        return found
+
+    def _classify(self) -> None:
+        """Put each replica that takes traffic into the class of its engine; those of others leave the indexes."""
+        classes = {one.can: one for one in self._classes}
+        class_of: dict[str, ReplicaClass] = {}
+        for replica_id, replica in self._placeable.items():
+            can = replica.registration.info.can
+            class_of[replica_id] = classes.setdefault(can, ReplicaClass(can))
+        for replica_id, before in self._class_of.items():
+            if class_of.get(replica_id) is not before:
+                before.by_work.remove(replica_id)
+                before.by_kv.remove(replica_id)
+        self._class_of = class_of
+        used = {one.can for one in class_of.values()}
+        self._classes = [one for can, one in classes.items() if can in used]
+
     def _put(self, replica_id: str) -> None:
         """Bring the indexes up to date with a replica's book."""
         replica = self._placeable.get(replica_id)
         if replica is None:
-            self._by_work.remove(replica_id)
-            self._by_kv.remove(replica_id)
             return
         book = self.book(replica_id)
         work_s = book.work_s * self._largest_tokens / replica.capacity_tokens
         spoken_for = book.forecast.outlook_tokens / replica.capacity_tokens
-        self._by_work.put(replica_id, (work_s, book.num_leases, book.placed_at))
-        self._by_kv.put(replica_id, (spoken_for, book.num_leases, book.placed_at))
+        of = self._class_of[replica_id]
+        of.by_work.put(replica_id, (work_s, book.num_leases, book.placed_at))
+        of.by_kv.put(replica_id, (spoken_for, book.num_leases, book.placed_at))
+
+
+def _first(indexes: list[LoadIndex], without: str | None) -> str | None:
+    """Return the replica of the least order in any of the indexes, but for `without`."""
+    firsts = [(index.order(name), name) for index in indexes if (name := index.least(without)) is not None]
+    return min(firsts)[1] if firsts else None

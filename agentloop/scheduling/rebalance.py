@@ -52,7 +52,7 @@ class Rebalance:
         placement, config, here = self._placement, self._config, holding.lease.replica_id
         if holding.earlier or not placement.takes_traffic(holding.lease):
             return None
-        there = placement.least(without=here)
+        there = placement.least(here, holding.demand.needs)
         work_here, work_there = placement.work(here), placement.work(there)
         prefill_s = self._times.prefill(holding.context_tokens)
         own_s = holding.charge.work_s
@@ -78,6 +78,6 @@ class Rebalance:
             placement, here = self._placement, holding.lease.replica_id
             if not placement.takes_traffic(holding.lease):
                 continue
-            there = placement.least(without=here)
+            there = placement.least(here, holding.demand.needs)
             if placement.work(there) + holding.charge.work_s < placement.work(here):
                 yield holding, there

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from agentloop.capabilities import CONSTRAINTS, SAMPLING
 from agentloop.checks import check_request, room_tokens
 from agentloop.clock import Clock, RealClock
 from agentloop.engine import (
@@ -92,7 +93,7 @@ class SimulatedSpec:
             max_running=self.max_running,
             num_workers=self.num_workers,
             can_sleep=self.can_sleep,
-            can_constrain=self.can_constrain,
+            features=SAMPLING | CONSTRAINTS if self.can_constrain else SAMPLING,
             logprobs_mode=self.logprobs_mode,
         )
 

@@ -60,6 +60,7 @@ class Reply:
     sampling: TurnSampling | None = None  # None where an earlier service wrote it down
     seed: int | None = None
     unread_calls: tuple[ToolCall, ...] = ()  # malformed ones that stand in the content, without their text
+    engine: str = ""  # the replica's, as in `Generation`
 
     @property
     def content(self) -> str:

@@ -214,6 +214,7 @@ def _turn(turn_id: str, reply: Reply, prompt_len: int, start: int) -> Turn:
         turn_id,
         sampling=reply.sampling,
         seed=reply.seed,
+        engine=reply.engine,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request
 from ray import serve
@@ -26,18 +26,14 @@ from starlette.responses import Response
 from agentloop.aio import LoopWatch, freeze_gc
 from agentloop.api import FrontPort
 from agentloop.clock import RealClock
-from agentloop.engine import Engine, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.fleet import FleetConfig
 from agentloop.generation import ImagePlacer, LeaseReporter, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.plugins import resolve
-from agentloop.request_watch import ReportPace
 from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
-from agentloop.sampling import LogprobsMode
 from agentloop.scheduling import GroupOrder
 from agentloop.sessions import SessionParts
-from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop.storage import STORE_NAME, RetentionPolicy, TrajectoryStore
 from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format import load_chat_format
@@ -61,8 +57,16 @@ from agentloop_servers.endpoint import (
     ShardRouter,
     take_shard_lock,
 )
-from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
-from agentloop_servers.host import THREADS, prepare_engine_process
+from agentloop_servers.engine_config import EngineEntry
+from agentloop_servers.engine_parts import (
+    build_engine,
+    can_constrain,
+    check_kind,
+    engine_actor_options,
+    initial_weights,
+    takes_images,
+)
+from agentloop_servers.host import prepare_engine_process
 from agentloop_servers.http import HttpLimits, Keys, error_response
 from agentloop_servers.ingress import ModeRules, create_app
 from agentloop_servers.isolation import IsolatedRuns, Setup
@@ -76,12 +80,8 @@ from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"
-RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
+ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
-SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
-SIMULATED_LATENCY = LatencyModel(
-    prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
-)  # of the order of a small model on one GPU
 
 
 class CoordinatorDeployment:
@@ -105,6 +105,7 @@ class CoordinatorDeployment:
                 max_queued_bytes=config.max_queued_mib << 20,
                 retention=RetentionPolicy(*config.retention.bounds),
                 initial_weights=initial_weights(config),
+                fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 weights=weight_config(config),
                 worker_timeout_s=config.workers.silent_after_s,
                 worker_cut_s=config.workers.cut_after_s,
@@ -155,23 +156,23 @@ class EngineReplicaDeployment:
     """One engine and its private port; the Serve handle is never called with tokens."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle
+        self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle, entry_index: int
     ) -> None:
         self._closing = AsyncExitStack()
         configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
-        if config.engine.on_gpu:
-            prepare_engine_process(config.engine.num_threads)
-        context = serve.get_replica_context()
+        entry, context = config.entries[entry_index], serve.get_replica_context()
+        if entry.on_gpu:
+            prepare_engine_process(entry.num_threads)
         client = coordinator_client(coordinator, secret)
         self._closing.push_async_callback(client.close)
         self._replica = Replica(
-            context.replica_id.unique_id,
-            build_engine(config),
+            f"{entry.name}-{context.replica_id.unique_id}",
+            build_engine(config, entry),
             client.replicas,
             secret,
             private_host(config),
-            slot=context.rank.rank,
-            config=replica_config(config),
+            slot=context.rank.rank + sum(one.replicas for one in config.entries[:entry_index]),
+            config=replica_config(config, entry),
         )
         self._closing.push_async_callback(self._replica.close)
         await self._replica.start()
@@ -382,7 +383,7 @@ def build_endpoint(
         kv_policy=config.kv_policy,
         max_context_tokens=facts.max_context_tokens,
         vocab_size=facts.vocab_size,
-        can_constrain=config.engine.kind == "vllm",
+        can_constrain=can_constrain(config),
         placer=ImagePlacer(takes_images=takes_images(config)),
         image_files=ImageFiles(store_path.parent / IMAGES_FOLDER),
     )
@@ -435,7 +436,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
-    """The four deployments, bound.
+    """The deployments, bound: one for each kind of replicas, and three more.
 
     Raises InvalidRequest if keys are missing, or if the model is not there, or not what it must be, and what
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started.
@@ -444,11 +445,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     keys_of(config)  # here, and again in each ingress process, whose environment may be another
     weight_config(config)
     load_chat_format(config.model_path(), config.chat)
-    if config.engine.expert_parallel and not model_sizes(config).has_experts:
-        raise InvalidRequest(
-            f"expert_parallel needs a mixture of experts, and {config.model} is dense",
-            param="engine.expert_parallel",
-        )
+    for entry in config.entries:
+        check_entry(config, entry)
     where = (config, run_dir.resolve())  # replicas have working directories of their own
     secret = run_secret(run_dir)
     keep_config(config, run_dir)
@@ -461,16 +459,19 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5,
     ).bind(*common)
-    engines = serve.deployment(
-        EngineReplicaDeployment,
-        name="EngineReplica",
-        num_replicas=config.replicas,
-        max_ongoing_requests=100,
-        ray_actor_options=engine_actor_options(config),
-        health_check_period_s=2,  # three failed ones end it
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=10,
-    ).bind(*common, coordinator)
+    engines = [
+        serve.deployment(
+            EngineReplicaDeployment,
+            name=engine_deployment(config, entry),
+            num_replicas=entry.replicas,
+            max_ongoing_requests=100,
+            ray_actor_options=engine_actor_options(config, entry),
+            health_check_period_s=2,  # three failed ones end it
+            health_check_timeout_s=30,
+            graceful_shutdown_timeout_s=10,
+        ).bind(*common, coordinator, index)
+        for index, entry in enumerate(config.entries)
+    ]
     workers = serve.deployment(
         AgentLoopWorkerDeployment,
         name="AgentLoopWorker",
@@ -491,7 +492,22 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         graceful_shutdown_timeout_s=5,
     )
     # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
-    return ingress.bind(*common, coordinator, engines, workers)
+    return ingress.bind(*common, coordinator, *engines, workers)
+
+
+def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
+    """Return the name of the deployment of an entry's replicas."""
+    return ENGINE_NAME if config.engines is None else f"{ENGINE_NAME}-{entry.name}"
+
+
+def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
+    """Raise InvalidRequest, naming the entry, if its replicas could not start."""
+    check_kind(entry)
+    if entry.expert_parallel and not model_sizes(config).has_experts:
+        raise InvalidRequest(
+            f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",
+            param="engine.expert_parallel",
+        )
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:
@@ -508,93 +524,3 @@ def mode_rules(config: ServiceConfig) -> ModeRules:
 def tool_names(config: ServiceConfig) -> tuple[str, ...]:
     """The tools that tasks may use: the shipped ones and the configured ones."""
     return tuple(sorted(SHIPPED_TOOLS | config.workers.tools))
-
-
-def build_engine(config: ServiceConfig) -> Engine:
-    """The engine that a replica owns, not started."""
-    settings, facts = config.engine, model_sizes(config)
-    initial_version = config.model_version if settings.load_format == "auto" else None
-    if settings.kind == "vllm":
-        return VllmEngine(vllm_config(config))
-    return SimulatedEngine(
-        SimulatedSpec(
-            vocab_size=facts.vocab_size,
-            max_context_tokens=facts.max_context_tokens,
-            block_size=settings.block_size,
-            num_blocks=SIMULATED_CONTEXTS * facts.max_context_tokens // settings.block_size,
-            max_running=settings.num_seats,
-            latency=SIMULATED_LATENCY,
-            initial_version=initial_version,
-            num_workers=settings.num_workers,
-            can_sleep=config.can_sleep,
-            logprobs_mode=LogprobsMode(settings.logprobs_mode),
-            pace=ReportPace(settings.report_interval_s, settings.report_tokens),
-        ),
-        weight_source=pushed_weights(config) if config.allows_push else None,
-    )
-
-
-def pushed_weights(config: ServiceConfig) -> WeightSource:
-    """Return the receiver of a simulated engine's pushes. Of a simulated run it alone needs torch."""
-    make = cast(Callable[..., WeightSource], resolve(RECEIVED_WEIGHTS, param="mode"))
-    return make(
-        config.engine.num_workers,
-        can_hold=config.weight_staging != "none",
-        timeout_s=config.engine.stage_timeout_s,
-    )
-
-
-def takes_images(config: ServiceConfig) -> bool:
-    """Tell if the model sees images: an engine that finds it cannot refuses them too."""
-    return config.engine.kind == "vllm" and vllm_config(config).has_vision
-
-
-def vllm_config(config: ServiceConfig) -> VllmConfig:
-    """Return the configuration of a vLLM replica of this service."""
-    settings = config.engine
-    return VllmConfig(
-        model=str(config.model_path()),
-        initial_version=config.model_version if settings.load_format == "auto" else None,
-        load_format=settings.load_format,
-        dtype=settings.dtype,
-        max_model_len=model_sizes(config).max_context_tokens,
-        max_num_seqs=settings.num_seats,
-        block_size=settings.block_size,
-        device=settings.device,
-        kv_cache_memory_bytes=None if settings.kv_cache_mib is None else settings.kv_cache_mib * 2**20,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        data_parallel_size=settings.data_parallel_size,
-        expert_parallel=settings.expert_parallel,
-        can_sleep=config.can_sleep,
-        weight_staging=config.weight_staging,
-        lora_rank=settings.lora_rank,
-        enforce_eager=settings.enforce_eager,
-        logprobs_mode=LogprobsMode(settings.logprobs_mode),
-        num_threads=settings.num_threads or 1,
-        stage_timeout_s=settings.stage_timeout_s,
-        commit_timeout_s=settings.commit_timeout_s,
-        pace=ReportPace(settings.report_interval_s, settings.report_tokens),
-    )
-
-
-def engine_actor_options(config: ServiceConfig) -> dict[str, Any]:
-    """Return what Ray reserves for a replica, and the environment its engine reads at import."""
-    settings = config.engine
-    options: dict[str, Any] = {"num_cpus": settings.num_cpus}
-    if settings.kind == "vllm" and settings.device == "cuda":
-        options["num_gpus"] = settings.num_workers * settings.gpu_share
-    if settings.kind == "vllm" and (settings.device == "cpu" or settings.num_threads is not None):
-        # Ray derives this variable from num_cpus, before the engine could set its own.
-        options["runtime_env"] = {"env_vars": {THREADS: str(settings.num_threads or 1)}}
-    return options
-
-
-def initial_weights(config: ServiceConfig) -> WeightUpdate | None:
-    """Return the weights that the service began with; None if it began with dummy ones.
-
-    None also where adapters are served: base weights are then loaded at the start and never again.
-    """
-    if config.engine.load_format == "dummy" or config.engine.lora_rank is not None:
-        return None
-    return WeightUpdate(config.model_version, str(config.model_path()))

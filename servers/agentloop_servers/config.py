@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -23,6 +23,14 @@ from agentloop.errors import InvalidRequest
 from agentloop.logs import LogRotation
 from agentloop.plugins import AllowedImports
 from agentloop.types import KVPolicy
+from agentloop_servers.engine_config import (
+    EngineConfig,
+    EngineEntry,
+    Staging,
+    StepTimeName,
+    StepTimeSettings,
+    check_entries,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where relative paths of a config are looked for when the working directory has no such path."""
@@ -41,76 +49,6 @@ class Mode(StrEnum):
     HYBRID = "hybrid"  # shared with a trainer: engines sleep while it trains, and take its weights on waking
     COLOCATED = "colocated"  # shared, weights never change: judge and reward models sleep and wake
     DEBUG = "debug"  # weights from a checkpoint, no trainer; an operator may load another directory by hand
-
-
-Staging = Literal["auto", "device", "host", "none"]
-"""Where new weights wait for their commit; auto: the device's memory if they fit, else the host's, else none."""
-
-LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
-"""The adapter ranks that vLLM has kernels for."""
-
-
-StepTimeName = Literal["h200-qwen3-4b", "h200-qwen3-8b"]
-"""The fits of step times that are shipped, by the GPU and the model they were measured on."""
-
-NonNegative = Annotated[float, Field(ge=0)]
-
-
-class EngineConfig(_Strict):
-    """One engine replica: a tensor-parallel group, or `data_parallel_size` of them as one gang."""
-
-    kind: Literal["vllm", "simulated"] = "vllm"
-    device: Literal["cpu", "cuda"] = "cuda"
-    dtype: str = "bfloat16"
-    load_format: Literal["auto", "dummy"] = "auto"
-    max_context_tokens: int | None = None  # None: what the model's config.json says
-    max_running: Annotated[int, Field(ge=1)] | None = None  # of one engine; None: 512 on a GPU, else 256
-    block_size: Annotated[int, Field(ge=1)] = 32  # on CPU a multiple of 32
-    kv_cache_mib: Annotated[int, Field(ge=1)] | None = None  # CPU: required, the default takes most of the memory
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    data_parallel_size: Annotated[int, Field(ge=1)] = 1  # a dense model is better served by more replicas
-    expert_parallel: bool = False  # experts are spread over the whole gang; mixture-of-experts models only
-    weight_staging: Staging | None = None  # None: auto; none in hybrid mode, where memory is short
-    lora_rank: LoraRank | None = None  # the largest rank of an adapter; None: no adapters
-    stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a push, from the connection to the last byte
-    commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # without a step while requests run: it is restarted
-    report_interval_s: Annotated[float, Field(gt=0, le=5)] = 2.0  # of turns under way; a crash loses as much
-    report_tokens: Annotated[int, Field(ge=1)] = 256  # and where that comes sooner
-    enforce_eager: bool = False  # always on for CPU
-    logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"  # the distribution: `docs/distribution.md`
-    num_threads: Annotated[int, Field(ge=1)] | None = None  # None: on CPU 1; on CUDA many while it loads, then 1
-    num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
-    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray
-
-    @model_validator(mode="after")
-    def _check_parts(self) -> Self:
-        is_cpu_vllm = self.kind == "vllm" and self.device == "cpu"
-        if is_cpu_vllm and self.kv_cache_mib is None:
-            raise ValueError("kv_cache_mib is required on device cpu: vLLM would take most of the memory")
-        if is_cpu_vllm and self.block_size % 32:
-            raise ValueError(f"block_size on device cpu is a multiple of 32, not {self.block_size}")
-        if self.expert_parallel and self.num_workers == 1:
-            raise ValueError("expert_parallel needs a tensor_parallel_size or data_parallel_size above 1")
-        if self.gpu_share < 1 and self.num_workers > 1:
-            raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
-        return self
-
-    @property
-    def on_gpu(self) -> bool:
-        """Tell if the engine computes on GPUs."""
-        return self.kind != "simulated" and self.device == "cuda"
-
-    @property
-    def num_seats(self) -> int:
-        """Requests that one engine runs at once."""
-        return self.max_running or (512 if self.on_gpu else 256)
-
-    @property
-    def num_workers(self) -> int:
-        """Processes that hold weights, and on CUDA the GPUs of a replica."""
-        return self.tensor_parallel_size * self.data_parallel_size
 
 
 class TemplateSettings(_Strict):
@@ -212,19 +150,6 @@ class UpdateSettings(_Strict):
     timeout_s: Annotated[float, Field(gt=0)] = 2400.0  # of a whole update; longer than its steps together
 
 
-class StepTimeSettings(_Strict):
-    """The seconds of an engine's steps, as `tests/gpu/step_times.py` fits them: a, b, c and alpha, beta, gamma."""
-
-    prefill: tuple[NonNegative, NonNegative, NonNegative]  # of x tokens: a + b x + c x^2
-    step: tuple[NonNegative, NonNegative, NonNegative]  # of B sequences with C tokens: alpha + beta B + gamma C
-
-    @model_validator(mode="after")
-    def _check_slopes(self) -> Self:
-        if self.prefill[1] <= 0 or not any(self.step):
-            raise ValueError("a token of a prompt, and a step, take time")
-        return self
-
-
 class BalancerSettings(_Strict):
     """Settings of what begins, in which order and where; none has to be set. See docs/operations.md."""
 
@@ -268,6 +193,7 @@ class ServiceConfig(_Strict):
     model_version: Annotated[int, Field(ge=0)] = 0
     replicas: Annotated[int, Field(ge=1)] = 1
     engine: EngineConfig = EngineConfig()
+    engines: Annotated[list[EngineEntry], Field(min_length=1)] | None = None  # in place of `engine` and `replicas`
     chat: ChatSettings = ChatSettings()
     workers: WorkerSettings = WorkerSettings()
     # Each has its share of the sessions, by their ids. None: what the run began with, else as `sizing.py` says.
@@ -291,17 +217,33 @@ class ServiceConfig(_Strict):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
-        engine = self.engine
-        if self.can_sleep and engine.kind == "vllm" and engine.device == "cpu":
-            raise ValueError(f"mode {self.mode} needs device cuda: vLLM cannot give memory back on CPU")
-        if self.mode in (Mode.COLOCATED, Mode.DEBUG) and engine.load_format == "dummy":
-            raise ValueError(f"mode {self.mode} needs load_format auto: nobody pushes weights")
+        if self.engines is not None and (self.engine != EngineConfig() or self.replicas != 1):
+            raise ValueError("`engines` stands in place of `engine` and `replicas`: a config has one form")
+        check_entries(self.entries)
+        for entry in self.entries:
+            at = "" if self.engines is None else f"engine {entry.name}: "
+            if self.can_sleep and entry.kind != "simulated" and entry.device == "cpu":
+                raise ValueError(f"{at}mode {self.mode} needs device cuda: no engine gives memory back on CPU")
+            if self.mode in (Mode.COLOCATED, Mode.DEBUG) and entry.load_format == "dummy":
+                raise ValueError(f"{at}mode {self.mode} needs load_format auto: nobody pushes weights")
         return self
+
+    @property
+    def entries(self) -> tuple[EngineEntry, ...]:
+        """The kinds of replicas: those of `engines`, else the one that `engine` and `replicas` say."""
+        if self.engines is not None:
+            return tuple(self.engines)
+        return (EngineEntry.model_validate({**self.engine.model_dump(), "replicas": self.replicas}),)
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas of all entries."""
+        return sum(entry.replicas for entry in self.entries)
 
     @property
     def num_gpu_engines(self) -> int:
         """Engines on GPUs that step side by side."""
-        return self.replicas * self.engine.data_parallel_size if self.engine.on_gpu else 0
+        return sum(entry.replicas * entry.data_parallel_size for entry in self.entries if entry.on_gpu)
 
     @property
     def num_ingress(self) -> int:
@@ -321,7 +263,7 @@ class ServiceConfig(_Strict):
     @property
     def allows_adapters(self) -> bool:
         """Tell if a LoRA adapter may be served."""
-        return self.allows_weights and self.engine.lora_rank is not None
+        return self.allows_weights and self.entries[0].lora_rank is not None
 
     @property
     def can_sleep(self) -> bool:
@@ -334,9 +276,17 @@ class ServiceConfig(_Strict):
         return {Mode.HYBRID: 2, Mode.COLOCATED: 1}.get(self.mode, 0)
 
     @property
-    def weight_staging(self) -> Staging:
-        """The place where new weights wait for their commit."""
-        return self.engine.weight_staging or ("none" if self.mode is Mode.HYBRID else "auto")
+    def awaits_weights(self) -> bool:
+        """Tell if no replica has weights before somebody sends some."""
+        return all(entry.load_format == "dummy" for entry in self.entries)
+
+    def weight_staging(self, entry: EngineEntry) -> Staging:
+        """Return the place where new weights of an entry's replicas wait for their commit."""
+        return entry.weight_staging or ("none" if self.mode is Mode.HYBRID else "auto")
+
+    def max_context_tokens(self, entry: EngineEntry) -> int:
+        """Return the longest context of an entry's replicas. Raises InvalidRequest as `model_sizes`."""
+        return entry.max_context_tokens or _own_sizes(self).max_context_tokens
 
     @classmethod
     def load(cls, path: Path) -> ServiceConfig:
@@ -379,7 +329,7 @@ class ServiceConfig(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model, by its config.json."""
+    """Sizes of a model, by its config.json; the context is the longest that any replica serves."""
 
     max_context_tokens: int
     vocab_size: int
@@ -388,11 +338,18 @@ class ModelSizes:
 
 def model_sizes(config: ServiceConfig) -> ModelSizes:
     """Return what the model's config.json says of it. Raises InvalidRequest if it does not."""
+    sizes = _own_sizes(config)
+    longest = max(entry.max_context_tokens or sizes.max_context_tokens for entry in config.entries)
+    return replace(sizes, max_context_tokens=longest)
+
+
+def _own_sizes(config: ServiceConfig) -> ModelSizes:
     path = config.model_path() / "config.json"
     try:
         document = json.loads(path.read_text())
         document |= document.get("text_config") or {}  # of models that also see or hear
-        context = config.engine.max_context_tokens or int(document["max_position_embeddings"])
+        is_given = all(entry.max_context_tokens for entry in config.entries)
+        context = 0 if is_given else int(document["max_position_embeddings"])
         has_experts = any(int(document.get(name) or 0) > 1 for name in _NUM_EXPERTS)
         return ModelSizes(context, int(document["vocab_size"]), has_experts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -12,6 +12,7 @@ from agentloop.api import Consistency
 from agentloop.errors import InvalidRequest
 from agentloop.fleet import WeightConfig
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.replica import ORDER_TIMEOUT_S, ReplicaConfig
 
 FIRST_STEP_FACTOR = 5  # an engine may compile before its first step
@@ -24,12 +25,14 @@ def weight_config(config: ServiceConfig) -> WeightConfig:
 
     Raises InvalidRequest unless they fit, all together, into the time of the whole update.
     """
-    engine, updates = config.engine, config.updates
-    commit_timeout_s = engine.commit_timeout_s + CALL_MARGIN_S  # vLLM's own sleep and wake have the same
+    updates, entries = config.updates, config.entries
+    own_stage_s = max(entry.stage_timeout_s for entry in entries)
+    own_commit_s = max(entry.commit_timeout_s for entry in entries)
+    commit_timeout_s = own_commit_s + CALL_MARGIN_S  # an engine's own sleep and wake have the same
     steps = WeightConfig(
         consistency=Consistency(updates.consistency),
         straggler_grace_s=updates.straggler_grace_s,
-        stage_timeout_s=engine.stage_timeout_s + CALL_MARGIN_S,
+        stage_timeout_s=own_stage_s + CALL_MARGIN_S,
         commit_timeout_s=commit_timeout_s,
         sleep_timeout_s=commit_timeout_s,
         wake_timeout_s=commit_timeout_s,
@@ -43,18 +46,20 @@ def weight_config(config: ServiceConfig) -> WeightConfig:
     if steps.update_timeout_s >= updates.timeout_s:
         raise InvalidRequest(
             f"updates.timeout_s is {updates.timeout_s:g} s, and the steps of an update may take "
-            f"{steps.update_timeout_s:g} s together (engine.stage_timeout_s is {engine.stage_timeout_s:g}, "
-            f"engine.commit_timeout_s {engine.commit_timeout_s:g}): raise the one, or lower the others",
+            f"{steps.update_timeout_s:g} s together (engine.stage_timeout_s is {own_stage_s:g}, "
+            f"engine.commit_timeout_s {own_commit_s:g}): raise the one, or lower the others",
             param="updates.timeout_s",
         )
     return steps
 
 
-def replica_config(config: ServiceConfig) -> ReplicaConfig:
+def replica_config(config: ServiceConfig, entry: EngineEntry) -> ReplicaConfig:
     """Return the bounds of a replica."""
-    stall_timeout_s = config.engine.stall_timeout_s
+    stall_timeout_s = entry.stall_timeout_s
     return ReplicaConfig(
         stall_timeout_s=stall_timeout_s,
         first_step_timeout_s=FIRST_STEP_FACTOR * stall_timeout_s,
         max_pause_s=config.max_pause_s,
+        entry=entry.name,
+        withheld=frozenset(entry.withheld),
     )

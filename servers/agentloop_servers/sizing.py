@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from agentloop_servers.config import ServiceConfig, saved_config
+from agentloop_servers.engine_config import EngineConfig
 from agentloop_servers.host import usable_cpus
 
 _CPUS_OF_AN_ENGINE = 2  # its process and its front end, which step and answer all the time
 _CPUS_OF_OTHERS = 2  # the coordinator, and Ray
 _MAX_PROCESSES = 16  # of a kind
+
+Engine = TypeVar("Engine", bound=EngineConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None) -> 
     Workers take twice as many trajectories as engines have seats: the others wait for tools. Raises InvalidRequest
     if the run's own config cannot be read.
     """
-    counts, workers, engine = ProcessCounts(1, 1), config.workers, config.engine
+    counts, workers = ProcessCounts(1, 1), config.workers
     if config.num_gpu_engines:
         counts = processes_for(config.num_gpu_engines, usable_cpus() if num_cpus is None else num_cpus)
     first = saved_config(run_dir)
@@ -53,11 +57,19 @@ def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None) -> 
     num_workers = workers.replicas or counts.num_workers
     capacity = workers.capacity
     if capacity is None and config.num_gpu_engines:
-        capacity = max(256, 2 * engine.num_seats * config.num_gpu_engines // num_workers)
+        on_gpu = [entry for entry in config.entries if entry.on_gpu]
+        num_seats = sum(entry.num_seats * entry.replicas * entry.data_parallel_size for entry in on_gpu)
+        capacity = max(256, 2 * num_seats // num_workers)
+    sized_engines = None if config.engines is None else [_seated(entry) for entry in config.engines]
     return config.model_copy(
         update={
             "ingress_replicas": num_ingress or 1,
-            "engine": engine.model_copy(update={"max_running": engine.num_seats}),
+            "engine": _seated(config.engine) if sized_engines is None else config.engine,
+            "engines": sized_engines,
             "workers": workers.model_copy(update={"replicas": num_workers, "capacity": capacity or 256}),
         }
     )
+
+
+def _seated(engine: Engine) -> Engine:
+    return engine.model_copy(update={"max_running": engine.num_seats})

@@ -21,6 +21,7 @@ from typing import Any
 import uvloop
 
 from agentloop.aio import freeze_gc
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.engine import OnProgress
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
@@ -199,7 +200,7 @@ class _OneReplica(FakeCoordinator):
         super().__init__()
         self._url = url
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
+    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
         lease = Lease(f"lease-{session_id}", "bench", self._url)
         self.leases[lease.lease_id] = lease
         return lease

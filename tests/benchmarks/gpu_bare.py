@@ -24,8 +24,8 @@ import uvloop
 
 from agentloop.aio import freeze_gc
 from agentloop.types import SamplingParams
-from agentloop_servers.app import vllm_config
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_parts import vllm_config
 from agentloop_servers.engines.vllm.config import engine_arguments, prepare_environment
 from agentloop_servers.engines.vllm.convert import sampling_params
 from tests.benchmarks.cpu_seconds import CpuSeconds
@@ -103,7 +103,7 @@ class BareSglang(BareEngine):
         self._make = importlib.import_module("sglang").Engine
 
     async def start(self) -> None:
-        config = importlib.import_module("agentloop_servers.app").sglang_config(self.config)
+        config = importlib.import_module("agentloop_servers.engine_parts").sglang_config(self.config)
         arguments = self._config.server_arguments(config, "ipc:///unused")
         del arguments["kv_events_config"]
         self._engine = self._make(**arguments)

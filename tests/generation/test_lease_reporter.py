@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.api import LeaseOrders, LeaseReport, TurnBegun, TurnEnded
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import VirtualClock
 from agentloop.errors import InvalidRequest, NoHealthyReplica, NotFound, ServiceUnavailable
 from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
@@ -339,7 +340,7 @@ class Moves:
         self.answers: list[Lease | Exception] = []
         self.asked: list[tuple[Lease, bool]] = []
 
-    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
         self.asked.append((lease, is_failed))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):

@@ -28,8 +28,8 @@ from agentloop.api.coordinator import UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.engine import Engine
 from agentloop.types import GenerateRequest, Generation, KVPolicy, SamplingParams
-from agentloop_servers.app import build_engine
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_parts import build_engine
 from agentloop_servers.local import running_service
 from tests.benchmarks.report import finish, table
 from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_version

@@ -29,5 +29,5 @@ def test_a_replica_of_many_changes_is_found():
         index.put("a", (float(load), 0, 0))
         index.put("b", (float(1000 - load), 0, 0))
     assert index.least() == "b"
-    assert index.load("b") == 1.0
+    assert index.order("b")[0] == 1.0
     assert len(index) == 2

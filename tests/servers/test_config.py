@@ -14,8 +14,6 @@ from agentloop.scheduling.step_times import FITS, StepTimes
 from agentloop_servers.app import (
     application,
     build,
-    engine_actor_options,
-    initial_weights,
     keys_of,
     mode_rules,
 )
@@ -23,6 +21,7 @@ from agentloop_servers.balancing import balancer_config
 from agentloop_servers.config import Mode, ModelSizes, ServiceConfig, model_sizes
 from agentloop_servers.coordinator.client import COMMAND_TIMEOUT_S
 from agentloop_servers.deadlines import weight_config
+from agentloop_servers.engine_parts import engine_actor_options, initial_weights
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.local import start_ray
 from tests.support.records.model_folder import write_folder
@@ -88,8 +87,9 @@ def test_what_a_mode_allows(mode, push, weights, sleep_level, staging):
     config = service(mode=mode)
     assert (config.allows_push, config.allows_weights) == (push, weights)
     assert (config.can_sleep, config.max_sleep_level) == (sleep_level > 0, sleep_level)
-    assert config.weight_staging == staging
-    assert service(mode=mode, engine={"weight_staging": "host"}).weight_staging == "host"
+    assert config.weight_staging(config.entries[0]) == staging
+    to_host = service(mode=mode, engine={"weight_staging": "host"})
+    assert to_host.weight_staging(to_host.entries[0]) == "host"
     assert not config.allows_adapters
     assert service(mode=mode, engine={"lora_rank": 8}).allows_adapters == weights
     rules = mode_rules(config)

@@ -263,7 +263,7 @@ async def _serve(config: ServiceConfig, run_dir: Path, grace_s: float, *, is_res
     console = _console()
     begins = "going on" if is_resumed else "starting"
     console.print(f"{begins}; log and trajectories in {run_dir}", highlight=False, soft_wrap=True)
-    waits_for_weights = is_resumed or config.engine.load_format == "dummy"
+    waits_for_weights = is_resumed or config.awaits_weights
     async with running_service(config, run_dir, waits_for_weights=waits_for_weights) as url:
         stopping = stop_on_sigterm()  # Ray has set its own handler
         console.print(f"ready at {url}   (Ctrl-C stops it)", highlight=False, soft_wrap=True)

@@ -113,7 +113,7 @@ async def run_rollout(
     link_latest(run_dir)
     configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
     console.print(f"run      {run_dir}", highlight=False)
-    console.print(f"service  starting {config.replicas} replica(s) of {config.model} …", highlight=False)
+    console.print(f"service  starting {config.num_replicas} replica(s) of {config.model} …", highlight=False)
     started_at = time.monotonic()
     # The service is this run's own: on a free port, so that runs side by side do not meet.
     private = config.model_copy(update={"port": 0, "run_dir": None})

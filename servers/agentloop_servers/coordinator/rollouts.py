@@ -33,6 +33,7 @@ from agentloop.api import (
     is_session_holder,
     session_holder,
 )
+from agentloop.capabilities import NO_NEEDS, Needs, needs_of
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling import (
@@ -45,7 +46,17 @@ from agentloop.scheduling import (
     Sample,
 )
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
-from agentloop.types import FAILURES, Assignment, Lease, RolloutGroup, RolloutTask, StopReason, Timings, Trajectory
+from agentloop.types import (
+    FAILURES,
+    Assignment,
+    Lease,
+    RolloutGroup,
+    RolloutTask,
+    SamplingParams,
+    StopReason,
+    Timings,
+    Trajectory,
+)
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
 _TRIM_GAP_S = 0.02  # between two batches of deletions
@@ -274,6 +285,8 @@ class Rollouts:
         try:
             known = await self._status(rollout_id)
         except NotFound:
+            for group in groups:
+                self._replicas.fleet.check_needs(_needs(group.task))
             self.queue.reserve(rollout_id, groups, terms)
         else:
             is_live = self.queue.status(rollout_id) is not None
@@ -340,7 +353,7 @@ class Rollouts:
 
     # --- leases of trajectories and sessions ---
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
+    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
         if self.is_draining and self._replicas.balancer.lease_of(session_holder(session_id)) is None:
             raise ServiceUnavailable("the service is stopping")
         wait_s = self._config.placement_wait_s
@@ -350,16 +363,17 @@ class Rollouts:
             num_prompt_tokens=num_tokens,
             is_session=True,
             expires_at=self._clock.now() + wait_s + self._config.balancer.lease_ttl_s,
+            needs=needs,
         )
         return await self._replicas.room.begin_call(demand, wait_s)
 
-    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
-        """Raises NoHealthyReplica, or NotFound for a holder that has nothing to move."""
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
+        """Raises NoHealthyReplica, UnsupportedParameter, or NotFound for a holder that has nothing to move."""
         if is_failed:
             self._replicas.report_failure(lease)
         return await self._replicas.room.go_on(
             self._holder_of(assignment_id),
-            lambda: self._moved(assignment_id, lease, is_failed),
+            lambda: self._moved(assignment_id, lease, is_failed, needs),
             self._config.placement_wait_s,
         )
 
@@ -385,7 +399,7 @@ class Rollouts:
         """Return the holder that a trajectory's or a session's name stands for."""
         return name if self.queue.is_live(name) else session_holder(name)
 
-    def _moved(self, name: str, lease: Lease, is_failed: bool) -> Lease:
+    def _moved(self, name: str, lease: Lease, is_failed: bool, needs: Needs) -> Lease:
         balancer, now = self._replicas.balancer, self._clock.now()
         holder_id = self._holder_of(name)
         held = balancer.lease_of(holder_id)
@@ -395,7 +409,7 @@ class Rollouts:
             balancer.adopt(Demand(name, group_id=group_key(name)), lease, now)
         elif held.lease_id != lease.lease_id:
             return held  # it has moved already; that answer was lost
-        return balancer.move(lease, is_failed, now)
+        return balancer.move(lease, is_failed, now, needs)
 
     def _assign(self, worker_id: str, num_free: int) -> tuple[Assignment, ...]:
         """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""
@@ -516,6 +530,7 @@ def _demand(worker_id: str, sample: Sample) -> Demand:
         group_id=group_key(sample.assignment_id),
         num_prompt_tokens=_num_prompt_tokens(sample.group.task),
         group_size=sample.group.num_samples,
+        needs=_needs(sample.group.task),
     )
 
 
@@ -533,6 +548,13 @@ def _assignment(sample: Sample, lease: Lease) -> Assignment:
         staleness=group.staleness,
         num_stale_attempts=sample.num_stale_attempts,
     )
+
+
+def _needs(task: RolloutTask) -> Needs:
+    """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
+    asked = SamplingParams(1, seed=task.seed)
+    needs = needs_of(asked, _num_prompt_tokens(task), has_images=bool(task.images))
+    return needs if needs.features else NO_NEEDS  # how long the prompt is, is a guess
 
 
 def _num_prompt_tokens(task: RolloutTask) -> int:

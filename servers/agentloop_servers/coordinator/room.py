@@ -8,8 +8,8 @@ sample has been refused for `patience_s`, it may begin up to the same bound, and
 
 Ownership: the one place where leases are waited for. Whoever gives KV back calls `changed`, and whoever changes who
 takes traffic `fleet_changed`.
-Invariants: of the calls that wait, the one that asked first is tried first, also if it had to ask again; what holds
-a lease never waits for room.
+Invariants: of the calls that wait for the same kinds of replicas, the one that asked first is tried first, also if
+it had to ask again; what holds a lease never waits for room.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import asyncio
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentloop.aio import ChangeSignal, deadline_after, is_set_by
 from agentloop.api import QueueStatus
+from agentloop.capabilities import NO_NEEDS
 from agentloop.clock import Clock
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet import Fleet
@@ -67,7 +68,8 @@ class Room:
         self._clock = clock
         self._changed = changed
         self._going_on: dict[str, asyncio.Event] = {}  # holders that have begun, and wait for a place
-        self._waiting: list[_Ticket] = []  # a heap; those that are gone leave it at the top
+        # Heaps by the kinds of replicas that can serve who waits there; those that are gone leave at the top.
+        self._lines: dict[frozenset[str], list[_Ticket]] = {}
         self._num_waiting = 0
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # holder -> when it asked first, and left
         self._num_asked = 0
@@ -80,6 +82,8 @@ class Room:
         """Grant a sample its lease, or say why it has to wait."""
         now = self._clock.now()
         over = self._config.overcommit if self._is_samples_turn(now) else 0.0
+        if not self._fleet.may_serve(demand.needs):  # its turn will be told so
+            demand = replace(demand, needs=NO_NEEDS)
         if not self._fits(demand, now, over):
             is_full = not self._balancer.has_room(now, num_prompt_tokens=demand.num_prompt_tokens, over=over)
             self._refused_at = now
@@ -98,14 +102,17 @@ class Room:
     async def begin_call(self, demand: Demand, wait_s: float) -> Lease:
         """Grant a session or a direct call its lease, as soon as there is room for it.
 
-        Raises NoHealthyReplica after `wait_s`: whoever can still wait asks again, and keeps its turn.
+        Raises NoHealthyReplica after `wait_s`: whoever can still wait asks again, and keeps its turn; and
+        UnsupportedParameter if no engine of the service can serve what it needs.
         """
+        self._fleet.check_needs(demand.needs)
+        line = self._lines.setdefault(self._fleet.able(demand.needs), [])
         try:
-            return self._grant(demand)
+            return self._grant(demand, line)
         except NoHealthyReplica as error:
             refusal = error
         deadline_at = deadline_after(wait_s, wait_s)
-        ticket = self._enter(demand.holder_id)
+        ticket = self._enter(demand.holder_id, line)
         try:
             while True:
                 if not await is_set_by(ticket.event, deadline_at):
@@ -113,7 +120,7 @@ class Room:
                     raise refusal
                 ticket.event.clear()
                 try:
-                    return self._grant(demand, ticket)
+                    return self._grant(demand, line, ticket)
                 except NoHealthyReplica as error:
                     refusal = error
         finally:
@@ -176,13 +183,13 @@ class Room:
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
         if has_lease or not self._config.is_limited:
             return True
-        return self._balancer.has_room(now, demand.group_id, demand.num_prompt_tokens, over)
+        return self._balancer.has_room(now, demand.group_id, demand.num_prompt_tokens, over, demand.needs)
 
-    def _grant(self, demand: Demand, ticket: _Ticket | None = None) -> Lease:
-        """Raises NoHealthyReplica unless there is room, and nobody comes before."""
+    def _grant(self, demand: Demand, line: list[_Ticket], ticket: _Ticket | None = None) -> Lease:
+        """Raises NoHealthyReplica unless there is room, and nobody in its line comes before."""
         now = self._clock.now()
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
-        is_turn = has_lease or (self._first() is ticket and not self._is_samples_turn(now))
+        is_turn = has_lease or (_first(line) is ticket and not self._is_samples_turn(now))
         if not is_turn or not self._fits(demand, now, self._config.overcommit):
             raise NoHealthyReplica("no replica has room for another session now")
         return self._balancer.acquire(demand, now)
@@ -195,21 +202,16 @@ class Room:
         since = self._refused_since
         return since is not None and self._is_refusing(now) and now - since >= self._config.patience_s
 
-    def _enter(self, holder_id: str) -> _Ticket:
+    def _enter(self, holder_id: str, line: list[_Ticket]) -> _Ticket:
         now = self._clock.now()
         while self._left and now - next(iter(self._left.values()))[1] > _COMES_BACK_S:
             self._left.popitem(last=False)
         asked_at, _ = self._left.pop(holder_id, (now, now))
         self._num_asked += 1
         ticket = _Ticket(asked_at, self._num_asked)
-        heapq.heappush(self._waiting, ticket)
+        heapq.heappush(line, ticket)
         self._num_waiting += 1
         return ticket
-
-    def _first(self) -> _Ticket | None:
-        while self._waiting and self._waiting[0].is_gone:
-            heapq.heappop(self._waiting)
-        return self._waiting[0] if self._waiting else None
 
     def _wake_next(self) -> None:
         for holder_id in self._balancer.admission.next_up():
@@ -218,6 +220,14 @@ class Room:
                 event.set()
 
     def _wake(self) -> None:
-        first = self._first()
-        if first is not None:
-            first.event.set()
+        for line in self._lines.values():
+            first = _first(line)
+            if first is not None:
+                first.event.set()
+
+
+def _first(line: list[_Ticket]) -> _Ticket | None:
+    """Return the ticket whose turn it is."""
+    while line and line[0].is_gone:
+        heapq.heappop(line)
+    return line[0] if line else None

@@ -23,6 +23,7 @@ from structlog.contextvars import bind_contextvars
 
 from agentloop.aio import freeze_gc
 from agentloop.api import WorkerPort
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import Delta, OnProgress, TokenEngine
 from agentloop.errors import AgentLoopError, UnsupportedParameter, from_wire
@@ -107,8 +108,9 @@ class WorkerLink:
         """End a request, as `TokenEngine.abort` does."""
         await self._ask(WorkerCall.ABORT, request_id, type(None))
 
-    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
-        """Ask for another lease, as `WorkerPort.move` does, in place of the one that the worker holds."""
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
+        """Ask for another lease, as `WorkerPort.move` does, in place of the one that the worker holds; what a
+        request needs the worker sees itself."""
         return await self._ask(WorkerCall.MOVE, is_failed, Lease)
 
     async def _ask(

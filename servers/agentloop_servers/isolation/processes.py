@@ -23,6 +23,7 @@ import orjson
 import structlog
 
 from agentloop.api import WorkerPort
+from agentloop.capabilities import Capabilities, needs_of
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress, TokenEngine
 from agentloop.errors import AgentLoopError, EnginePaused, Forbidden, InvalidRequest, NoHealthyReplica, error_line
@@ -111,8 +112,9 @@ def _ending(status: int) -> str:
 
 
 def _blank(lease: Lease) -> Lease:
-    """Return a lease as a trajectory's process has it: it knows no address, and hashes nothing."""
-    return replace(lease, url="", block_size=0)
+    """Return a lease as a trajectory's process has it: it knows no address, hashes nothing, and asks the worker for
+    anything."""
+    return replace(lease, url="", block_size=0, can=Capabilities())
 
 
 class IsolatedRuns:
@@ -360,7 +362,8 @@ class ProcessRun:
         """Return the lease to call under. Raises EnginePaused while there is no room: the process asks again, and
         does not count the time."""
         try:
-            return self._lease.held() or await self._lease.lease(request)
+            needs = needs_of(request.sampling, len(request.token_ids), has_images=bool(request.images))
+            return self._lease.held(needs) or await self._lease.lease(request, needs)
         except NoHealthyReplica as error:
             raise EnginePaused(f"the turn waits for a place: {error.message}") from error
 

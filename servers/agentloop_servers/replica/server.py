@@ -30,6 +30,7 @@ import structlog
 from aiohttp import web
 
 from agentloop.api import ReplicaPort, ReplicaRegistration, ReplicaReport
+from agentloop.capabilities import Feature
 from agentloop.codec import decode
 from agentloop.engine import Engine, KVEvent, MemoryTag, Progress, WeightUpdate
 from agentloop.errors import AgentLoopError, EngineLost, EnginePaused
@@ -67,6 +68,8 @@ class ReplicaConfig:
     stall_timeout_s: float = 60.0  # without a step while requests run
     first_step_timeout_s: float = 300.0  # the same before the engine's first step: it may compile
     max_pause_s: float = 600.0  # of a pause; then new requests are refused, and no longer held
+    entry: str = ""  # the name of its kind of replicas
+    withheld: frozenset[Feature] = frozenset()  # what its engine can do and is not used for
 
 
 class StallWatch:
@@ -165,7 +168,8 @@ class DataPlaneServer(PrivateServer):
     def _stamped(self, generation: Generation) -> Generation:
         is_probe = generation.request_id.startswith(PROBE_ID)
         self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
-        return replace(generation, replica_id=self._replica_id, load=self._engine.load())
+        engine = self._engine
+        return replace(generation, replica_id=self._replica_id, engine=engine.info.name, load=engine.load())
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         wanted = decode(await request.read(), GenerateRequest)
@@ -357,9 +361,10 @@ class Replica:
             self._log.debug("deregister_failed", error=str(error))
 
     def _registration(self) -> ReplicaRegistration:
-        engine = self._engine
+        engine, config = self._engine, self._config
+        info = replace(engine.info, features=engine.info.features - config.withheld)
         return ReplicaRegistration(
-            self.replica_id, self.url, engine.info, engine.weight_version, engine.is_paused, engine.asleep
+            self.replica_id, self.url, info, engine.weight_version, engine.is_paused, engine.asleep, config.entry
         )
 
     def _report(self) -> ReplicaReport:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from agentloop.api.coordinator import ReplicaRegistration, ReplicaReport
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock
 from agentloop.engine import (
     ALL_MEMORY,
@@ -203,11 +204,11 @@ class OneLease:
         self.holder = LeaseHolder(LeaseReporter("test", None), "test")
         self.holder.hold(Lease("lease-1", "replica-1", "url-1"))
 
-    def held(self) -> Lease:
+    def held(self, needs: Needs = NO_NEEDS) -> Lease:
         assert self.holder.lease is not None
         return self.holder.lease
 
-    async def lease(self, request: GenerateRequest) -> Lease:
+    async def lease(self, request: GenerateRequest, needs: Needs) -> Lease:
         return self.held()
 
     async def move(self, failed: Lease) -> None:

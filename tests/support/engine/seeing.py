@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agentloop.capabilities import Feature
 from agentloop.engine import EngineInfo, OnProgress
 from agentloop.errors import InvalidRequest
 from agentloop.images import Image, ImageTokens
@@ -28,7 +29,7 @@ class SeeingEngine(SimulatedEngine):
 
     @property
     def info(self) -> EngineInfo:
-        return replace(super().info, takes_images=True)
+        return replace(super().info, features=super().info.features | {Feature.IMAGES})
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         self.asked += [image.sha256 for image in images]

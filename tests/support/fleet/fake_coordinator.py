@@ -22,6 +22,7 @@ from agentloop.api.coordinator import (
     UpdateReport,
     WorkerReport,
 )
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded, ServiceUnavailable
@@ -169,7 +170,7 @@ class FakeCoordinator:
         self.is_cancelled = True
         return self._status(rollout_id)
 
-    async def lease(self, session_id: str, num_tokens: int, process_id: str) -> Lease:
+    async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
         self._raise_next()
         held = self.held.get(session_id)
         return held if held is not None and held.lease_id in self.leases else self._grant(session_id)
@@ -205,7 +206,7 @@ class FakeCoordinator:
     def _lease_on(self, url: str) -> Lease:
         return Lease(f"lease on {url}", replica_id=url, url=url)
 
-    async def move(self, assignment_id: str, lease: Lease, is_failed: bool) -> Lease:
+    async def move(self, assignment_id: str, lease: Lease, is_failed: bool, needs: Needs = NO_NEEDS) -> Lease:
         self._raise_next()
         if lease.url in self.urls:  # an assignment's
             others = [url for url in self.urls if url != lease.url and url not in self.dead]

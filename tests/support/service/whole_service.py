@@ -12,20 +12,21 @@ from typing import Any
 from agentloop.api import FrontPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
+from agentloop.fleet import FleetConfig
 from agentloop.rollout.toolbox import Toolbox, load_tools
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.worker import Worker
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.app import (
     IngressProcess,
-    build_engine,
-    initial_weights,
     tool_names,
 )
 from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format import load_chat_format
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.coordinator import Coordinator, CoordinatorClient, CoordinatorConfig, CoordinatorServer
+from agentloop_servers.deadlines import replica_config
+from agentloop_servers.engine_parts import build_engine, initial_weights
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica
 from agentloop_servers.tcp import listening_socket, url_of
@@ -81,6 +82,7 @@ async def whole_site(
             CoordinatorConfig(
                 kv_policy=config.kv_policy,
                 initial_weights=initial_weights(config),
+                fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 balancer=balancer_config(config),
             ),
             RealClock(),
@@ -97,8 +99,11 @@ async def whole_site(
 
         client = CoordinatorClient(find, SECRET)
         closing.push_async_callback(client.close)
-        for index in range(config.replicas):
-            replica = Replica(f"replica-{index}", build(config), client.replicas, SECRET, config.host)
+        kinds = [entry for entry in config.entries for _ in range(entry.replicas)]
+        for index, entry in enumerate(kinds):
+            engine = build(config) if config.engines is None else build_engine(config, entry)
+            name, bounds = f"{entry.name}-{index}", replica_config(config, entry)
+            replica = Replica(name, engine, client.replicas, SECRET, config.host, slot=index, config=bounds)
             closing.push_async_callback(replica.close)
             await replica.start()
         toolbox = Toolbox(load_tools(tool_names(config), SHIPPED_TOOLS))
@@ -127,6 +132,6 @@ async def whole_site(
             urls.append(url_of(config.host, public.getsockname()[1]))
             await ingresses[index].start(index, public)
         async with asyncio.timeout(30):
-            while len((await coordinator.status()).replicas) < config.replicas:
+            while len((await coordinator.status()).replicas) < config.num_replicas:
                 await asyncio.sleep(0.01)
         yield ServiceSite(config, run_dir, coordinator, client.front, tuple(urls), ingresses)

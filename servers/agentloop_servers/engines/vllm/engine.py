@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentloop.capabilities import Feature
 from agentloop.checks import room_tokens
 from agentloop.engine_lifecycle import EnginePhase
 from agentloop.errors import AgentLoopError, Conflict, EngineLost
@@ -47,7 +48,8 @@ class VllmEngine(ProcessEngine):
             await self.close()
             raise
         self._images = VllmImages(self._process.llm)
-        self._info = replace(self._process.describe(), takes_images=self._images.takes_images)
+        info = self._process.describe()
+        self._info = replace(info, features=info.features | {Feature.IMAGES}) if self._images.takes_images else info
         self._lifecycle.started(self._config.initial_version)
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from agentloop.capabilities import CONSTRAINTS, SAMPLING
 from agentloop.engine import EngineInfo, MemoryTag
 from agentloop.errors import AgentLoopError, EngineError
 from agentloop.sampling import LogprobsMode
@@ -218,7 +219,8 @@ class VllmProcess:
             num_workers=self._config.num_workers,
             weight_dtype=str(config.model_config.dtype).removeprefix("torch."),
             can_sleep=self._config.can_sleep,
-            can_constrain=self._config.can_constrain,
+            features=SAMPLING | CONSTRAINTS if self._config.can_constrain else SAMPLING,
+            lora_rank=self._config.lora_rank,
             logprobs_mode=self._config.logprobs_mode,
         )
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from agentloop.images import MAX_IMAGES
-from agentloop_servers.app import build_engine, takes_images, vllm_config
 from agentloop_servers.config import ServiceConfig
+from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
 from agentloop_servers.engines.common import kv_endpoint, kv_endpoints
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments
 from tests.support.records.vision_folder import write_vision_folder

@@ -1,0 +1,133 @@
+"""Capabilities: what an engine can do that not every engine can, and what a request needs of one.
+
+An engine says its features at its start (`EngineInfo`), a lease carries them to whoever calls under it, and a
+request's needs follow from the request alone. Both are small, compared at every turn: a set of features is an
+integer with a bit for each. A service refuses what none of its engines can do, and places the rest where it can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from agentloop.sampling import ConstraintKind, SamplingParams
+
+
+class Feature(StrEnum):
+    """A thing that a request may ask of an engine; the first four are the kinds of a Constraint."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    STRUCTURAL_TAG = "structural_tag"
+    REGEX = "regex"
+    IMAGES = "images"
+    SEED = "seed"  # the same request samples the same ids again
+    LOGIT_BIAS = "logit_bias"
+    PENALTIES = "penalties"  # frequency and presence
+    REPETITION_PENALTY = "repetition_penalty"
+    MIN_P = "min_p"
+    MIN_TOKENS = "min_tokens"
+    TOP_LOGPROBS = "top_logprobs"
+
+
+CONSTRAINTS = frozenset(Feature(kind.value) for kind in ConstraintKind)
+SAMPLING = frozenset(
+    {
+        Feature.SEED,
+        Feature.LOGIT_BIAS,
+        Feature.PENALTIES,
+        Feature.REPETITION_PENALTY,
+        Feature.MIN_P,
+        Feature.MIN_TOKENS,
+        Feature.TOP_LOGPROBS,
+    }
+)
+"""All that `SamplingParams` offers, but for constraints."""
+
+_BITS = {feature: 1 << number for number, feature in enumerate(Feature)}
+_PARAMS = {  # the field of a request that asks for a feature, where it is not called so
+    **dict.fromkeys(CONSTRAINTS, "constraint"),
+    Feature.PENALTIES: "frequency_penalty",
+    Feature.TOP_LOGPROBS: "num_top_logprobs",
+}
+_CONSTRAINT_BITS = {kind: _BITS[Feature(kind.value)] for kind in ConstraintKind}
+UNBOUNDED_TOKENS = 1 << 62
+
+
+@lru_cache(maxsize=64)
+def bits_of(features: frozenset[Feature]) -> int:
+    """Return a set of features as an integer."""
+    return sum(_BITS[feature] for feature in features)
+
+
+@lru_cache(maxsize=1024)
+def features_of(bits: int) -> tuple[Feature, ...]:
+    """Return the features of an integer, in the order of their definition."""
+    return tuple(feature for feature, bit in _BITS.items() if bits & bit)
+
+
+def param_of(feature: Feature) -> str:
+    """Return the field of a request that asks for a feature."""
+    return _PARAMS.get(feature, feature.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A request's, or a trajectory's, needs of an engine."""
+
+    features: int = 0  # as `bits_of` makes them
+    context_tokens: int = 0  # of the prompt and of all that may be sampled
+
+    def joined(self, other: Needs) -> Needs:
+        """Return what serves both."""
+        if other.features | self.features == self.features and other.context_tokens <= self.context_tokens:
+            return self
+        return Needs(self.features | other.features, max(self.context_tokens, other.context_tokens))
+
+
+NO_NEEDS = Needs()
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """An engine's abilities."""
+
+    features: int = -1
+    max_context_tokens: int = UNBOUNDED_TOKENS
+
+    def suits(self, needs: Needs) -> bool:
+        """Tell if an engine of these can serve what needs that."""
+        return not needs.features & ~self.features and needs.context_tokens <= self.max_context_tokens
+
+
+ANYTHING = Capabilities()
+"""What is assumed of an engine that does not say."""
+
+
+def needs_of(sampling: SamplingParams, num_prompt_tokens: int, *, has_images: bool) -> Needs:
+    """Return what a request needs, `num_prompt_tokens` long."""
+    return Needs(
+        features_asked(sampling) | (_BITS[Feature.IMAGES] if has_images else 0),
+        num_prompt_tokens + sampling.max_tokens,
+    )
+
+
+def features_asked(sampling: SamplingParams) -> int:
+    """Return the features that a request's sampling asks for, as `bits_of` makes them. Off is not asked for."""
+    bits = 0 if sampling.constraint is None else _CONSTRAINT_BITS[sampling.constraint.kind]
+    if sampling.seed is not None:
+        bits |= _BITS[Feature.SEED]
+    if sampling.logit_bias:
+        bits |= _BITS[Feature.LOGIT_BIAS]
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        bits |= _BITS[Feature.PENALTIES]
+    if sampling.repetition_penalty != 1:
+        bits |= _BITS[Feature.REPETITION_PENALTY]
+    if sampling.min_p:
+        bits |= _BITS[Feature.MIN_P]
+    if sampling.min_tokens:
+        bits |= _BITS[Feature.MIN_TOKENS]
+    if sampling.num_top_logprobs:
+        bits |= _BITS[Feature.TOP_LOGPROBS]
+    return bits

@@ -1,0 +1,136 @@
+"""The engines' part of the wiring: what is made of an entry of the config, in its replicas and before they start.
+
+Each function takes an entry of the config; without one it is the config's first, which is the only one of a fleet
+of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from agentloop.engine import Engine, WeightUpdate
+from agentloop.errors import InvalidRequest
+from agentloop.plugins import resolve
+from agentloop.request_watch import ReportPace
+from agentloop.sampling import LogprobsMode
+from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
+from agentloop_servers.config import ServiceConfig, model_sizes
+from agentloop_servers.engine_config import EngineEntry
+from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
+from agentloop_servers.host import THREADS
+
+RECEIVED_WEIGHTS = "agentloop_servers.weight_transfer.simulated:ReceivedWeights"
+SIMULATED_CONTEXTS = 64  # full contexts that a simulated engine's KV cache holds
+SIMULATED_LATENCY = LatencyModel(
+    prefill_s=0.001, prefill_s_per_token=2e-6, decode_s=0.002, decode_s_per_request=2e-5
+)  # of the order of a small model on one GPU
+
+
+def build_engine(config: ServiceConfig, entry: EngineEntry | None = None) -> Engine:
+    """The engine that a replica owns, not started."""
+    entry = config.entries[0] if entry is None else entry
+    if entry.kind == "vllm":
+        return VllmEngine(vllm_config(config, entry))
+    if entry.kind == "sglang":
+        check_kind(entry)
+    max_context_tokens = config.max_context_tokens(entry)
+    return SimulatedEngine(
+        SimulatedSpec(
+            vocab_size=model_sizes(config).vocab_size,
+            max_context_tokens=max_context_tokens,
+            block_size=entry.block_size,
+            num_blocks=SIMULATED_CONTEXTS * max_context_tokens // entry.block_size,
+            max_running=entry.num_seats,
+            latency=SIMULATED_LATENCY,
+            initial_version=config.model_version if entry.load_format == "auto" else None,
+            num_workers=entry.num_workers,
+            can_sleep=config.can_sleep,
+            logprobs_mode=LogprobsMode(entry.logprobs_mode),
+            pace=ReportPace(entry.report_interval_s, entry.report_tokens),
+        ),
+        weight_source=_pushed_weights(config, entry) if config.allows_push else None,
+    )
+
+
+def check_kind(entry: EngineEntry) -> None:
+    """Raise InvalidRequest for a kind of engine that this release has no adapter for."""
+    if entry.kind == "sglang":
+        raise InvalidRequest(f"engine {entry.name}: this release has no adapter for SGLang", param="engine.kind")
+
+
+def _pushed_weights(config: ServiceConfig, entry: EngineEntry) -> WeightSource:
+    """Return the receiver of a simulated engine's pushes. Of a simulated run it alone needs torch."""
+    make = cast(Callable[..., WeightSource], resolve(RECEIVED_WEIGHTS, param="mode"))
+    return make(
+        entry.num_workers,
+        can_hold=config.weight_staging(entry) != "none",
+        timeout_s=entry.stage_timeout_s,
+    )
+
+
+def takes_images(config: ServiceConfig) -> bool:
+    """Tell if the model sees images on any replica: an engine that finds it cannot refuses them too."""
+    return any(entry.kind == "vllm" and vllm_config(config, entry).has_vision for entry in config.entries)
+
+
+def can_constrain(config: ServiceConfig) -> bool:
+    """Tell if any kind of replica may constrain what it samples; the coordinator knows which of them do."""
+    return any(entry.kind != "simulated" for entry in config.entries)
+
+
+def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> VllmConfig:
+    """Return the configuration of a vLLM replica of this service."""
+    entry = config.entries[0] if entry is None else entry
+    return VllmConfig(
+        model=str(config.model_path()),
+        initial_version=config.model_version if entry.load_format == "auto" else None,
+        load_format=entry.load_format,
+        dtype=entry.dtype,
+        max_model_len=config.max_context_tokens(entry),
+        max_num_seqs=entry.num_seats,
+        block_size=entry.block_size,
+        device=entry.device,
+        kv_cache_memory_bytes=None if entry.kv_cache_mib is None else entry.kv_cache_mib * 2**20,
+        gpu_memory_utilization=entry.gpu_memory_utilization,
+        tensor_parallel_size=entry.tensor_parallel_size,
+        data_parallel_size=entry.data_parallel_size,
+        expert_parallel=entry.expert_parallel,
+        can_sleep=config.can_sleep,
+        weight_staging=config.weight_staging(entry),
+        lora_rank=entry.lora_rank,
+        enforce_eager=entry.enforce_eager,
+        logprobs_mode=LogprobsMode(entry.logprobs_mode),
+        num_threads=entry.num_threads or 1,
+        stage_timeout_s=entry.stage_timeout_s,
+        commit_timeout_s=entry.commit_timeout_s,
+        pace=ReportPace(entry.report_interval_s, entry.report_tokens),
+    )
+
+
+def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None) -> dict[str, Any]:
+    """Return what Ray reserves for a replica, and the environment that its process is started in."""
+    entry = config.entries[0] if entry is None else entry
+    options: dict[str, Any] = {"num_cpus": entry.num_cpus}
+    environment: dict[str, Any] = {} if entry.environment is None else dict(entry.environment.runtime_env)
+    variables: dict[str, str] = {} if entry.environment is None else entry.environment.env_vars
+    if entry.on_gpu:
+        options["num_gpus"] = entry.num_workers * entry.gpu_share
+    if entry.kind != "simulated" and (entry.device == "cpu" or entry.num_threads is not None):
+        # Ray derives this variable from num_cpus, before the engine could set its own.
+        variables = {THREADS: str(entry.num_threads or 1), **variables}
+    if variables:
+        environment["env_vars"] = variables
+    if entry.environment is not None and entry.environment.py_executable is not None:
+        environment["py_executable"] = entry.environment.py_executable
+    return {**options, "runtime_env": environment} if environment else options
+
+
+def initial_weights(config: ServiceConfig) -> WeightUpdate | None:
+    """Return the weights that the service began with; None if it began with dummy ones.
+
+    None also where adapters are served: base weights are then loaded at the start and never again.
+    """
+    if config.awaits_weights or config.entries[0].lora_rank is not None:
+        return None
+    return WeightUpdate(config.model_version, str(config.model_path()))
