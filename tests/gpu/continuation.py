@@ -6,8 +6,10 @@
 
 Greedy requests are in flight when `client.update_weights(tensors)` comes, policy RECOMPUTE. Then a fresh engine on
 the new weights, given prompt + the tokens of version 0, must sample exactly the tokens of version 1, for every
-prompt. What came before the update must be what an undisturbed run sampled. On GPUs in batch-invariant mode, so
-that no near tie can hide a difference or make one. The exit status says whether all were equal.
+prompt. What came before the update must be what an undisturbed run sampled. vLLM runs in batch-invariant mode on
+GPUs, so that no near tie can hide a difference or make one. SGLang does not: there a token may differ from the
+fresh engine's if that engine's own logprobs say that it was as good as the best, within rounding (a tie), and both
+go on from the same token; what came before the update is not compared. The exit status says whether all were equal.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from tests.benchmarks.shapes import SHAPES, make_tensors, random_prompts, set_ve
 from tests.gpu.policy import service_config, write_policy
 
 UPDATE_AT = 0.4  # of an undisturbed run's duration
+TIE_NATS = 0.15  # logits near 16 are 1/16 apart in bfloat16, and two of them differ
+NUM_TOPS = 5
 CONTEXT_TOKENS = 1024
 STARTED_AT = time.monotonic()
 NCCL_SETTINGS = {
@@ -57,7 +61,7 @@ def say(what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of all prompts. The last four are numbers of prompts."""
+    """Of all prompts. All but tokens and ties are numbers of prompts."""
 
     num_prompts: int
     num_old_tokens: int  # sampled before the update
@@ -66,10 +70,14 @@ class Outcome:
     num_equal_before: int  # begin as the undisturbed run did
     num_equal_after: int  # go on exactly as the fresh engine does
     num_changed: int  # go on otherwise than the undisturbed run: the new weights are other weights
+    num_ties: int  # new tokens that are another one's equal
+    is_exact: bool  # the engine is: ties are none
 
     @property
     def is_right(self) -> bool:
-        all_equal = self.num_equal_before == self.num_equal_after == self.num_prompts
+        all_equal = self.num_equal_after == self.num_prompts
+        if self.is_exact:
+            all_equal = all_equal and self.num_equal_before == self.num_prompts and self.num_ties == 0
         return all_equal and self.num_mixed >= 0.75 * self.num_prompts and self.num_changed >= 0.9 * self.num_mixed
 
 
@@ -111,14 +119,14 @@ async def run_service(
         return Run(prompts, undisturbed, answering.result(), report)
 
 
-async def compare(config: ServiceConfig, run: Run) -> Outcome:
+async def compare(config: ServiceConfig, run: Run, *, is_exact: bool) -> Outcome:
     """Ask a fresh engine on the new weights for every continuation."""
     engine = build_engine(config)
     await engine.start()
     say("the fresh engine is ready")
     try:
-        continuations = await asyncio.gather(
-            *(_continued(engine, n, prompt, run.answers[n]) for n, prompt in enumerate(run.prompts))
+        ties = await asyncio.gather(
+            *(_num_ties(engine, n, prompt, run.answers[n]) for n, prompt in enumerate(run.prompts))
         )
     finally:
         await engine.close()
@@ -130,22 +138,39 @@ async def compare(config: ServiceConfig, run: Run) -> Outcome:
         num_new_tokens=sum(len(answer.token_ids) - count for answer, _, count in pairs),
         num_mixed=sum(0 < count < len(answer.token_ids) for answer, _, count in pairs),
         num_equal_before=sum(answer.token_ids[:n] == other.token_ids[:n] for answer, other, n in pairs),
-        num_equal_after=sum(
-            answer.token_ids[count:] == continuation
-            for (answer, _, count), continuation in zip(pairs, continuations, strict=True)
-        ),
+        num_equal_after=sum(number is not None for number in ties),
         num_changed=sum(n > 0 and answer.token_ids[n:] != other.token_ids[n:] for answer, other, n in pairs),
+        num_ties=sum(filter(None, ties)),
+        is_exact=is_exact,
     )
 
 
-async def _continued(engine: Engine, number: int, prompt: tuple[int, ...], answer: Generation) -> tuple[int, ...]:
-    count = num_old(answer)
-    num_new = len(answer.token_ids) - count
-    if num_new == 0:
-        return ()
-    sampling = SamplingParams(max_tokens=num_new, temperature=0.0)
-    request = GenerateRequest(f"fresh-{number}", prompt + answer.token_ids[:count], sampling)
-    return (await engine.generate(request)).token_ids
+async def _num_ties(engine: Engine, number: int, prompt: tuple[int, ...], answer: Generation) -> int | None:
+    """Return how many new tokens are not the fresh engine's, but as good; None if one of them is worse."""
+    place, num_ties = num_old(answer), 0
+    while place < len(answer.token_ids):
+        left = answer.token_ids[place:]
+        continued = await _fresh(engine, f"{number}-{place}", prompt + answer.token_ids[:place], len(left))
+        pairs = zip(continued.token_ids, left, strict=True)
+        equal = next((n for n, (fresh, ours) in enumerate(pairs) if fresh != ours), len(left))
+        if equal == len(left):
+            break
+        place += equal
+        (tops,) = (
+            await _fresh(engine, f"{number}-{place}-top", prompt + answer.token_ids[:place], 1, NUM_TOPS)
+        ).top_logprobs
+        logprobs = dict(tops)
+        if max(logprobs.values()) - logprobs.get(answer.token_ids[place], float("-inf")) > TIE_NATS:
+            return None
+        place, num_ties = place + 1, num_ties + 1
+    return num_ties
+
+
+async def _fresh(
+    engine: Engine, name: str, token_ids: tuple[int, ...], num_tokens: int, num_tops: int = 0
+) -> Generation:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, num_top_logprobs=num_tops)
+    return await engine.generate(GenerateRequest(f"fresh-{name}", token_ids, sampling))
 
 
 def num_old(answer: Generation) -> int:
@@ -181,7 +206,8 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
     run_dir.mkdir()
     async with asyncio.timeout(options.deadline_s):
         run = await run_service(config, run_dir, tensors, options)
-        outcome = await compare(config.model_copy(update={"model": str(new), "model_version": 1}), run)
+        fresh = config.model_copy(update={"model": str(new), "model_version": 1})
+        outcome = await compare(fresh, run, is_exact=options.engine == "vllm")
     return outcome, run.report
 
 
@@ -218,7 +244,7 @@ def main() -> None:
         ("pause to resume ms", replica.stall_ms),
         ("tensors compared", replica.num_verified),
     ]
-    verdict = "EXACT" if outcome.is_right else "DIFFERENT"
+    verdict = ("EXACT" if outcome.num_ties == 0 else "EQUAL BUT FOR TIES") if outcome.is_right else "DIFFERENT"
     results = {"verdict": verdict, "outcome": outcome, "report": report}
     heading = f"{verdict}: continuation after an update, against a fresh engine"
     finish(
