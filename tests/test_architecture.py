@@ -19,6 +19,7 @@ FORBIDDEN = {
     "agentloop_servers": {"examples", "tests"},
 }
 MAY_IMPORT_ENGINES = {
+    "agentloop_servers.engines.sglang",
     "agentloop_servers.engines.vllm",
     "agentloop_servers.weight_transfer",
 }
@@ -105,6 +106,10 @@ ARROWS: dict[str, set[str]] = {
     "agentloop_servers.engines.common": {"agentloop.parsers", "agentloop_servers.weight_transfer"},
     "agentloop_servers.engines.vllm": {
         "agentloop.parsers",
+        "agentloop_servers.engines.common",
+        "agentloop_servers.weight_transfer",
+    },
+    "agentloop_servers.engines.sglang": {
         "agentloop_servers.engines.common",
         "agentloop_servers.weight_transfer",
     },
@@ -377,7 +382,9 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.engines.vllm.kv_events",
         "agentloop_servers.engines.vllm.weights",
         "agentloop_servers.engines.common.adapters",
-        "agentloop_servers.engines.common.engine",
+        "agentloop_servers.engines.sglang.kv_events",
+        "agentloop_servers.engines.sglang.process",
+        "agentloop_servers.engines.sglang.sampler",
         "agentloop_servers.weight_transfer.trainer_group",
     ),
     "the command line's part": (
@@ -399,6 +406,7 @@ OWNERS: dict[str, set[str]] = {
     r"\bWeightVersionSpan\(": {
         "agentloop.types",
         "agentloop.simulation.policy",  # malformed on purpose
+        "agentloop_servers.engines.sglang.convert",  # from the counts at each commit
         "agentloop_servers.engines.vllm.convert",  # from vLLM's labels
     },
     r"\bAsyncRetrying\(": {

@@ -5,7 +5,11 @@ from __future__ import annotations
 from agentloop_servers.weight_transfer.checkpoint import ServedForm, inspect_checkpoint, read_through
 from agentloop_servers.weight_transfer.lora import ADAPTER_ID, check_adapter, write_zero_adapter
 from agentloop_servers.weight_transfer.worker_calls import (
+    SCHEDULER_METHOD,
     CheckedFolder,
+    RequestCounts,
+    SchedulerAnswers,
+    SchedulerCall,
     StageOrder,
     StageProgress,
     StageState,
@@ -16,7 +20,11 @@ from agentloop_servers.weight_transfer.worker_calls import (
 
 __all__ = [
     "ADAPTER_ID",
+    "SCHEDULER_METHOD",
     "CheckedFolder",
+    "RequestCounts",
+    "SchedulerAnswers",
+    "SchedulerCall",
     "ServedForm",
     "StageOrder",
     "StageProgress",

@@ -37,6 +37,8 @@ class Call:
     is_recalled: bool = False  # aborted in the process, to pass the gate once more
     verdict: AgentLoopError | None = None  # raised instead of an answer
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # set to look at the gate again
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
+    """(version, its first token): kept here for engines that do not keep it themselves."""
 
 
 class Calls:

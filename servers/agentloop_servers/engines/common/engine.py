@@ -106,21 +106,21 @@ class ProcessEngine(ABC):
         return None
 
     @abstractmethod
-    def admitted(self, request: GenerateRequest, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+    def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         """Hand a request on, at the first step of the iteration and without awaiting; its outputs, the last one
         whole. Closing the iteration aborts it."""
 
     @abstractmethod
-    def add_so_far(self, sampled: SampledTokens, request: GenerateRequest) -> None:
+    def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
         """Append what the process has told of an unfinished request beyond `sampled`, stamped; nothing if it has
         ended."""
 
     @abstractmethod
-    def add_piece(self, sampled: SampledTokens, request: GenerateRequest, output: Any) -> bool:
+    def add_piece(self, sampled: SampledTokens, call: Call, output: Any) -> bool:
         """Append what an output of a stream brings, and stamp it. False if its versions come with the last one."""
 
     @abstractmethod
-    def finished(self, request: GenerateRequest, output: Any, sampled: SampledTokens) -> Generation:
+    def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
         """Return the request's generation; `sampled` has what its stream brought. `output` is its last one, None
         for a request that was aborted before the process knew it."""
 
@@ -152,18 +152,16 @@ class ProcessEngine(ABC):
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
         told = SampledTokens(self._settings.logprobs_mode)
+        with self._registered(request) as call:
 
-        def look(start: int) -> Delta:
-            self.add_so_far(told, request)
-            return told.since(start)
+            def look(start: int) -> Delta:
+                self.add_so_far(told, call)
+                return told.since(start)
 
-        with (
-            self._registered(request) as call,
-            self._watched(request, on_progress, look, partial(self.abort, request.request_id)) as watch,
-        ):
-            async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
-                output = await watch.in_time(anext(outputs, None))
-        return watch.finished(self.finished(request, output, SampledTokens(self._settings.logprobs_mode)))
+            with self._watched(request, on_progress, look, partial(self.abort, request.request_id)) as watch:
+                async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
+                    output = await watch.in_time(anext(outputs, None))
+        return watch.finished(self.finished(call, output, SampledTokens(self._settings.logprobs_mode)))
 
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
@@ -176,11 +174,11 @@ class ProcessEngine(ABC):
                     if piece is None:
                         break
                     output = piece
-                    if not self.add_piece(sampled, request, output) or len(sampled) == num_sent:
+                    if not self.add_piece(sampled, call, output) or len(sampled) == num_sent:
                         continue  # the last piece has the spans of this one too
                     delta, num_sent = sampled.since(num_sent), len(sampled)
                     yield delta
-        yield watch.finished(self.finished(request, output, sampled))
+        yield watch.finished(self.finished(call, output, sampled))
 
     async def abort(self, request_id: str) -> None:
         await self._calls.abort(self._calls.find(request_id))
@@ -212,9 +210,7 @@ class ProcessEngine(ABC):
             # Nothing is awaited from here until the engine has registered the request, so an abort cannot miss it.
             call.is_admitted, call.is_recalled = True, False
             try:
-                async with contextlib.aclosing(
-                    self.admitted(call.request, prepared, is_streamed=is_streamed)
-                ) as outputs:
+                async with contextlib.aclosing(self.admitted(call, prepared, is_streamed=is_streamed)) as outputs:
                     async for output in outputs:
                         if call.verdict is not None:
                             raise call.verdict

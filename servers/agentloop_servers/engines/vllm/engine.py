@@ -17,7 +17,7 @@ from agentloop.errors import AgentLoopError, Conflict, EngineLost
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation
-from agentloop_servers.engines.common import ProcessEngine
+from agentloop_servers.engines.common import Call, ProcessEngine
 from agentloop_servers.engines.vllm import convert as values
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.images import VllmImages
@@ -66,7 +66,8 @@ class VllmEngine(ProcessEngine):
         """Return the prompt of a request with images."""
         return None if self._images is None else await self._images.prompt(request)
 
-    def admitted(self, request: GenerateRequest, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+    def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+        request = call.request
         kv_version = self._lifecycle.kv_version(request.kv_version, self._lifecycle.require_usable())
         params = values.sampling_params(
             request.sampling,
@@ -82,17 +83,19 @@ class VllmEngine(ProcessEngine):
         )
         return outputs
 
-    def add_so_far(self, sampled: SampledTokens, request: GenerateRequest) -> None:
-        values.add_so_far(sampled, self._process.llm, request)
+    def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
+        values.add_so_far(sampled, self._process.llm, call.request)
 
-    def add_piece(self, sampled: SampledTokens, request: GenerateRequest, output: Any) -> bool:
+    def add_piece(self, sampled: SampledTokens, call: Call, output: Any) -> bool:
+        request = call.request
         values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
         spans = values.spans_so_far(self._process.llm, request.request_id, output, len(sampled))
         if spans is not None:
             values.stamp(sampled, spans)
         return spans is not None
 
-    def finished(self, request: GenerateRequest, output: Any, sampled: SampledTokens) -> Generation:
+    def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
+        request = call.request
         if output is not None and not sampled.token_ids:
             values.add_completion(sampled, output.outputs[0], request.sampling.num_top_logprobs)
         return values.to_generation(request, output, sampled, self.load())

@@ -1,0 +1,196 @@
+"""Our requests as SGLang's, SGLang's outputs and errors as ours. Values only: no state, nothing awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+from agentloop.checks import LOGPROB_SENTINEL
+from agentloop.errors import (
+    AgentLoopError,
+    EngineError,
+    EngineLost,
+    InvalidRequest,
+    InvariantBroken,
+    MalformedEngineResponse,
+    Overloaded,
+)
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.sampling import LogprobsMode
+from agentloop.types import FinishReason, GenerateRequest, Generation, Load, TopLogprobs, WeightVersionSpan
+from agentloop_servers.engines.common import one_line
+from agentloop_servers.engines.sglang.requests import (
+    PARAMETER,
+    RAW_TOKEN_ID,
+    constraint_to_text,
+    sampling_to_text,
+)
+
+
+def generate_input(
+    request: GenerateRequest,
+    max_tokens: int,
+    kv_version: int,
+    *,
+    is_streamed: bool,
+    logprobs_mode: LogprobsMode,
+) -> Any:
+    """Return SGLang's GenerateReqInput: stops at `stop_token_ids` and nowhere else.
+
+    How tokens are sampled is in our own form among its `custom_params` (`scheduler.py`); SGLang's own fields say
+    only when to stop, and stay at what changes nothing.
+    """
+    from dataclasses import replace
+
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    sampling, constraint = request.sampling, request.sampling.constraint
+    params: dict[str, Any] = {
+        "max_new_tokens": max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "custom_params": {PARAMETER: sampling_to_text(replace(sampling, constraint=None))},
+    }
+    if constraint is not None:
+        params["structural_tag"] = constraint_to_text(constraint, sampling.stop_token_ids)
+    return GenerateReqInput(
+        rid=request.request_id,
+        input_ids=list(request.token_ids),
+        sampling_params=params,
+        return_logprob=True,
+        logprob_start_len=-1,
+        top_logprobs_num=sampling.num_top_logprobs + (logprobs_mode is LogprobsMode.BOTH),
+        stream=is_streamed,
+        extra_key=str(kv_version),
+        log_metrics=False,
+    )
+
+
+def add_output(sampled: SampledTokens, output: Any, num_top_logprobs: int) -> None:
+    """Append what one of SGLang's outputs has beyond `sampled`: its lists grow, and are given out again and again.
+
+    Raises MalformedEngineResponse if its logprobs are not those of its tokens.
+    """
+    facts = output["meta_info"]
+    add_tokens(
+        sampled,
+        output["output_ids"],
+        [pair[0] for pair in facts.get("output_token_logprobs") or ()],
+        [pair[1] for pair in facts.get("output_token_logprobs") or ()],
+        facts.get("output_top_logprobs") or (),
+        num_top_logprobs,
+    )
+
+
+def add_so_far(sampled: SampledTokens, state: Any, num_top_logprobs: int) -> None:
+    """Append what SGLang's state of an unfinished request has beyond `sampled`: a few steps may be missing."""
+    values, ids = state.output_top_logprobs_val, state.output_top_logprobs_idx
+    add_tokens(
+        sampled,
+        state.output_ids,
+        state.output_token_logprobs_val,
+        state.output_token_logprobs_idx,
+        [list(zip(*pair, strict=True)) for pair in zip(values, ids, strict=True)],
+        num_top_logprobs,
+    )
+
+
+def add_tokens(
+    sampled: SampledTokens,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    logprob_ids: Sequence[int],
+    tops: Sequence[Sequence[Any]],
+    num_top_logprobs: int,
+) -> None:
+    """Append tokens from number `len(sampled)` on. Every list is of all tokens; `tops` has (logprob, id, ...).
+
+    Raises MalformedEngineResponse if they do not belong together.
+    """
+    start, end = len(sampled), len(token_ids)
+    if start >= end:
+        return
+    has_raw = sampled.logprobs_mode is LogprobsMode.BOTH
+    if list(logprob_ids[start:end]) != list(token_ids[start:end]) or len(logprobs) < end:
+        raise MalformedEngineResponse("SGLang's logprobs are not those of its tokens")
+    raw_logprobs: list[float] = []
+    alternatives: TopLogprobs = ()
+    if has_raw or num_top_logprobs:
+        if len(tops) < end:
+            raise MalformedEngineResponse("SGLang gave alternatives of fewer tokens than it sampled")
+        rows = tops[start:end]
+        if has_raw:
+            if any(not row or row[0][1] != RAW_TOKEN_ID for row in rows):
+                raise MalformedEngineResponse("SGLang's logprobs have no raw ones beside them")
+            raw_logprobs = [row[0][0] for row in rows]
+        if num_top_logprobs:
+            alternatives = tuple(map(_alternatives, rows, repeat(int(has_raw)), repeat(num_top_logprobs)))
+    sampled.extend(list(token_ids[start:end]), list(logprobs[start:end]), alternatives, raw_logprobs)
+
+
+def _alternatives(row: Sequence[Any], start: int, num_tops: int) -> tuple[tuple[int, float], ...]:
+    # What sampling excludes (top-k, top-p, a constraint) has a logprob of minus infinity.
+    pairs = row[start : start + num_tops]
+    return tuple((int(pair[1]), float(pair[0])) for pair in pairs if pair[0] > LOGPROB_SENTINEL)
+
+
+def start_version(starts: list[tuple[int, int]], version: int, num_tokens: int) -> None:
+    """Note that a request's tokens from number `num_tokens` on are of `version`; `starts` as in `Call`."""
+    while starts and starts[-1][1] >= num_tokens:
+        starts.pop()  # of a version that sampled nothing of it
+    starts.append((version, num_tokens))
+
+
+def stamp(sampled: SampledTokens, starts: Sequence[tuple[int, int]]) -> None:
+    """Set the versions of all tokens so far. Raises MalformedEngineResponse if the starts do not tile them."""
+    num_tokens = len(sampled)
+    ends = [first for _, first in starts[1:]] + [num_tokens]
+    cut = ((version, first, min(end, num_tokens)) for (version, first), end in zip(starts, ends, strict=True))
+    try:
+        sampled.set_spans(WeightVersionSpan(version, first, end) for version, first, end in cut if first < end)
+    except InvariantBroken as error:
+        raise MalformedEngineResponse(f"of SGLang's tokens: {error.message}") from error
+
+
+def finish_reason(request: GenerateRequest, output: Any) -> FinishReason:
+    """Return how SGLang says a generation ended. Raises InvalidRequest for one that it refused, Overloaded for one
+    that it has no room for, EngineError for what is not an end."""
+    reason = output["meta_info"]["finish_reason"] or {}
+    kind, status, message = reason.get("type"), reason.get("status_code"), str(reason.get("message") or "")
+    if kind == "abort" and status == 400:
+        raise InvalidRequest(message)
+    if kind == "abort" and status == 503:
+        raise Overloaded(message)
+    if kind not in ("stop", "length", "abort") or (kind == "abort" and status is not None and status >= 500):
+        raise EngineError(f"request {request.request_id}: SGLang ended it with {kind!r}: {message}")
+    return FinishReason(kind)
+
+
+def to_generation(request: GenerateRequest, output: Any, sampled: SampledTokens, load: Load) -> Generation:
+    """Return the finished request as a Generation; its tokens are in `sampled`, which is stamped.
+
+    `output` is None for a request that was aborted before SGLang saw it.
+    """
+    if output is None:
+        return sampled.generation(request.request_id, FinishReason.ABORT, load=load)
+    return sampled.generation(
+        request.request_id,
+        finish_reason(request, output),
+        # A request that was prefilled again reports that prefill's hits, past its prompt too.
+        cached_tokens=min(int(output["meta_info"].get("cached_tokens") or 0), len(request.token_ids)),
+        load=load,
+    )
+
+
+def translate(error: Exception) -> AgentLoopError:
+    """Return our error for one that SGLang raised."""
+    status = getattr(error, "status_code", None)  # of FastAPI's HTTPException, which it raises without a server too
+    if isinstance(error, AgentLoopError):
+        return error
+    if isinstance(error, ConnectionError):
+        return EngineLost(f"SGLang: {one_line(error)}")
+    if isinstance(error, ValueError):
+        return InvalidRequest(one_line(error))
+    if status == 503:
+        return Overloaded(str(getattr(error, "detail", error)))
+    return EngineError(f"SGLang: {one_line(error)}")

@@ -1,0 +1,108 @@
+"""The Engine port over SGLang (0.5.17), on CUDA.
+
+The schedulers are processes that SGLang starts; this object is their only client and lives on one event loop. What
+SGLang leaves to its caller is done in `engines/common/engine.py`, and in our code in the schedulers:
+
+- A pause is a call into every scheduler, answered once nothing is under way on the device (`process.py`). KEEP
+  freezes in place; under RECOMPUTE requests are put back into the queue and all KV is dropped.
+- The answer says how many tokens each request has. After a commit the next ones are of the new version; so spans
+  are exact, although SGLang has none.
+- Tokens are sampled as `SamplingParams` says (`scheduler.py`, `sampler.py`).
+- An output that is not streamed comes at its end, and every `progress_tokens` tokens to SGLang's own record, which
+  reports are read from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from agentloop.checks import room_tokens
+from agentloop.engine_lifecycle import EnginePhase
+from agentloop.errors import AgentLoopError, Conflict
+from agentloop.sampled_tokens import SampledTokens
+from agentloop.types import Generation
+from agentloop_servers.engines.common import Call, EngineWeights, ProcessEngine, WeightSettings
+from agentloop_servers.engines.sglang import convert as values
+from agentloop_servers.engines.sglang.config import SglangConfig
+from agentloop_servers.engines.sglang.process import SglangProcess
+
+
+class SglangEngine(ProcessEngine):
+    """One SGLang engine. `start` takes 20 to 60 s; `close` ends its processes."""
+
+    def __init__(self, config: SglangConfig) -> None:
+        self._config = config
+        self._process = SglangProcess(config)
+        self._weights = EngineWeights(
+            WeightSettings(
+                model=config.model,
+                initial_version=config.initial_version,
+                is_dummy=config.load_format == "dummy",
+                weight_staging=config.weight_staging,
+                control_timeout_s=config.control_timeout_s,
+                stage_timeout_s=config.stage_timeout_s,
+                commit_timeout_s=config.commit_timeout_s,
+            ),
+            self._process,
+        )
+        super().__init__(config, self._process, self._weights)
+
+    async def start(self) -> None:
+        """Raises CheckpointUnreadable for a bad model folder, EngineError if SGLang does not come up."""
+        if self._lifecycle.phase is not EnginePhase.NEW:
+            raise Conflict("an engine is started once")
+        await self._weights.check()
+        try:
+            await self._process.start()
+            await self._weights.start()
+        except BaseException:
+            await self.close()
+            raise
+        self._info = self._process.describe()
+        self._lifecycle.started(self._config.initial_version)
+
+    async def close(self) -> None:
+        await super().close()
+        self._weights.close()
+
+    async def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
+        request, version = call.request, self._lifecycle.require_usable()
+        made = values.generate_input(
+            request,
+            room_tokens(request, self.info),
+            self._lifecycle.kv_version(request.kv_version, version),
+            is_streamed=is_streamed,
+            logprobs_mode=self._config.logprobs_mode,
+        )
+        call.version_starts = [(version, 0)]
+        async with contextlib.aclosing(self._process.outputs(made)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def add_so_far(self, sampled: SampledTokens, call: Call) -> None:
+        if (state := self._process.state(call.request.request_id)) is not None:
+            values.add_so_far(sampled, state, call.request.sampling.num_top_logprobs)
+            values.stamp(sampled, call.version_starts)
+
+    def add_piece(self, sampled: SampledTokens, call: Call, output: Any) -> bool:
+        values.add_output(sampled, output, call.request.sampling.num_top_logprobs)
+        values.stamp(sampled, call.version_starts)
+        return True
+
+    def finished(self, call: Call, output: Any, sampled: SampledTokens) -> Generation:
+        if output is not None:
+            values.add_output(sampled, output, call.request.sampling.num_top_logprobs)
+        values.stamp(sampled, call.version_starts)
+        return values.to_generation(call.request, output, sampled, self.load())
+
+    def translated(self, error: Exception) -> AgentLoopError:
+        return values.translate(error)
+
+    def committed(self, version: int) -> None:
+        num_output_ids = self._process.num_output_ids
+        for call in self._calls.all():
+            # One that is not there has ended: what it has is of older versions, though it may not have been read.
+            if (num_tokens := num_output_ids.get(call.request.request_id)) is not None:
+                values.start_version(call.version_starts, version, num_tokens)

@@ -1,0 +1,479 @@
+"""The SGLang processes behind an engine: its tokenizer manager here, its schedulers, the calls into them, its
+events.
+
+SGLang's `Engine` starts the schedulers, and makes the tokenizer manager that sends them requests and collects
+their outputs. Of the rest of it nothing is used, because it acts on the whole process it is in: at its end it
+kills every child there is, a scheduler that dies ends the process by a signal, and so does an error in the loop
+that reads outputs. Here a thread starts the schedulers and lives as long as they do (they end with the thread
+that started them), a task reads outputs, another one watches the schedulers, and what is waiting when one dies
+raises EngineLost.
+
+Calls go to our code in the schedulers (`weight_transfer/sglang_worker.py`), one at a time, and are answered by
+every rank, between two steps. So an answer to a pause proves that the schedulers stand. They are sent on the
+socket of requests: whatever was sent before a pause is known to who answers it. Answers come on the socket of
+SGLang's remote calls. SGLang's own pause is not used: it returns before anything has stopped, and would hold
+requests back a second time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from agentloop import codec
+from agentloop.capabilities import CONSTRAINTS, SAMPLING
+from agentloop.engine import EngineInfo, MemoryTag
+from agentloop.errors import AgentLoopError, EngineError, EngineLost
+from agentloop.plugins import resolve
+from agentloop_servers.engines.common import (
+    EngineStats,
+    KVEventFeed,
+    engine_call,
+    kv_endpoint,
+    one_line,
+    replay_endpoint,
+)
+from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment, server_arguments
+from agentloop_servers.engines.sglang.convert import translate
+from agentloop_servers.engines.sglang.kv_events import SglangKVEvents
+from agentloop_servers.engines.sglang.requests import FactsFile, SchedulerFacts, SchedulerSetup
+from agentloop_servers.weight_transfer import SCHEDULER_METHOD, RequestCounts, SchedulerAnswers, SchedulerCall
+
+RUN_SCHEDULER = "agentloop_servers.weight_transfer.sglang_worker:run_scheduler"
+INSTALL = "agentloop_servers.engines.sglang.scheduler:install"
+
+WATCH_INTERVAL_S = 0.5
+EXIT_TIMEOUT_S = 15.0  # then a scheduler is killed
+
+_IMPORT_LOCK = threading.Lock()
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+def sglang_call(action: str, timeout_s: float | None = None) -> AbstractAsyncContextManager[None]:
+    """Make a call to SGLang, under a deadline; what it raises becomes ours."""
+    return engine_call("SGLang", translate, action, timeout_s)
+
+
+class SglangProcess:
+    """One tokenizer manager (`manager`, valid after `start`) and its schedulers."""
+
+    def __init__(self, config: SglangConfig) -> None:
+        self._config = config
+        self._socket_dir: str | None = None
+        self._launched: _Launched | None = None
+        self._facts: FactsFile | None = None
+        self._calls = SchedulerCalls()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._counts = RequestCounts({})
+        self._is_paused = False
+        self._lost: EngineLost | None = None
+        self.feed = KVEventFeed(SglangKVEvents(config.block_size).decode)
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises EngineError if SGLang does not come up; nothing is left behind then, or if it is cancelled."""
+        # Socket files: no port, and only this user can read them.
+        self._socket_dir = tempfile.mkdtemp(prefix="agentloop-")
+        facts_path = str(Path(self._socket_dir) / "facts")
+        self._facts = FactsFile(facts_path, is_new=True)
+        endpoint = kv_endpoint(self._socket_dir)
+        launch = _Launch(self._config, endpoint)
+        try:
+            self._launched = await asyncio.shield(asyncio.wrap_future(launch.done))
+            self._calls.start(self._launched.manager, self._launched.rpc_endpoint)
+            self._tasks = [
+                asyncio.create_task(self._read_outputs(), name="sglang-outputs"),
+                asyncio.create_task(self._watch(), name="sglang-watch"),
+            ]
+            self.feed.start([endpoint], [replay_endpoint(endpoint)])
+            setup = SchedulerSetup(
+                facts_path, self._config.logprobs_mode, self._config.seed, self._config.can_constrain
+            )
+            await self.on_workers("scheduler_extend", INSTALL, setup.to_text())
+        except BaseException as error:
+            if self._launched is None:
+                # The thread cannot be stopped, and what it starts must not outlive us.
+                with contextlib.suppress(Exception):
+                    self._launched = await asyncio.wrap_future(launch.done)
+            await self.close()
+            if isinstance(error, Exception) and not isinstance(error, AgentLoopError):
+                raise EngineError(f"SGLang did not start: {one_line(error)}") from error
+            raise
+
+    async def close(self) -> None:
+        """End the processes and free everything. Idempotent."""
+        self._lose("the engine was closed")
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+            self._tasks = []
+        self._calls.close()
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            await asyncio.to_thread(launched.end)
+        await self.feed.close()
+        if self._facts is not None:
+            self._facts.close()
+            self._facts = None
+        if self._socket_dir is not None:
+            await asyncio.to_thread(shutil.rmtree, self._socket_dir, ignore_errors=True)
+
+    @property
+    def is_up(self) -> bool:
+        """True from the start of the processes until their end."""
+        return self._launched is not None and self._lost is None
+
+    @property
+    def manager(self) -> Any:
+        """SGLang's TokenizerManager. Raises EngineLost."""
+        if self._lost is not None:
+            raise EngineLost(self._lost.message)
+        if self._launched is None:
+            raise EngineLost("the engine is not started")
+        return self._launched.manager
+
+    def describe(self) -> EngineInfo:
+        """Return the engine's fixed facts."""
+        model = self.manager.model_config
+        return EngineInfo(
+            name="sglang",
+            max_context_tokens=self._config.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=self._config.block_size,
+            kv_capacity_tokens=self._launched.max_total_tokens if self._launched is not None else 0,
+            max_running=self._config.max_num_seqs,
+            num_workers=self._config.num_workers,
+            weight_dtype=str(model.dtype).removeprefix("torch."),
+            can_sleep=self._config.can_sleep,
+            features=SAMPLING | CONSTRAINTS if self._config.can_constrain else SAMPLING,
+            lora_rank=self._config.lora_rank,
+            logprobs_mode=self._config.logprobs_mode,
+        )
+
+    def stats(self) -> EngineStats:
+        """Return the latest figures; the schedulers write them after every step."""
+        facts = SchedulerFacts() if self._facts is None else self._facts.read()
+        return EngineStats(
+            num_waiting=facts.num_waiting,
+            num_kv_tokens=facts.num_kv_tokens,
+            num_steps=facts.num_steps,
+            num_sampled_tokens=facts.num_sampled_tokens,
+            num_preemptions=facts.num_preemptions,
+            num_prefill_tokens=facts.num_prefill_tokens,
+        )
+
+    async def check_health(self) -> None:
+        """Raises EngineLost if a scheduler is gone; one whose step hangs ends itself (`watchdog_timeout`)."""
+        if not self.is_up:
+            raise EngineLost("the engine is not started" if self._lost is None else self._lost.message)
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    async def outputs(self, request: Any) -> AsyncGenerator[Any, None]:
+        """Hand a GenerateReqInput on, at the first step of the iteration; its outputs. Closing it aborts it."""
+        manager = self.manager
+        generator = manager.generate_request(request, None)
+        try:
+            async for output in generator:
+                if self._lost is not None:
+                    raise EngineLost(self._lost.message)
+                yield output
+        except Exception as error:
+            if self._lost is not None and not isinstance(error, EngineLost):
+                raise EngineLost(self._lost.message) from error
+            raise
+        finally:
+            await generator.aclose()
+            # In a pause SGLang would keep it until the next step, with its KV.
+            manager.rid_to_state.pop(request.rid, None)
+
+    def state(self, request_id: str) -> Any:
+        """Return SGLang's record of a request under way; None if it has ended."""
+        return None if self._launched is None else self._launched.manager.rid_to_state.get(request_id)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these now, in a pause too. SGLang ends what has an id that begins with the one it is told: ids are of
+        one length, or this ends more than one."""
+        manager = self.manager
+        known = tuple(request_id for request_id in request_ids if request_id in manager.rid_to_state)
+        if known and self._is_paused:
+            async with sglang_call("abort", self._config.control_timeout_s):
+                await self.on_workers("requests_end", codec.encode(known))
+            return
+        for request_id in known:
+            manager.abort_request(request_id)
+
+    async def unbegun(self, request_ids: Sequence[str]) -> Collection[str]:
+        counts = await self._pause(is_cache_cleared=False)
+        return set(counts.unbegun) & set(request_ids)
+
+    # --- control ------------------------------------------------------------------------------------------
+
+    async def on_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of our code in every scheduler, between two steps; results in the order of their ranks."""
+        _ = self.manager
+        async with sglang_call(method):
+            answers = await self._calls.call(method, *arguments)
+        for rank, error in enumerate(answers.errors):
+            if error:
+                raise EngineError(f"rank {rank}: {error}")
+        return list(answers.answers)
+
+    @property
+    def num_output_ids(self) -> Mapping[str, int]:
+        """The tokens that each request had sampled at the last pause."""
+        return self._counts.num_output_ids
+
+    async def pause(self, *, is_cache_cleared: bool) -> None:
+        """Freeze; returns once every scheduler has answered that it stands."""
+        self._is_paused = True
+        await self._pause(is_cache_cleared=is_cache_cleared)
+        if is_cache_cleared:
+            self.feed.clear()
+
+    async def clear_cache(self) -> None:
+        await self._pause(is_cache_cleared=True)
+        self.feed.clear()
+
+    async def _pause(self, *, is_cache_cleared: bool) -> RequestCounts:
+        async with sglang_call("pause", self._config.control_timeout_s):
+            answers = await self.on_workers("requests_pause", is_cache_cleared)
+        self._counts = codec.decode(answers[0], RequestCounts)
+        return self._counts
+
+    async def resume(self) -> None:
+        self._is_paused = False  # what is aborted from now on comes after the resume
+        async with sglang_call("resume", self._config.control_timeout_s):
+            await self.on_workers("requests_resume")
+
+    async def sleep(self, level: int, asleep: frozenset[MemoryTag]) -> None:
+        """As the protocol says. Level 2 keeps a copy in host memory too: SGLang decides that at its start."""
+        awake = sorted(tag.value for tag in MemoryTag if tag not in asleep)
+        if not awake:
+            return
+        async with sglang_call("sleep", self._config.commit_timeout_s):
+            await self._pause(is_cache_cleared=True)
+            await self.on_workers("memory_release", ",".join(awake))
+
+    async def wake(self, tags: frozenset[MemoryTag]) -> None:
+        async with sglang_call("wake", self._config.commit_timeout_s):
+            await self.on_workers("memory_resume", ",".join(sorted(tag.value for tag in tags)))
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    async def _read_outputs(self) -> None:
+        """Run SGLang's reader of outputs; what ends it ends the engine."""
+        manager = self.manager
+        manager.event_loop = asyncio.get_running_loop()  # else it makes a task of its own, and takes over signals
+        try:
+            await manager.handle_loop()
+        except Exception as error:
+            _log.exception("sglang_outputs_not_read")
+            self._lose(f"SGLang's outputs cannot be read: {one_line(error)}")
+
+    async def _watch(self) -> None:
+        while self._launched is not None:
+            dead = next((process for process in self._launched.schedulers if not process.is_alive()), None)
+            if dead is not None:
+                self._lose(f"an SGLang scheduler ended with exit code {dead.exitcode}")
+                return
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _lose(self, reason: str) -> None:
+        """End every request under way, and every call."""
+        if self._lost is not None:
+            return
+        self._lost = EngineLost(reason)
+        self._calls.fail(self._lost)
+        if self._launched is None:
+            return
+        end = {"type": "abort", "message": reason, "status_code": 500}
+        for request_id, state in self._launched.manager.rid_to_state.items():
+            state.finished = True
+            state.out_list.append({"output_ids": [], "meta_info": {"id": request_id, "finish_reason": end}})
+            state.event.set()
+
+
+class SchedulerCalls:
+    """Calls of our methods in the schedulers, one at a time."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._one_at_a_time = asyncio.Lock()
+        self._manager: Any = None
+        self._socket: Any = None
+        self._lost: EngineLost | None = None
+        self._waiting: asyncio.Future[SchedulerAnswers] | None = None
+
+    def start(self, manager: Any, endpoint: str) -> None:
+        """Bind the socket that the first scheduler connects to; `manager` sends calls among its requests."""
+        import zmq
+        import zmq.asyncio
+
+        self._manager = manager
+        self._socket = zmq.asyncio.Context().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+
+    async def call(self, method: str, *arguments: Any) -> SchedulerAnswers:
+        """Call a method in every rank. Raises EngineLost if the schedulers end."""
+        async with self._one_at_a_time:
+            if self._lost is not None:
+                raise EngineLost(self._lost.message)
+            call = SchedulerCall(next(self._numbers), method, arguments)
+            self._waiting = asyncio.get_running_loop().create_future()
+            exchange = asyncio.create_task(self._exchange(call), name="sglang-call")
+            try:
+                done, _ = await asyncio.wait([exchange, self._waiting], return_when=asyncio.FIRST_COMPLETED)
+                return self._waiting.result() if self._waiting in done else exchange.result()
+            finally:
+                exchange.cancel()
+                self._waiting = None
+
+    def fail(self, error: EngineLost) -> None:
+        """Make the call under way, and every later one, raise."""
+        self._lost = error
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(EngineLost(error.message))
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._socket is not None:
+            self._socket.context.destroy(linger=0)
+            self._socket = None
+
+    async def _exchange(self, call: SchedulerCall) -> SchedulerAnswers:
+        from sglang.srt.managers.io_struct import RpcReqInput, async_sock_recv
+
+        request = RpcReqInput(method=SCHEDULER_METHOD, parameters={"call": call.to_text()})
+        self._manager._dispatch_to_scheduler(request)
+        while True:
+            output = await async_sock_recv(self._socket)
+            if not output.success:
+                raise EngineError(f"SGLang did not take a call of {call.method}: {output.message}")
+            answers = SchedulerAnswers.from_text(output.message)
+            if answers.call_id == call.call_id:  # else it is of a call that was given up
+                return answers
+
+
+class _Launched:
+    """Schedulers that are up, and the tokenizer manager in front of them."""
+
+    def __init__(self, manager: Any, ports: Any, schedulers: Sequence[Any], max_total_tokens: int) -> None:
+        self.manager = manager
+        self.schedulers = schedulers
+        self.max_total_tokens = max_total_tokens
+        self._ports = ports
+        self.over = threading.Event()
+
+    @property
+    def rpc_endpoint(self) -> str:
+        endpoint: str = self._ports.rpc_ipc_name
+        return endpoint
+
+    def end(self) -> None:
+        """End the schedulers, and free what SGLang leaves behind. Blocks."""
+        for process in self.schedulers:
+            process.terminate()
+        for process in self.schedulers:
+            process.join(EXIT_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.over.set()
+        with contextlib.suppress(Exception):
+            self.manager.recv_from_detokenizer.context.destroy(linger=0)
+        for name in vars(self._ports).values():
+            if isinstance(name, str) and name.startswith("ipc://"):
+                Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._remove_load_snapshot()
+
+    def _remove_load_snapshot(self) -> None:
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        Path(shm_path_for(self._ports.instance_id)).unlink(missing_ok=True)
+
+
+class _Launch:
+    """The start of an engine's processes, in a thread of its own that stays until they have ended.
+
+    In a thread, so that the loop (health checks, other tasks) goes on meanwhile; of its own, because the kernel
+    ends a scheduler with the thread that started it."""
+
+    def __init__(self, config: SglangConfig, kv_events: str) -> None:
+        self.done: Future[_Launched] = Future()
+        self._config = config
+        self._kv_events = kv_events
+        threading.Thread(target=self._run, name="sglang-schedulers", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            launched = self._construct()
+        except BaseException as error:
+            self.done.set_exception(error if isinstance(error, Exception) else EngineError(one_line(error)))
+            return
+        self.done.set_result(launched)
+        launched.over.wait()
+
+    def _construct(self) -> _Launched:
+        prepare_environment(self._config)
+        root = logging.getLogger()
+        handlers, level = list(root.handlers), root.level
+        try:
+            return self._launch()
+        finally:  # SGLang takes the whole process's log over
+            root.handlers[:] = handlers
+            root.setLevel(level)
+            logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.CRITICAL)
+
+    def _launch(self) -> _Launched:
+        # What SGLang and torch say of their own imports. The filters are the process's, so one thread at a time.
+        with _IMPORT_LOCK, warnings.catch_warnings(action="ignore"):
+            from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
+            from sglang.srt.server_args import ServerArgs
+
+            if self._config.can_constrain:
+                import xgrammar  # noqa: F401 - here, because the first constraint's trial has a deadline
+
+            arguments = ServerArgs(**server_arguments(self._config, self._kv_events))
+        schedulers: list[Any] = []
+
+        class Launcher(Engine):  # type: ignore[misc, unused-ignore]
+            @classmethod
+            def _launch_scheduler_processes(cls, *positional: Any, **named: Any) -> Any:
+                result, started = super()._launch_scheduler_processes(*positional, **named)
+                schedulers.extend(started)
+                return result, started
+
+            @classmethod
+            def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> Any:
+                return [], []  # no text is made
+
+        try:
+            manager, _, ports, started, watchdog, _ = Launcher._launch_subprocesses(
+                server_args=arguments,
+                init_tokenizer_manager_func=init_tokenizer_manager,
+                run_scheduler_process_func=resolve(RUN_SCHEDULER, param="function"),
+                run_detokenizer_process_func=None,
+            )
+        except BaseException:
+            for process in schedulers:
+                process.kill()
+            raise
+        watchdog.stop()  # it would end this process
+        return _Launched(manager, ports, schedulers, int(started.scheduler_infos[0]["max_total_num_tokens"]))

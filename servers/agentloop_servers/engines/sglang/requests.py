@@ -1,0 +1,95 @@
+"""The values that cross between the engine and its schedulers. They need neither torch nor SGLang."""
+
+from __future__ import annotations
+
+import base64
+import json
+import mmap
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from agentloop import codec
+from agentloop.sampling import Constraint, LogprobsMode, SamplingParams
+from agentloop_servers.engines.common import structural_tag
+
+RAW_TOKEN_ID = -1
+"""The id under which a raw logprob travels, first among the alternatives."""
+
+PARAMETER = "agentloop"
+"""The key of our sampling parameters among SGLang's `custom_params`, which it carries and does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup:
+    """The setup of our code in a scheduler."""
+
+    facts_path: str
+    logprobs_mode: LogprobsMode
+    seed: int
+    can_constrain: bool
+
+    def to_text(self) -> str:
+        """Return the form that a scheduler is given."""
+        return base64.b64encode(codec.encode(self)).decode("ascii")
+
+    @staticmethod
+    def from_text(text: str) -> SchedulerSetup:
+        """Invert `to_text`."""
+        return codec.decode(base64.b64decode(text), SchedulerSetup)
+
+
+def sampling_to_text(sampling: SamplingParams) -> str:
+    """Return sampling parameters in the form that a request carries; its constraint goes another way."""
+    return base64.b64encode(codec.encode(sampling)).decode("ascii")
+
+
+def sampling_from_text(text: str) -> SamplingParams:
+    """Invert `sampling_to_text`."""
+    return codec.decode(base64.b64decode(text), SamplingParams)
+
+
+def constraint_to_text(constraint: Constraint, stop_token_ids: tuple[int, ...]) -> str:
+    """Return a constraint and the ids that end it, as the grammar's text that a request carries."""
+    tag = structural_tag(constraint)
+    return json.dumps({"tag": tag, "regex": None if tag is not None else constraint.text, "stop": stop_token_ids})
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerFacts:
+    """The counters of one scheduler, since its start where they count."""
+
+    num_steps: int = 0
+    num_sampled_tokens: int = 0
+    num_preemptions: int = 0
+    num_waiting: int = 0
+    num_kv_tokens: int = 0  # that requests hold
+    num_prefill_tokens: int = 0  # of prompts without a token yet
+
+
+_FACTS = struct.Struct("<6q")
+
+
+class FactsFile:
+    """A file that a scheduler writes its facts into after every step, and the engine reads at any time.
+
+    Each number is written at once; one that is read beside it may be a step older.
+    """
+
+    def __init__(self, path: str, *, is_new: bool = False) -> None:
+        if is_new:
+            Path(path).write_bytes(bytes(_FACTS.size))
+        with Path(path).open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _FACTS.size)
+
+    def write(self, facts: SchedulerFacts) -> None:
+        """Replace the facts."""
+        _FACTS.pack_into(self._memory, 0, *asdict(facts).values())
+
+    def read(self) -> SchedulerFacts:
+        """Return the facts."""
+        return SchedulerFacts(*_FACTS.unpack_from(self._memory))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._memory.close()

@@ -1,0 +1,277 @@
+"""The part of the adapter that runs inside SGLang's scheduler processes: `install` puts it into one.
+
+`weight_transfer/sglang_worker.py` calls it through `scheduler_extend`, before the first request. What it changes
+(SGLang 0.5.17):
+
+- Tokens are sampled by `sampler.py`. SGLang calls `model_runner.sample` once a batch, on the stream of the forward
+  pass; a batch with grammars is sampled after the results of the one before have been processed.
+- A model's own stop tokens end nothing: SGLang adds them to those that a request names.
+- SGLang makes no grammars where it has no tokenizer, and with one it would send all output through a process more.
+  So it is started without, and its grammar backend is made here. The ids that end a text are each request's own.
+- Prefixes are kept apart by `extra_key`, our KV version, but SGLang's block hashes and events do not have it:
+  blocks of two versions would have one name. The version begins the hash of a context, and its first block's event
+  carries it in the field `lora_id`, which SGLang leaves empty.
+- Its counters are written to a file that the engine reads (`FactsFile`): a call for them would take a place between
+  two steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agentloop_servers.engines.sglang.requests import (
+    PARAMETER,
+    FactsFile,
+    SchedulerFacts,
+    SchedulerSetup,
+    sampling_from_text,
+)
+from agentloop_servers.engines.sglang.sampler import BatchSampler, Row, SampledBatch
+
+_PREFILL_INTERVAL_S = 0.05  # between two counts of queued prompts, which walk the queue
+
+
+def install(scheduler: Any, argument: str) -> None:
+    """Put our sampling, grammars, events and counters into a scheduler; `argument` is a `SchedulerSetup`."""
+    setup = SchedulerSetup.from_text(argument)
+    scheduler.model_config.hf_eos_token_id = None
+    if setup.can_constrain:
+        scheduler.grammar_manager.grammar_backend = _grammar_backend(scheduler)
+    sampling = Sampling(scheduler, setup)
+    sampling.install()
+    _salt_events(scheduler)
+    if scheduler.ps.tp_rank == 0:
+        Counters(scheduler, sampling, FactsFile(setup.facts_path)).install()
+
+
+class Sampling:
+    """Our sampler in place of SGLang's."""
+
+    def __init__(self, scheduler: Any, setup: SchedulerSetup) -> None:
+        self.num_sampled = 0
+        self._scheduler = scheduler
+        self._runner = scheduler.tp_worker.model_runner
+        self._sampler = BatchSampler(setup.logprobs_mode)
+        self._seed = setup.seed
+        self._num_rows = 0
+        self._rows: list[Row] = []
+
+    def install(self) -> None:
+        """Take over from now on."""
+        run_batch = self._scheduler.run_batch
+
+        def run(batch: Any, *arguments: Any, **options: Any) -> Any:
+            self._begin(batch)
+            return run_batch(batch, *arguments, **options)
+
+        self._scheduler.run_batch = run
+        self._runner.sample = self.sample
+
+    def sample(self, logits_output: Any, forward_batch: Any) -> torch.Tensor:
+        """Sample for the batch that runs, as SGLang's `ModelRunner.sample` does."""
+        info, logits = forward_batch.sampling_info, logits_output.next_token_logits
+        info.update_regex_vocab_mask()
+        mask, info.grammar_mask = info.grammar_mask, None
+        constrain = None if mask is None else _applied(mask)
+        sampled = self._sampler.sample(logits, self._rows, constrain)
+        self.num_sampled += len(self._rows)
+        if forward_batch.return_logprob:
+            _put_logprobs(logits_output, sampled, forward_batch.top_logprobs_nums)
+        return sampled.token_ids.to(torch.int32)
+
+    def _begin(self, batch: Any) -> None:
+        self._rows = [self._row_of(req) for req in batch.reqs]
+        if batch.forward_mode.is_extend():
+            for row, req in zip(self._rows, batch.reqs, strict=True):
+                row.restart(req.output_ids)
+
+    def _row_of(self, req: Any) -> Row:
+        row: Row | None = getattr(req, "agentloop_row", None)
+        if row is None:
+            self._num_rows += 1
+            sampling = sampling_from_text(req.sampling_params.custom_params[PARAMETER])
+            # Every rank meets its requests in the same order.
+            seed = self._seed * 0x9E3779B1 + self._num_rows
+            size, device = self._runner.model_config.vocab_size, torch.device(self._runner.device)
+            row = req.agentloop_row = Row(sampling, req.origin_input_ids, size, device, seed)
+        return row
+
+
+class _Late:
+    """A block of values on its way to the host; SGLang reads its rows once the batch's copies are done."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._done: Any = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._values, self._done = values, None
+        self._rows: list[list[Any]] | None = None
+
+    def row(self, place: int, end: int) -> list[Any]:
+        if self._rows is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._rows = self._values.tolist()
+        return self._rows[place][:end]
+
+
+class _LateRow:
+    """One row of a block; `tolist` is what SGLang calls."""
+
+    __slots__ = ("_block", "_end", "_place")
+
+    def __init__(self, block: _Late, place: int, end: int) -> None:
+        self._block, self._place, self._end = block, place, end
+
+    def tolist(self) -> list[Any]:
+        return self._block.row(self._place, self._end)
+
+
+def _put_logprobs(logits_output: Any, sampled: SampledBatch, nums: Sequence[int]) -> None:
+    """Give logprobs to SGLang, alternatives in one copy a batch: `nums` says how many each row wants."""
+    logits_output.next_token_logprobs = sampled.logprobs
+    if any(nums):
+        values, ids = _Late(sampled.top_logprobs), _Late(sampled.top_ids)
+        places = list(enumerate(nums))
+        logits_output.next_token_top_logprobs_val = [_LateRow(values, place, end) for place, end in places]
+        logits_output.next_token_top_logprobs_idx = [_LateRow(ids, place, end) for place, end in places]
+
+
+def _applied(mask: Any) -> Any:
+    """Return what applies a batch's grammar mask to logits."""
+
+    def constrain(logits: torch.Tensor) -> None:
+        if logits.is_cuda:
+            mask.apply(logits)
+        else:  # SGLang has kernels for devices only
+            import xgrammar
+
+            xgrammar.apply_token_bitmask_inplace(logits, mask.vocab_mask)
+
+    return constrain
+
+
+def _grammar_backend(scheduler: Any) -> Any:
+    """Return SGLang's grammar backend on xgrammar, for our form of constraints (`constraint_to_text`)."""
+    import xgrammar
+    from sglang.srt.constrained.base_grammar_backend import GrammarStats, InvalidGrammarObject
+    from sglang.srt.constrained.xgrammar_backend import (
+        MAX_ROLLBACK_TOKENS,
+        XGrammarGrammar,
+        XGrammarGrammarBackend,
+    )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(scheduler.server_args.tokenizer_path)
+    vocab_size = scheduler.model_config.vocab_size
+    compilers: dict[tuple[int, ...], Any] = {}
+
+    def compiler(stop_ids: tuple[int, ...]) -> Any:
+        if stop_ids not in compilers:
+            vocabulary = xgrammar.TokenizerInfo.from_huggingface(
+                tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop_ids)
+            )
+            compilers[stop_ids] = xgrammar.GrammarCompiler(vocabulary)
+        return compilers[stop_ids]
+
+    class Grammars(XGrammarGrammarBackend):  # type: ignore[misc, unused-ignore]
+        def dispatch_structural_tag(self, key_string: str) -> Any:
+            wanted = json.loads(key_string)
+            compile_with = compiler(tuple(wanted["stop"]))
+            try:
+                if wanted["regex"] is not None:
+                    grammar = compile_with.compile_regex(wanted["regex"])
+                else:
+                    grammar = compile_with.compile_structural_tag(wanted["tag"])
+            except (RuntimeError, ValueError) as error:
+                return InvalidGrammarObject(str(error))
+            matcher = xgrammar.GrammarMatcher(grammar, max_rollback_tokens=MAX_ROLLBACK_TOKENS)
+            stats = GrammarStats(dispatch_type="structural_tag")
+            return XGrammarGrammar(matcher, vocab_size, grammar, None, key_string, stats)
+
+    return Grammars(tokenizer, vocab_size)
+
+
+def _salt_events(scheduler: Any) -> None:
+    """Let the KV version into the hashes and events of the prefix cache."""
+    from sglang.srt.mem_cache import events
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    cache = scheduler.tree_cache
+    hashes_of, record = events.compute_node_hash_values, cache._record_store_event
+
+    def salted_hashes(node: Any, page_size: int) -> list[str]:
+        parent, salt = node.parent, node.key.extra_key
+        is_first = parent is None or parent.hash_value is None or not len(parent.key)
+        if salt is None or not is_first:
+            hashes: list[str] = hashes_of(node, page_size)
+            return hashes
+        return list(get_hash_str(node.key, hashlib.sha256(salt.encode()).hexdigest(), page_size=page_size))
+
+    def record_with_version(node: Any, *arguments: Any, **options: Any) -> None:
+        start = len(cache.kv_event_queue)
+        record(node, *arguments, **options)
+        for event in cache.kv_event_queue[start:]:
+            if event.parent_block_hash is None and node.key.extra_key is not None:
+                event.lora_id = int(node.key.extra_key)
+
+    events.compute_node_hash_values = salted_hashes
+    cache._record_store_event = record_with_version
+
+
+class Counters:
+    """The scheduler's counters, written after every batch."""
+
+    def __init__(self, scheduler: Any, sampling: Sampling, file: FactsFile) -> None:
+        self._scheduler = scheduler
+        self._sampling = sampling
+        self._file = file
+        self._num_preemptions = 0
+        self._num_prefill_tokens = 0
+        self._counted_at = 0.0
+
+    def install(self) -> None:
+        """Write from now on."""
+        scheduler = self._scheduler
+        process, enqueue = scheduler.process_batch_result, scheduler._add_request_to_queue
+
+        def processed(*arguments: Any, **options: Any) -> Any:
+            result = process(*arguments, **options)
+            self.write()
+            return result
+
+        def enqueued(req: Any, *arguments: Any, **options: Any) -> Any:
+            self._num_preemptions += req.retraction_count > 0
+            return enqueue(req, *arguments, **options)
+
+        scheduler.process_batch_result, scheduler._add_request_to_queue = processed, enqueued
+
+    def write(self) -> None:
+        """Write what is so now."""
+        scheduler, now = self._scheduler, time.monotonic()
+        waiting = scheduler.waiting_queue
+        if now - self._counted_at > _PREFILL_INTERVAL_S or not waiting:
+            self._counted_at = now
+            self._num_prefill_tokens = sum(len(req.origin_input_ids) for req in waiting if not req.output_ids)
+            if scheduler.chunked_req is not None:
+                self._num_prefill_tokens += len(scheduler.chunked_req.origin_input_ids)
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        self._file.write(
+            SchedulerFacts(
+                num_steps=scheduler.forward_ct,
+                num_sampled_tokens=self._sampling.num_sampled,
+                num_preemptions=self._num_preemptions,
+                num_waiting=len(waiting) + len(scheduler.grammar_manager.grammar_queue),
+                num_kv_tokens=max(0, int(scheduler.max_total_num_tokens - free)),
+                num_prefill_tokens=self._num_prefill_tokens,
+            )
+        )
