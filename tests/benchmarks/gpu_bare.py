@@ -93,6 +93,7 @@ class BareVllm(BareEngine):
 
     async def close(self) -> None:
         self._llm.shutdown()
+        self._llm.shutdown = lambda *_: None  # its destructor shuts it down once more, and fails by then
 
 
 class BareSglang(BareEngine):

@@ -48,6 +48,8 @@ CONTEXT_TOKENS = 4096
 SHORT_TURNS = 128  # tokens, with --quick
 WARM_UP_TOKENS = 16
 BARE_START_S = 300.0
+GRAPHS_MIB = 8192  # activations, graphs and contexts
+SMALL_KV_MIB = 8192  # of a small model
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ async def run_service(options: argparse.Namespace, config: ServiceConfig, work: 
     run_dir.mkdir()
     async with running_service(config, run_dir) as url:
         say("the service is ready")
+        await asyncio.to_thread(wait_for, options.gate)
         most = max(options.at_once)
         warm_up = Workload(most, most, num_turns=1, num_sampled=WARM_UP_TOKENS, has_tools=not options.no_tools)
         async with asyncio.timeout(options.arm_s):
@@ -289,8 +292,7 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         "tensor_parallel_size": options.tp,
         "max_context_tokens": min(CONTEXT_TOKENS, options.context) if options.context else None,
     }
-    if options.kv_mib or is_cpu:
-        engine["kv_cache_mib"] = options.kv_mib or 256
+    engine["kv_cache_mib"] = options.kv_mib or (256 if is_cpu else kv_mib_of_this_gpu(options))
     if is_cpu:
         engine["num_cpus"] = 0.5
     fields: dict[str, object] = {"workers": {"capacity": most}}
@@ -298,8 +300,24 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         fields["ingress_replicas"] = options.ingress
     model = model_folder(options.shape, options.device) if options.model is None else options.model
     return ServiceConfig.model_validate(
-        {"model": str(model), "mode": "debug", "replicas": options.replicas, "engine": engine, **fields}
+        {"model": str(model), "mode": "debug", "port": 0, "replicas": options.replicas, "engine": engine, **fields}
     )
+
+
+def kv_mib_of_this_gpu(options: argparse.Namespace) -> int:
+    """What is left beside the weights and graphs: a size of its own, as others may be on the GPU at the start."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    total_mib = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+    if options.model is not None:
+        return SMALL_KV_MIB
+    weights_mib = SHAPES[options.shape].num_bytes("bfloat16") / options.tp / 2**20
+    return int(0.9 * total_mib - weights_mib - GRAPHS_MIB)
+
+
+def wait_for(gate: Path | None) -> None:
+    """Wait until others on this host have ended, which the file's existence says."""
+    while gate is not None and not gate.exists():
+        time.sleep(0.2)
 
 
 def tables(found: Sequence[Figures]) -> dict[str, str]:
@@ -375,8 +393,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ingress", type=int, help="ingress processes; else the service's default")
     parser.add_argument("--load-processes", type=int, default=4)
-    parser.add_argument("--gpu-share", type=float, default=0.9, help="of the GPU's memory")
-    parser.add_argument("--kv-mib", type=int)
+    parser.add_argument(
+        "--gpu-share", type=float, default=0.85, help="of the GPU's memory, that is free at the start"
+    )
+    parser.add_argument("--kv-mib", type=int, help="of the KV cache; else what the GPU has room for")
+    parser.add_argument("--gate", type=Path, help="measure once this file exists; the service starts before")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--arm-s", type=float, default=120.0, help="the time limit of an arm")
     parser.add_argument("--quick", action="store_true")

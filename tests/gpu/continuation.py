@@ -115,21 +115,15 @@ async def run_service(
             report = await client.update_weights(
                 tensors.items(), version=1, kv_policy=KVPolicy.RECOMPUTE, transport=options.transport
             )
-        say("updated and answered; a fresh engine starts on the new weights")
+        say("updated and answered")
         return Run(prompts, undisturbed, answering.result(), report)
 
 
-async def compare(config: ServiceConfig, run: Run, *, is_exact: bool) -> Outcome:
+async def compare(engine: Engine, run: Run, *, is_exact: bool) -> Outcome:
     """Ask a fresh engine on the new weights for every continuation."""
-    engine = build_engine(config)
-    await engine.start()
-    say("the fresh engine is ready")
-    try:
-        ties = await asyncio.gather(
-            *(_num_ties(engine, n, prompt, run.answers[n]) for n, prompt in enumerate(run.prompts))
-        )
-    finally:
-        await engine.close()
+    ties = await asyncio.gather(
+        *(_num_ties(engine, n, prompt, run.answers[n]) for n, prompt in enumerate(run.prompts))
+    )
     old = [num_old(answer) for answer in run.answers]
     pairs = list(zip(run.answers, run.undisturbed, old, strict=True))
     return Outcome(
@@ -196,7 +190,7 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
         device=options.device,
         dtype=options.dtype,
         max_running=options.prompts,
-        kv_cache_mib=256 if options.device == "cpu" else 8192,
+        kv_cache_mib=256 if options.device == "cpu" else 3072,
         kv_policy="recompute",
         tensor_parallel_size=options.tp,
         data_parallel_size=options.dp,
@@ -204,10 +198,17 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
     )
     run_dir = work / "run"
     run_dir.mkdir()
+    fresh = build_engine(config.model_copy(update={"model": str(new), "model_version": 1}))
     async with asyncio.timeout(options.deadline_s):
-        run = await run_service(config, run_dir, tensors, options)
-        fresh = config.model_copy(update={"model": str(new), "model_version": 1})
-        outcome = await compare(fresh, run, is_exact=options.engine == "vllm")
+        starting = asyncio.create_task(fresh.start())  # starts take most of the time
+        try:
+            run = await run_service(config, run_dir, tensors, options)
+            await starting
+            say("the fresh engine is ready")
+            outcome = await compare(fresh, run, is_exact=options.engine == "vllm")
+        finally:
+            await asyncio.wait([starting])
+            await fresh.close()
     return outcome, run.report
 
 
@@ -221,7 +222,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="the replica's tensor-parallel size; transport auto")
     parser.add_argument("--dp", type=int, default=1, help="its data-parallel size; transport auto")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--deadline-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -48,4 +48,6 @@ def service_config(
         "data_parallel_size": data_parallel_size,
         "num_cpus": 0.5 if is_cpu else 1.0,
     }
-    return ServiceConfig.model_validate({"model": str(model), "model_version": 0, "engine": engine, **changed})
+    return ServiceConfig.model_validate(
+        {"model": str(model), "model_version": 0, "engine": engine, "port": 0, **changed}
+    )

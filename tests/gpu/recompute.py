@@ -69,14 +69,14 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         "dtype": "float32" if is_cpu else "bfloat16",
         "max_running": 32 if is_cpu else 256,
         "block_size": 32 if is_cpu else 16,
-        "kv_cache_mib": 256 if is_cpu else 4096,
+        "kv_cache_mib": 256 if is_cpu else 2048,
         "gpu_memory_utilization": 0.2,
         "tensor_parallel_size": options.tp,
         "num_cpus": 0.5 if is_cpu else 1.0,
         "enforce_eager": options.eager,
     }
     return ServiceConfig.model_validate(
-        {"model": str(POLICY / "v0"), "model_version": 0, "kv_policy": "recompute", "engine": engine}
+        {"model": str(POLICY / "v0"), "model_version": 0, "kv_policy": "recompute", "engine": engine, "port": 0}
     )
 
 

@@ -6,12 +6,11 @@
     tests/gpu/run.sh vllm --list                             # every part, what it needs and what it answers
     tests/gpu/run.sh vllm --device cpu --only contract       # a rehearsal of some parts without a GPU
 
-Parts of one stage run side by side, in tracks, on the same GPU: they take little of its memory, and starting
-engines takes most of their time. The throughput has the GPU to itself. A part has a time limit of its own, and the
-whole has `--budget-s`; what fails or is cut stops nothing else. Everything is written to one folder (`--out`): a
-folder a part, with its output (`log.txt`), figures (`result.json`) and verdict (`part.json`). Run again with
-the same folder and `--only`, the table at the end shows the other parts as they were. Exit status: 0 if every part
-that ran passed.
+Most parts run side by side on the same GPU: they take little of its memory, and starting engines takes most of
+their time. The throughput measures when all others have ended. A part has a time limit of its own, and the whole
+has `--budget-s`; what fails or is cut stops nothing else. Everything is written to one folder (`--out`): a folder a
+part, with its output (`log.txt`), figures (`result.json`) and verdict (`part.json`). Run again with the same folder
+and `--only`, the table at the end shows the other parts as they were. Exit status: 0 if every part that ran passed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import re
@@ -38,6 +38,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 LANES = ("vllm", "sglang")
 BUDGET_S = 530.0
 END_S = 20.0  # that a part whose time is over gets to end its service
+GATE = "quiet"
+PRECOMPILE_S = 60.0
 LEAST_S = 2.0  # of the time that is left, for another part to begin
 TINY = "examples/tiny_policy/v1"
 
@@ -65,15 +67,16 @@ Figures = Callable[[Run, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One command with a verdict. Parts of a stage's track run one after another, tracks side by side."""
+    """One command with a verdict. It begins once the parts of `after` have ended, those that run at all."""
 
     name: str
     answers: str
     command: Callable[[Run], list[str]]
     timeout_s: float
     figures: Figures
-    stage: int = 1
-    track: str = ""
+    after: tuple[str, ...] = ()
+    is_alone: bool = False  # it begins when all parts before it have ended
+    has_gate: bool = False  # its measurements wait for the end of all others, by a file that it is given
     min_gpus: int = 1
     is_default: bool = True
     lanes: tuple[str, ...] = LANES
@@ -102,7 +105,7 @@ def module(name: str, *arguments: str, out: str) -> Callable[[Run], list[str]]:
     """A module of the checkout that writes its figures as JSON."""
 
     def command(run: Run) -> list[str]:
-        filled = [argument.format(lane=run.lane, device=run.device) for argument in arguments]
+        filled = [argument.format(lane=run.lane, device=run.device, gate=run.out / GATE) for argument in arguments]
         return [sys.executable, "-m", name, *filled, "--out", str(run.result(out))]
 
     return command
@@ -128,7 +131,7 @@ def suite(*paths: str) -> Callable[[Run], list[str]]:
 def throughput(name: str, *arguments: str) -> Callable[[Run], list[str]]:
     """The service beside the bare engine; on CPU in a small form."""
     always = ("--engine", "{lane}", "--device", "{device}")
-    gpu = module("tests.benchmarks.gpu_throughput", *always, *arguments, out=name)
+    gpu = module("tests.benchmarks.gpu_throughput", *always, *arguments, "--gate", "{gate}", out=name)
     small = ("--model", TINY, "--at-once", "8", "--sampled", "24", "--load-processes", "1")
     cpu = module("tests.benchmarks.gpu_throughput", *always, *small, out=name)
     return lambda run: (cpu if run.device == "cpu" else gpu)(run)
@@ -198,6 +201,11 @@ def cycled(run: Run, part: str) -> str:
     )
 
 
+def prepared(run: Run, part: str) -> str:
+    """The seconds of writing the model, and of the first start."""
+    return ", ".join(f"{name.removesuffix('_s')} {value:.0f} s" for name, value in results_of(run, part).items())
+
+
 def ratios(run: Run, part: str) -> str:
     """Every arm's share of the bare engine's throughput; without a bare engine, tokens a second."""
     results = results_of(run, part)
@@ -222,7 +230,6 @@ PARTS = (
         suite("test_engine_contract.py"),
         400,
         suite_counts,
-        track="contract",
     ),
     Part(
         "sampling",
@@ -230,7 +237,6 @@ PARTS = (
         suite("test_logprobs_contract.py", "test_sampling_contract.py"),
         400,
         suite_counts,
-        track="sampling",
     ),
     Part(
         "recompute",
@@ -238,7 +244,6 @@ PARTS = (
         module("tests.gpu.recompute", "--engine", "{lane}", "--device", "{device}", "--eager", out="recompute"),
         240,
         recomputed,
-        track="updates",
     ),
     Part(
         "continuation-ipc",
@@ -246,7 +251,6 @@ PARTS = (
         module("tests.gpu.continuation", *CONTINUATION, "--transport", "ipc", out="continuation-ipc"),
         240,
         continued,
-        track="updates",
     ),
     Part(
         "continuation-nccl",
@@ -254,7 +258,7 @@ PARTS = (
         module("tests.gpu.continuation", *CONTINUATION, "--transport", "nccl", out="continuation-nccl"),
         240,
         continued,
-        track="updates",
+        after=("continuation-ipc",),
         min_gpus=2,
     ),
     Part(
@@ -262,8 +266,7 @@ PARTS = (
         "the throughput's model is written, and its graphs are compiled, before they are needed",
         module("tests.benchmarks.gpu_warm_up", "--engine", "{lane}", "--device", "{device}", out="model"),
         240,
-        last_line,
-        track="model",
+        prepared,
     ),
     Part(
         "hybrid",
@@ -275,16 +278,16 @@ PARTS = (
         ),
         200,
         cycled,
-        track="cycle",
     ),
     Part(
         "throughput",
         "the service's share of the bare engine's throughput, 512 in flight, 4B shape",
         throughput("throughput", "--shape", "qwen3-4b", "--quick"),
-        330,
+        400,
         ratios,
-        stage=2,
-        reserve_s=240,
+        after=("recompute", "continuation-ipc", "continuation-nccl", "hybrid", "model"),
+        has_gate=True,
+        reserve_s=200,
     ),
     Part(
         "throughput-full",
@@ -292,7 +295,7 @@ PARTS = (
         throughput("throughput-full", "--shape", "qwen3-4b"),
         540,
         ratios,
-        stage=3,
+        is_alone=True,
         is_default=False,
     ),
     Part(
@@ -301,7 +304,7 @@ PARTS = (
         throughput("throughput-shipped", "--model", TINY, "--sampled", "64"),
         400,
         ratios,
-        stage=3,
+        is_alone=True,
         is_default=False,
     ),
     Part(
@@ -320,7 +323,7 @@ PARTS = (
         ),
         300,
         ratios,
-        stage=4,
+        is_alone=True,
         min_gpus=2,
         is_default=False,
     ),
@@ -330,7 +333,7 @@ PARTS = (
         throughput("throughput-tp2", "--shape", "qwen3-4b", "--tp", "2", "--quick"),
         400,
         ratios,
-        stage=5,
+        is_alone=True,
         min_gpus=2,
         is_default=False,
     ),
@@ -340,8 +343,6 @@ PARTS = (
         suite("test_engine_contract.py"),
         500,
         suite_counts,
-        stage=6,
-        track="contract",
         min_gpus=2,
         is_default=False,
         env=(("CONTRACT_TENSOR_PARALLEL", "2"),),
@@ -352,8 +353,6 @@ PARTS = (
         suite("test_logprobs_contract.py", "test_sampling_contract.py"),
         500,
         suite_counts,
-        stage=6,
-        track="sampling",
         min_gpus=2,
         is_default=False,
         env=(("CONTRACT_TENSOR_PARALLEL", "2"),),
@@ -364,7 +363,7 @@ PARTS = (
         lambda run: [sys.executable, "-m", "tests.gpu.push_transports"],
         400,
         last_line,
-        stage=7,
+        is_alone=True,
         is_default=False,
     ),
     Part(
@@ -377,7 +376,7 @@ PARTS = (
         ),
         560,
         last_line,
-        stage=8,
+        is_alone=True,
         is_default=False,
         lanes=("vllm",),
     ),
@@ -391,7 +390,7 @@ PARTS = (
         ),
         560,
         last_line,
-        stage=9,
+        is_alone=True,
         min_gpus=2,
         is_default=False,
         lanes=("vllm",),
@@ -402,7 +401,7 @@ PARTS = (
         module("tests.gpu.residency", "--device", "{device}", out="residency"),
         500,
         last_line,
-        stage=10,
+        is_alone=True,
         is_default=False,
         lanes=("vllm",),
     ),
@@ -412,7 +411,7 @@ PARTS = (
         module("tests.gpu.step_times", out="step-times"),
         560,
         last_line,
-        stage=11,
+        is_alone=True,
         is_default=False,
         lanes=("vllm",),
     ),
@@ -497,24 +496,31 @@ def kept(run: Run, verdict: Verdict) -> Verdict:
 
 
 async def run_parts(parts: Sequence[Part], run: Run, budget_s: float) -> list[Verdict]:
-    """Stage after stage; in each, tracks side by side."""
+    """Run them side by side, as far as they need not wait for each other."""
     ends_at = time.monotonic() + budget_s
-    found: list[Verdict] = []
+    reserved_s = sum(part.reserve_s for part in parts)
+    ended = {part.name: asyncio.Event() for part in parts}
+    gate = run.out / GATE
+    gate.unlink(missing_ok=True)
 
-    async def run_track(track: Sequence[Part], ends_at: float) -> None:
-        for part in track:
-            found.append(await run_part(part, run, ends_at))
+    async def run_one(number: int, part: Part) -> Verdict:
+        before = [one.name for one in parts[:number]] if part.is_alone else part.after
+        for name in before:
+            if name in ended:
+                await ended[name].wait()
+        try:
+            is_last = part.is_alone or part.has_gate
+            return await run_part(part, run, ends_at if is_last else ends_at - reserved_s)
+        finally:
+            ended[part.name].set()
+            if all(ended[one.name].is_set() for one in parts if not one.is_alone and not one.has_gate):
+                gate.touch()
 
-    for stage in sorted({part.stage for part in parts}):
-        reserved_s = sum(part.reserve_s for part in parts if part.stage > stage)
-        tracks: dict[str, list[Part]] = {}
-        for part in parts:
-            if part.stage == stage:
-                tracks.setdefault(part.track, []).append(part)
-        async with asyncio.TaskGroup() as group:
-            for track in tracks.values():
-                group.create_task(run_track(track, ends_at - reserved_s))
-    return found
+    if all(part.is_alone or part.has_gate for part in parts):
+        gate.touch()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run_one(number, part)) for number, part in enumerate(parts)]
+    return [task.result() for task in tasks]
 
 
 def summary(run: Run) -> str:
@@ -534,6 +540,17 @@ def say(what: str) -> None:
 
 
 STARTED_AT = time.monotonic()
+
+
+def precompile(package: str) -> None:
+    """Compile what was unpacked beside an engine, once: else every process that starts compiles it for itself."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None or (Path(found.origin).parent / "__pycache__").is_dir():
+        return
+    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(Path(found.origin).parents[1])]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, capture_output=True, timeout=PRECOMPILE_S)
+    say(f"{package}'s folder is compiled")
 
 
 def count_gpus() -> int:
@@ -599,11 +616,13 @@ def main() -> None:
     parts = chosen(options, run)
     if options.dry:
         for part in parts:
-            print(f"stage {part.stage}, track {part.track or '-'}: {part.name}: {' '.join(part.command(run))}")
+            begins = "alone" if part.is_alone else f"after {', '.join(part.after)}" if part.after else "at once"
+            print(f"{part.name}, {begins}: {' '.join(part.command(run))}")
         return
     out.mkdir(parents=True, exist_ok=True)
     say(f"{len(parts)} parts on {run.num_gpus} GPU(s), into {out}")
-    found = asyncio.run(run_parts(parts, run, options.budget_s))
+    precompile(run.lane)
+    found = asyncio.run(run_parts(parts, run, options.budget_s - (time.monotonic() - STARTED_AT)))
     table = summary(run)
     (out / "summary.md").write_text(table + "\n")
     print(f"\n{table}\n\n{time.monotonic() - STARTED_AT:.0f} s; details in {out}", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.run import PARTS, Part, Run, chosen, last_line, ratios, run_parts, suite_counts, summary
+from tests.gpu.run import GATE, PARTS, Part, Run, chosen, last_line, ratios, run_parts, suite_counts, summary
 
 LIMIT_S = 60.0
 
@@ -26,10 +26,10 @@ def run(tmp_path: Path) -> Run:
 async def test_what_fails_or_hangs_stops_nothing_else(run: Run):
     hangs = "import time; print('begun', flush=True); time.sleep(600)"
     parts = [
-        part("fails", "print('no'); raise SystemExit(3)", track="a"),
-        part("hangs", hangs, timeout_s=1.0, track="a"),
-        part("passes", "print('yes')", track="b"),
-        part("later", "print('at last')", stage=2),
+        part("fails", "print('no'); raise SystemExit(3)"),
+        part("hangs", hangs, timeout_s=1.0, after=("fails", "of another lane")),
+        part("passes", "print('yes')"),
+        part("later", "print('at last')", is_alone=True),
     ]
     found = {one.part: one for one in await run_parts(parts, run, LIMIT_S)}
     assert {name: one.verdict for name, one in found.items()} == {
@@ -44,9 +44,25 @@ async def test_what_fails_or_hangs_stops_nothing_else(run: Run):
 
 async def test_the_whole_run_ends_in_its_time_and_leaves_some_to_what_comes_last(run: Run):
     code = "import time; time.sleep(600)"
-    parts = [part("long", code), part("unbegun", code), part("last", "print(1)", stage=2, reserve_s=LIMIT_S)]
+    parts = [
+        part("long", code),
+        part("unbegun", code, after=("long",)),
+        part("last", "print(1)", is_alone=True, reserve_s=LIMIT_S),
+    ]
     found = {one.part: one.verdict for one in await run_parts(parts, run, LIMIT_S + 3.0)}
     assert found == {"long": "CUT", "unbegun": "CUT", "last": "PASS"}
+
+
+async def test_measurements_wait_for_the_end_of_all_others_that_are_not_alone(run: Run):
+    gate = run.out / GATE
+    waits = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.02)\nprint('quiet')"
+    )
+    begins = f"import pathlib; print(pathlib.Path({str(gate)!r}).exists())"
+    parts = [part("other", begins), part("measures", waits, has_gate=True), part("alone", begins, is_alone=True)]
+    found = {one.part: (one.verdict, one.figures) for one in await run_parts(parts, run, LIMIT_S)}
+    assert found == {"other": ("PASS", "False"), "measures": ("PASS", "quiet"), "alone": ("PASS", "True")}
+    assert [one.verdict for one in await run_parts(parts[1:2], run, LIMIT_S)] == ["PASS"]
 
 
 async def test_the_table_keeps_parts_of_earlier_commands(run: Run):
