@@ -1,13 +1,14 @@
 """One `engine_case` an engine, started once a session.
 
-`tests/contract/vllm_case.py` holds `async start_vllm_case() -> EngineCase` and `async stop_vllm_case(case)`. It is
-imported only where the vLLM case runs: the rest of the suite needs no engine installed.
+`tests/contract/vllm_case.py` holds `async start_vllm_case() -> EngineCase` and `async stop_vllm_case(case)`, and so
+does the other engine's. It is imported only where its case runs: an engine that is not installed is skipped.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,25 @@ from tests.contract.cases import EngineCase
 from tests.contract.driving import is_idle, until
 from tests.contract.simulated_case import start_simulated_case
 
+REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("vllm", "sglang")]
 
-@pytest.fixture(scope="session", params=["simulated", pytest.param("vllm", marks=pytest.mark.engine)])
+
+@pytest.fixture(scope="session", params=["simulated", *REAL])
 async def engine_case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[EngineCase]:
-    if request.param == "simulated":
+    name = request.param
+    if name == "simulated":
         case = await start_simulated_case(Path(tmp_path_factory.mktemp("checkpoints")))
         yield case
         await case.engine.close()
         return
-    vllm_case = importlib.import_module("tests.contract.vllm_case")
-    case = await vllm_case.start_vllm_case()
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed in this environment")
+    module = importlib.import_module(f"tests.contract.{name}_case")
+    case = await getattr(module, f"start_{name}_case")()
     yield case
-    await vllm_case.stop_vllm_case(case)
+    await getattr(module, f"stop_{name}_case")(case)
 
 
 @pytest.fixture

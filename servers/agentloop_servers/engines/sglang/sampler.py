@@ -18,18 +18,24 @@ sampled: with overlapped scheduling the scheduler's own record is a token behind
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from agentloop.errors import InvariantBroken
 from agentloop.sampling import LogprobsMode, SamplingParams
 from agentloop_servers.engines.sglang.requests import RAW_TOKEN_ID
 
 Constrain = Callable[[torch.Tensor], None]
 """Writes minus infinity where a batch's constraints exclude an id, in place."""
 
+_Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
+
+_NUM_STEPS_KEPT = 3  # SGLang overlaps two
 _WEIGHT_BITS = 36  # of the likeliest id; sums of 2^17 ids stay exact in 53 bits
 _ROWS_AT_ONCE = 128  # of the drawing, whose whole numbers take 16 bytes an id
 
@@ -44,65 +50,75 @@ class Row:
         self.sampling = sampling
         self.seed = sampling.seed if sampling.seed is not None else seed
         self.num_sampled = 0
-        self._device = device
-        ids, biases = [pair[0] for pair in sampling.logit_bias], [pair[1] for pair in sampling.logit_bias]
-        self.bias_ids, self.biases = self._tensor(ids), torch.tensor(biases, dtype=torch.float32, device=device)
-        self.stop_ids = self._tensor(sampling.stop_token_ids)
-        self.counts: torch.Tensor | None = None  # of the reply's ids, [vocabulary]
+        self.device = device
+        self._prompt_ids = sorted(set(prompt_ids)) if sampling.repetition_penalty != 1 else []
+        self._reply: torch.Tensor | None = None  # to count from, before the next token is sampled
+        self._seen_before: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None  # of the reply's ids, [vocabulary]
+        self._seen: torch.Tensor | None = None  # ids of prompt and reply, [vocabulary]
         if sampling.frequency_penalty or sampling.presence_penalty:
-            self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        self.seen: torch.Tensor | None = None  # ids of prompt and reply, [vocabulary]
+            self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._prompt_ids = self._tensor(sorted(set(prompt_ids)))
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.has_history = self._counts is not None or self._seen is not None
+        if sampling.logit_bias:
+            self._bias_ids = self._ids([token_id for token_id, _ in sampling.logit_bias])
+            biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+            self._biases = _to_device(biases, device)
+        if sampling.min_tokens and sampling.stop_token_ids:
+            self._stop_ids = self._ids(sampling.stop_token_ids)
         self.restart(())
 
     def restart(self, reply_ids: Sequence[int]) -> None:
         """Take the reply so far from the scheduler: the request is prefilled, so nothing of it is under way."""
         self.num_sampled = len(reply_ids)
-        if self.counts is None and self.seen is None:
-            return
-        reply = self._tensor(list(reply_ids))
-        if self.counts is not None:
-            self.counts.zero_().index_add_(0, reply, torch.ones_like(reply, dtype=torch.float32))
-        if self.seen is not None:
-            self.seen.zero_()[torch.cat((self._prompt_ids, reply))] = True
-
-    def add(self, token_id: torch.Tensor) -> None:
-        """Note a sampled id, `[1]` on the device."""
-        self.num_sampled += 1
-        if self.counts is not None:
-            self.counts.index_add_(0, token_id, torch.ones_like(token_id, dtype=torch.float32))
-        if self.seen is not None:
-            self.seen[token_id] = True
+        if self.has_history:
+            self._reply = self._ids(list(reply_ids))
+            self._seen_before = self._ids([*self._prompt_ids, *reply_ids])
 
     @property
     def is_banned_to_stop(self) -> bool:
         """True while its stop tokens must not come."""
-        return self.num_sampled < self.sampling.min_tokens and len(self.stop_ids) > 0
+        return self.num_sampled < self.sampling.min_tokens and len(self.sampling.stop_token_ids) > 0
 
     @property
-    def is_adjusted(self) -> bool:
-        """True if its logits are not the model's own, constraints aside."""
-        has_history = self.counts is not None or self.seen is not None
-        return has_history or len(self.bias_ids) > 0 or self.is_banned_to_stop
+    def may_be_adjusted(self) -> bool:
+        """True if its logits are not the model's own at some time, constraints aside."""
+        return self.has_history or len(self.sampling.logit_bias) > 0 or self.sampling.min_tokens > 0
 
     def adjust(self, logits: torch.Tensor) -> None:
         """Apply biases, the ban and penalties to its logits `[vocabulary]`, in place."""
+        self._count_reply()
         sampling = self.sampling
-        if len(self.bias_ids):
-            logits[self.bias_ids] += self.biases
+        if sampling.logit_bias:
+            logits[self._bias_ids] += self._biases
         if self.is_banned_to_stop:
-            logits[self.stop_ids] = -torch.inf
-        if self.seen is not None:
+            logits[self._stop_ids] = -torch.inf
+        if self._seen is not None:
             penalty = sampling.repetition_penalty
             repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits.copy_(torch.where(self.seen, repeated, logits))
-        if self.counts is not None:
-            logits -= sampling.frequency_penalty * self.counts + sampling.presence_penalty * (self.counts > 0)
+            logits.copy_(torch.where(self._seen, repeated, logits))
+        if self._counts is not None:
+            logits -= sampling.frequency_penalty * self._counts + sampling.presence_penalty * (self._counts > 0)
 
-    def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+    def add(self, token_id: torch.Tensor) -> None:
+        """Note a sampled id in the history, `[1]` on the device."""
+        if self._counts is not None:
+            self._counts.index_add_(0, token_id, torch.ones_like(token_id, dtype=torch.float32))
+        if self._seen is not None:
+            self._seen[token_id] = True
+
+    def _count_reply(self) -> None:
+        reply, self._reply = self._reply, None
+        if reply is None:
+            return
+        if self._counts is not None:
+            self._counts.zero_().index_add_(0, reply, torch.ones_like(reply, dtype=torch.float32))
+        if self._seen is not None and self._seen_before is not None:
+            self._seen.zero_()[self._seen_before] = True
+
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        return _to_device(np.array(ids, np.int64), self.device)
 
 
 @dataclass(slots=True)
@@ -125,48 +141,70 @@ class _RowTensors:
     has_greedy: bool
     has_drawn: bool
     has_temperature: bool
-    seeds: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    truncated: torch.Tensor | None  # the places of rows with top-k, top-p or min-p
-    min_ps: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # of these, [m, 1]
-    top_ks: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    top_ps: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    num_tops: int = 0
+    adjusted: list[tuple[int, Row]]  # places and rows whose logits may be adjusted
+    seeds: _Words
+    num_tops: int
+    truncated: torch.Tensor | None = None  # the places of rows with top-k, top-p or min-p
+    min_ps: torch.Tensor | None = None  # of these, [m, 1], as the following
+    top_ks: torch.Tensor | None = None
+    top_ps: torch.Tensor | None = None
 
 
 class BatchSampler:
-    """The sampler of one scheduler."""
+    """The sampler of one scheduler. A step is `begin` on the host, and `sample` on the stream of the device."""
 
     def __init__(self, mode: LogprobsMode) -> None:
         self._mode = mode
         self._batch: _RowTensors | None = None
+        self._uniforms = torch.empty(0, dtype=torch.float64)
+        # What a step that is still under way reads is not given back to the allocator.
+        self._recent: deque[object] = deque(maxlen=_NUM_STEPS_KEPT)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Row], constrain: Constrain | None = None) -> SampledBatch:
-        """Sample one id a row from the model's logits `[n, vocabulary]`, which it may overwrite.
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Send all that the next step needs to the device, without waiting for it."""
+        if self._batch is None or self._batch.rows != tuple(rows):
+            self._batch = _new_batch(tuple(rows))
+        if self._batch.has_drawn:
+            self._uniforms = _to_device(_uniforms(self._batch), self._batch.temperatures.device)
+        self._recent.append((self._batch, self._uniforms))
+
+    def sample(self, logits: torch.Tensor, constrain: Constrain | None = None) -> SampledBatch:
+        """Sample one id for each row that `begin` was told, from the model's logits `[n, vocabulary]`.
 
         The rows' histories grow by it. In mode BOTH the raw logprob comes first among the alternatives.
         """
-        batch = self._batch_of(rows)
+        batch = self._batch
+        if batch is None:
+            raise InvariantBroken("a step that was not begun")
         logits = logits.float()
-        own = logits
-        if constrain is not None or any(row.is_adjusted for row in rows):
-            own = logits.clone()
-            if constrain is not None:
-                constrain(own)
-            for place, row in enumerate(rows):
-                if row.is_adjusted:
-                    row.adjust(own[place])
+        own = self._own_logits(logits, batch, constrain)
         scaled = own / batch.temperatures if batch.has_temperature else own
         if batch.truncated is not None:
             scaled = scaled.clone() if scaled is logits else scaled
             scaled[batch.truncated] = _truncated(scaled[batch.truncated], batch)
-        token_ids = own.argmax(1) if batch.has_greedy else None
-        if batch.has_drawn:
-            drawn = _draw(scaled, torch.from_numpy(self._uniforms(batch)).to(scaled.device, non_blocking=True))
-            token_ids = drawn if token_ids is None else torch.where(batch.is_greedy, token_ids, drawn)
-        assert token_ids is not None
-        for place, row in enumerate(rows):
+        if not batch.has_drawn:
+            token_ids = own.argmax(1)
+        else:
+            token_ids = _draw(scaled, self._uniforms)
+            if batch.has_greedy:
+                token_ids = torch.where(batch.is_greedy, own.argmax(1), token_ids)
+        for row in batch.rows:
+            row.num_sampled += 1
+        for place, row in batch.adjusted:
             row.add(token_ids[place : place + 1])
         return self._with_logprobs(batch, logits, scaled, token_ids)
+
+    @staticmethod
+    def _own_logits(logits: torch.Tensor, batch: _RowTensors, constrain: Constrain | None) -> torch.Tensor:
+        """Return the logits with everything but temperature and truncation applied."""
+        if constrain is None and not batch.adjusted:
+            return logits
+        own = logits.clone()
+        if constrain is not None:
+            constrain(own)
+        for place, row in batch.adjusted:
+            row.adjust(own[place])
+        return own
 
     def _with_logprobs(
         self, batch: _RowTensors, logits: torch.Tensor, scaled: torch.Tensor, token_ids: torch.Tensor
@@ -184,21 +222,22 @@ class BatchSampler:
             top_ids = torch.cat((torch.full_like(chosen, RAW_TOKEN_ID), top_ids), 1)
         return SampledBatch(token_ids, logprobs[:, 0], tops, top_ids)
 
-    def _batch_of(self, rows: Sequence[Row]) -> _RowTensors:
-        if self._batch is None or self._batch.rows != tuple(rows):
-            self._batch = _new_batch(tuple(rows))
-        return self._batch
 
-    @staticmethod
-    def _uniforms(batch: _RowTensors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Return a number in [0, 1) for each row."""
-        places = np.fromiter((row.num_sampled for row in batch.rows), np.uint64, len(batch.rows))
-        with np.errstate(over="ignore"):
-            mixed = _mixed(batch.seeds + places * np.uint64(0x9E3779B97F4A7C15))
-        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def _to_device(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """Copy to the device; from pinned memory, so that nobody waits for what its stream does before."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _mixed(values: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _uniforms(batch: _RowTensors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return a number in [0, 1) for each row, by its seed and the place of its next token."""
+    places = np.fromiter((row.num_sampled for row in batch.rows), np.uint64, len(batch.rows))
+    with np.errstate(over="ignore"):
+        mixed = _mixed(batch.seeds + places * np.uint64(0x9E3779B97F4A7C15))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mixed(values: _Words) -> _Words:
     """Return the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -206,20 +245,21 @@ def _mixed(values: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tu
 
 
 def _new_batch(rows: tuple[Row, ...]) -> _RowTensors:
-    samplings, device = [row.sampling for row in rows], rows[0].stop_ids.device
-    temperatures = [sampling.temperature for sampling in samplings]
+    samplings, device = [row.sampling for row in rows], rows[0].device
+    temperatures = np.array([[sampling.temperature] for sampling in samplings], np.float32)
+    is_greedy = temperatures[:, 0] == 0
     with np.errstate(over="ignore"):
         # Seeds that are neighbours are far apart after one round.
         seeds = _mixed(np.array([row.seed & (2**64 - 1) for row in rows], np.uint64) + np.uint64(1))
     batch = _RowTensors(
         rows,
-        torch.tensor([[value or 1.0] for value in temperatures], device=device),
-        torch.tensor([value == 0 for value in temperatures], device=device),
-        has_greedy=any(value == 0 for value in temperatures),
-        has_drawn=any(value != 0 for value in temperatures),
-        has_temperature=any(value not in (0, 1) for value in temperatures),
+        _to_device(np.where(temperatures == 0, np.float32(1), temperatures), device),
+        _to_device(is_greedy, device),
+        has_greedy=bool(is_greedy.any()),
+        has_drawn=not is_greedy.all(),
+        has_temperature=bool(((temperatures != 0) & (temperatures != 1)).any()),
+        adjusted=[(place, row) for place, row in enumerate(rows) if row.may_be_adjusted],
         seeds=seeds,
-        truncated=None,
         num_tops=max(sampling.num_top_logprobs for sampling in samplings),
     )
     cut = [
@@ -228,15 +268,17 @@ def _new_batch(rows: tuple[Row, ...]) -> _RowTensors:
         if sampling.temperature != 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
     ]
     if cut:
-        batch.truncated = torch.tensor(cut, device=device)
-        batch.min_ps = torch.tensor([[samplings[place].min_p] for place in cut], device=device)
-        batch.top_ps = torch.tensor([[samplings[place].top_p] for place in cut], device=device)
-        batch.top_ks = torch.tensor([[samplings[place].top_k] for place in cut], device=device)
+        batch.truncated = _to_device(np.array(cut, np.int64), device)
+        batch.min_ps = _to_device(np.array([[samplings[place].min_p] for place in cut], np.float32), device)
+        batch.top_ps = _to_device(np.array([[samplings[place].top_p] for place in cut], np.float32), device)
+        batch.top_ks = _to_device(np.array([[samplings[place].top_k] for place in cut], np.int64), device)
     return batch
 
 
 def _truncated(logits: torch.Tensor, batch: _RowTensors) -> torch.Tensor:
     """Return rows `[m, vocabulary]` with minus infinity where min-p, then top-k, then top-p exclude an id."""
+    if batch.min_ps is None or batch.top_ks is None or batch.top_ps is None:
+        return logits
     size = logits.shape[1]
     floor = logits.amax(1, keepdim=True) + batch.min_ps.log()
     logits = logits.masked_fill(logits < floor, -torch.inf)

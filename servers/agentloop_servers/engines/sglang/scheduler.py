@@ -79,7 +79,7 @@ class Sampling:
         info.update_regex_vocab_mask()
         mask, info.grammar_mask = info.grammar_mask, None
         constrain = None if mask is None else _applied(mask)
-        sampled = self._sampler.sample(logits, self._rows, constrain)
+        sampled = self._sampler.sample(logits, constrain)
         self.num_sampled += len(self._rows)
         if forward_batch.return_logprob:
             _put_logprobs(logits_output, sampled, forward_batch.top_logprobs_nums)
@@ -90,6 +90,8 @@ class Sampling:
         if batch.forward_mode.is_extend():
             for row, req in zip(self._rows, batch.reqs, strict=True):
                 row.restart(req.output_ids)
+        if self._rows:
+            self._sampler.begin(self._rows)
 
     def _row_of(self, req: Any) -> Row:
         row: Row | None = getattr(req, "agentloop_row", None)

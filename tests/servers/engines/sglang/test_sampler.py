@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from agentloop.sampling import LogprobsMode, SamplingParams, turn_sampling
 from agentloop_servers.engines.sglang.requests import RAW_TOKEN_ID
-from agentloop_servers.engines.sglang.sampler import BatchSampler, Row
+from agentloop_servers.engines.sglang.sampler import BatchSampler, Row, SampledBatch
 from tests.contract.reference import log_softmax, sampled_logprobs
 
 SIZE = 97
@@ -47,6 +48,12 @@ SAMPLINGS = {
 }
 
 
+def sample(sampler: BatchSampler, logits: torch.Tensor, rows: Sequence[Row], constrain: Any = None) -> SampledBatch:
+    """One step."""
+    sampler.begin(rows)
+    return sampler.sample(logits.clone(), constrain)
+
+
 def row(sampling: SamplingParams, seed: int = 11) -> Row:
     return Row(sampling, PROMPT, SIZE, CPU, seed)
 
@@ -67,7 +74,7 @@ def test_one_batch_of_all_kinds_is_what_each_row_says(name: str) -> None:
     reply: list[int] = []
     for _ in range(6):
         logits = torch.randn(len(rows), SIZE) * 2
-        sampled = sampler.sample(logits.clone(), rows)
+        sampled = sample(sampler, logits, rows)
         token_id = int(sampled.token_ids[place])
         wanted = expected(sampling, logits[place], reply)
         assert np.isfinite(wanted[token_id])
@@ -84,11 +91,11 @@ def test_one_batch_of_all_kinds_is_what_each_row_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "all cuts", "penalties"])
 def test_tokens_come_as_often_as_their_logprobs_say(name: str) -> None:
-    sampling, num_draws = SAMPLINGS[name], 40_000
+    sampling, num_draws = SAMPLINGS[name], 20_000
     torch.manual_seed(1)
     logits = torch.randn(SIZE)
     rows = [row(sampling, seed) for seed in range(num_draws)]
-    sampled = BatchSampler(LogprobsMode.SAMPLED).sample(logits.repeat(num_draws, 1), rows)
+    sampled = sample(BatchSampler(LogprobsMode.SAMPLED), logits.repeat(num_draws, 1), rows)
     counts = np.bincount(sampled.token_ids.numpy(), minlength=SIZE)
     shares = np.exp(expected(sampling, logits, ()))
     assert counts[shares == 0].sum() == 0
@@ -103,7 +110,7 @@ def test_a_seeded_row_draws_the_same_wherever_it_stands() -> None:
         rows = [row(SAMPLINGS["plain"], seed) for seed in range(others)] + [row(SamplingParams(8, seed=7), 99)]
         sampler = BatchSampler(LogprobsMode.SAMPLED)
         batches = [torch.cat([torch.randn(others, SIZE), logits[None]]) for logits in steps]
-        drawn.append([int(sampler.sample(batch, rows).token_ids[-1]) for batch in batches])
+        drawn.append([int(sample(sampler, batch, rows).token_ids[-1]) for batch in batches])
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) > 1
 
@@ -118,9 +125,9 @@ def test_a_row_that_is_prefilled_again_goes_on_from_its_reply() -> None:
         rows, sampler, reply = [row(sampling)], BatchSampler(LogprobsMode.SAMPLED), []
         for number, logits in enumerate(steps):
             if is_interrupted and number == 2:
-                sampler.sample(torch.randn(1, SIZE), rows)  # its token is dropped
+                sample(sampler, torch.randn(1, SIZE), rows)  # its token is dropped
                 rows[0].restart(reply)
-            reply.append(int(sampler.sample(logits[None].clone(), rows).token_ids[0]))
+            reply.append(int(sample(sampler, logits[None], rows).token_ids[0]))
         return reply
 
     assert run(is_interrupted=True) == run(is_interrupted=False)
@@ -137,7 +144,7 @@ def test_a_constraint_comes_before_all_else() -> None:
     sampling = SamplingParams(8, top_k=2, logit_bias=((5, 3.0),))
     for _ in range(20):
         logits = torch.randn(1, SIZE)
-        sampled = BatchSampler(LogprobsMode.SAMPLED).sample(logits.clone(), [row(sampling)], constrain)
+        sampled = sample(BatchSampler(LogprobsMode.SAMPLED), logits, [row(sampling)], constrain)
         of_turn = turn_sampling(sampling, LogprobsMode.SAMPLED)
         wanted = sampled_logprobs(logits[0].double().numpy(), of_turn, PROMPT, (), allowed)
         token_id = int(sampled.token_ids[0])
@@ -149,7 +156,7 @@ def test_raw_mode_reports_the_models_own_softmax() -> None:
     torch.manual_seed(5)
     logits = torch.randn(1, SIZE)
     sampling = SamplingParams(8, temperature=0.5, top_k=3, num_top_logprobs=2)
-    sampled = BatchSampler(LogprobsMode.RAW).sample(logits.clone(), [row(sampling)])
+    sampled = sample(BatchSampler(LogprobsMode.RAW), logits, [row(sampling)])
     raw = log_softmax(logits[0].double().numpy())
     assert float(sampled.logprobs[0]) == pytest.approx(raw[int(sampled.token_ids[0])], abs=1e-5)
     np.testing.assert_allclose(sampled.top_logprobs[0].numpy(), np.sort(raw)[::-1][:2], atol=1e-5)

@@ -13,7 +13,8 @@ from agentloop.types import GenerateRequest, SamplingParams
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica, ReplicaConfig
-from tests.contract.vllm_case import POLICY, vllm_config
+from tests.contract.policy_model import POLICY
+from tests.contract.vllm_case import vllm_config
 from tests.support.fleet.directory import Directory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

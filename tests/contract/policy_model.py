@@ -1,0 +1,72 @@
+"""The shipped policy as an independent model: its logits and its grammar, for the cases of real engines."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xgrammar
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentloop.types import BoolArray, Constraint, FloatArray
+from agentloop_servers.engines.common import structural_tag
+
+POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
+CPU_ROUNDING = 2.0**-24  # unit roundoff of float32
+NUM_SHARDS = int(os.environ.get("CONTRACT_TENSOR_PARALLEL", "1"))
+GPU_ROUNDING = 2.0**-10
+"""Of TF32, whose 10 bits of mantissa are cut: on GPUs the products of attention in float32 are made in it (Triton's
+`tl.dot` by default), the others in float32."""
+
+
+def write_poisoned(source: Path, target: Path) -> None:
+    """A checkpoint in perfect form whose first layer's weights are not numbers."""
+    target.mkdir(parents=True)
+    tensors = load_file(source / "model.safetensors")
+    name = next(name for name in sorted(tensors) if name.endswith("q_proj.weight"))
+    tensors[name] = tensors[name] * float("nan")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@cache
+def _model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits_of(folder: str, token_ids: Sequence[int]) -> FloatArray:
+    with torch.inference_mode():
+        logits: FloatArray = _model(folder)(torch.tensor([list(token_ids)])).logits[0].float().numpy()
+    return logits
+
+
+def logit_error(folder: str) -> float:
+    """Two rounded products a layer, in series: errors of random sign add up as the root of their number."""
+    rounding = GPU_ROUNDING if torch.cuda.is_available() else CPU_ROUNDING
+    return rounding * math.sqrt(2 * _model(folder).config.num_hidden_layers)
+
+
+@cache
+def _grammar(constraint: Constraint, stop_ids: tuple[int, ...]) -> tuple[Any, int]:
+    tokenizer, size = AutoTokenizer.from_pretrained(POLICY / "v0"), _model(str(POLICY / "v0")).config.vocab_size
+    vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(stop_ids))
+    compiler, tag = xgrammar.GrammarCompiler(vocabulary), structural_tag(constraint)
+    if tag is None:
+        return compiler.compile_regex(constraint.text), size
+    return compiler.compile_structural_tag(tag), size
+
+
+def allowed_by(constraint: Constraint, token_ids: Sequence[int], stop_ids: Sequence[int]) -> BoolArray:
+    grammar, size = _grammar(constraint, tuple(stop_ids))
+    matcher, mask, rows = xgrammar.GrammarMatcher(grammar), xgrammar.allocate_token_bitmask(1, size), []
+    for token_id in token_ids:
+        matcher.fill_next_token_bitmask(mask, 0)
+        rows.append(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:size].astype(np.bool_))
+        assert matcher.accept_token(token_id)
+    return np.array(rows)

@@ -1,0 +1,55 @@
+"""The real SGLang engine's case with the shipped policy: on the GPU if there is one, else on CPU.
+
+float32, because the suite compares greedy tokens across prefill and decode.
+"""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer
+
+from agentloop.request_watch import ReportPace
+from agentloop.sampling import LogprobsMode
+from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
+from tests.contract.cases import EngineCase
+from tests.contract.policy_model import NUM_SHARDS, POLICY, allowed_by, logit_error, logits_of
+
+
+def sglang_config(**changed: object) -> SglangConfig:
+    """A small engine with the shipped policy."""
+    fields: dict[str, object] = {
+        "model": str(POLICY / "v0"),
+        "initial_version": 0,
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 64,
+        "block_size": 16,
+        "kv_cache_memory_bytes": 128 * 2**20,
+        "gpu_memory_utilization": 0.1,  # others may be on the GPU
+        "tensor_parallel_size": NUM_SHARDS,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "enforce_eager": True,
+    }
+    return SglangConfig(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+async def start_sglang_case() -> EngineCase:
+    tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
+    pace = ReportPace(interval_s=0.02)
+    engine = SglangEngine(sglang_config(logprobs_mode=LogprobsMode.BOTH, pace=pace, progress_tokens=2))
+    await engine.start()
+    return EngineCase(
+        "sglang",
+        engine,
+        checkpoints=(str(POLICY / "v0"), str(POLICY / "v1")),
+        long_tokens=160,
+        text_of=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False),
+        stop_id=tokenizer.token_to_id("<|im_end|>"),
+        logits_of=logits_of,
+        logit_error=logit_error(str(POLICY / "v0")),
+        allowed_by=allowed_by,
+    )
+
+
+async def stop_sglang_case(case: EngineCase) -> None:
+    await case.engine.close()
