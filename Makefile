@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-clients test-faults soak check bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-clients test-sglang test-faults soak check bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -32,6 +32,18 @@ $(VENV)/clients/%/.installed: requirements/clients/%.txt
 
 $(VENV)/clients/%/.installed: requirements/clients/%.npm
 	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) $$(cat $<)
+	@touch $@
+
+# The contract of an engine over SGLang's own code on a CPU, which no wheel of it is built for, in an environment of its
+# own: its kernels are torch's (tests/support/sglang_cpu). The GPU lane is tests/gpu/run.sh sglang.
+SGLANG := $(VENV)/sglang/bin/python
+test-sglang: $(VENV)/sglang/.installed
+	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=tests/support/sglang_cpu $(SGLANG) -m pytest -m engine -k sglang tests/contract $(ARGS)
+
+$(VENV)/sglang/.installed: requirements/sglang-cpu.txt pyproject.toml
+	@test -x $(SGLANG) || $(PYTHON) -m venv $(@D)
+	@$(SGLANG) -m pip install -qq --no-deps --disable-pip-version-check -r $<
+	@$(SGLANG) -m pip install -qq --no-deps --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
 
 # A thousand seeded schedules of faults in virtual time; of one: ARGS="--seed 17", of many: ARGS="--count 10000".
@@ -69,13 +81,15 @@ $(VENV)/.dev: $(VENV)/.cpu requirements/dev.txt
 	@touch $@
 
 # Needs uv. Give UV_FIND_LINKS a folder with a CPU build of torch; the lock must not name its local version.
-COMPILE := uv pip compile --quiet --override requirements/overrides.txt --no-header --no-annotate
+RESOLVE := uv pip compile --quiet --no-header --no-annotate
+COMPILE := $(RESOLVE) --override requirements/overrides.txt
 GPU_HOST := --python-platform x86_64-manylinux_2_35
 lock:
 	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt --extra cpu --group build pyproject.toml | sed 's/+cpu$$//' > requirements/cpu.txt
 	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt -c requirements/cpu.txt requirements/dev.in > requirements/dev.txt
 	$(COMPILE) --python-version 3.11 $(GPU_HOST) --extra vllm pyproject.toml > requirements/vllm.txt
-	$(COMPILE) --python-version 3.12 $(GPU_HOST) --extra sglang pyproject.toml > requirements/sglang.txt
+	$(RESOLVE) --python-version 3.12 $(GPU_HOST) --extra sglang pyproject.toml > requirements/sglang.txt
+	$(RESOLVE) --python-version 3.11 --override requirements/overrides-sglang-cpu.txt --extra serve --extra export --group build pyproject.toml requirements/sglang-cpu.in | sed 's/+cpu$$//' > requirements/sglang-cpu.txt
 	for client in requirements/clients/*.in; do $(COMPILE) --python-version 3.11 $$client > $${client%.in}.txt; done
 
 clean:

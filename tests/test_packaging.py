@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from agentloop_servers.cli.doctor import SGLANG_VERSION
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -42,16 +44,22 @@ def test_the_command_is_installed(wheel):
 
 
 def test_the_lock_pins_everything_exactly_and_names_no_local_version():
-    for lane in ("cpu", "vllm", "sglang", "dev"):
+    for lane in ("cpu", "vllm", "sglang", "sglang-cpu", "dev"):
         pins = (ROOT / "requirements" / f"{lane}.txt").read_text().split()
         assert pins, lane
         assert all(pin.count("==") == 1 and "+" not in pin and "@" not in pin for pin in pins), lane
     cpu = (ROOT / "requirements" / "cpu.txt").read_text()
     assert "torch==2.13.0\n" in cpu
     assert not any(name in cpu for name in ("torchvision", "torchaudio", "torchcodec", "nvidia"))
+    sglang = (ROOT / "requirements" / "sglang-cpu.txt").read_text()
+    assert "torch==2.13.0\n" in sglang
+    assert not any(
+        name in sglang for name in ("torchaudio", "torchcodec", "nvidia-c", "flashinfer", "sglang-kernel")
+    )
 
 
 def test_the_engines_are_extras():
+    assert f"sglang=={SGLANG_VERSION}" in EXTRAS["sglang"]
     assert set(EXTRAS) == {"serve", "export", "cpu", "vllm", "sglang", "renderers"}
     assert not any("vllm" in one or "sglang" in one or "torch" in one for one in PROJECT["dependencies"])
 

@@ -33,6 +33,7 @@ from agentloop_servers.host import NICENESS
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 MIN_FREE_DISK_GIB = 1.0
+SGLANG_VERSION = "0.5.17"  # its scheduler promises no stability, and the adapter builds on it
 _PROBE_TIMEOUT_S = 20.0
 _TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json")
 
@@ -107,7 +108,8 @@ def _show(checks: Sequence[Check]) -> None:
 
 def examine() -> list[Check]:
     """Every check, in the order a reader wants them. Takes a second or two; starts nothing."""
-    engines = [_package(name, is_needed=False) for name in ("vllm", "sglang")]
+    gpu = _probed("gpu", _gpu, is_needed=False)
+    engines = [_package("vllm", is_needed=False), _sglang(has_gpu=gpu.is_ok)]
     return [
         _python(),
         _package("ray"),
@@ -115,7 +117,7 @@ def examine() -> list[Check]:
         *engines,
         Check("an engine", any(engine.is_ok for engine in engines), "vllm or sglang; simulated runs need none"),
         Check("cpu", True, f"{os.cpu_count()} cores, {platform.machine()}"),
-        _probed("gpu", _gpu, is_needed=False),
+        gpu,
         _probed("memory", _memory),
         _probed("disk", _disk),
         _probed("sandbox", _sandbox),
@@ -161,6 +163,19 @@ def _package(name: str, *, is_needed: bool = True) -> Check:
     distributions = importlib.metadata.packages_distributions().get(name, [name])
     versions = [f"{found} {importlib.metadata.version(found)}" for found in sorted(set(distributions))]
     return Check(name, True, ", ".join(versions), is_needed)
+
+
+def _sglang(*, has_gpu: bool) -> Check:
+    """Look for SGLang in the adapter's version, and for what its wheel needs: a GPU, and kernels in a package."""
+    check = _package("sglang", is_needed=False)
+    if not check.is_ok:
+        return check
+    if check.detail.split()[-1] != SGLANG_VERSION:
+        return Check("sglang", False, f"{check.detail}; the adapter drives {SGLANG_VERSION}", False)
+    if not has_gpu:
+        return Check("sglang", False, f"{check.detail}; its wheels run on NVIDIA GPUs only", False)
+    kernels = _package("sgl_kernel", is_needed=False)
+    return Check("sglang", kernels.is_ok, f"{check.detail}, its kernels: {kernels.detail}", False)
 
 
 def _probed(name: str, probe: Callable[[], tuple[bool, str]], *, is_needed: bool = True) -> Check:

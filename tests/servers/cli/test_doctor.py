@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentloop_servers.cli.doctor import app
+from agentloop_servers.cli.doctor import app, examine
 from tests.support.families.table import FAMILIES, write_family
 
 THINK = "<think> </think>"
@@ -136,3 +136,48 @@ def test_62_a_ray_without_its_token_is_flagged(
     result = CliRunner().invoke(app, ["doctor", "--json"])
     [check] = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "ray's token"]
     assert check["is_ok"] is is_ok
+
+
+def a_package(folder: Path, name: str, distribution: str, version: str) -> None:
+    """An installed package that can be found, and breaks whoever imports it."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("raise SystemError")
+    facts = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (facts / "top_level.txt").write_text(f"{name}\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "has_gpu", "has_kernels", "said"),
+    [
+        (None, True, True, "not installed"),
+        ("0.5.23", True, True, "sglang 0.5.23; the adapter drives 0.5.17"),
+        ("0.5.17", False, True, "sglang 0.5.17; its wheels run on NVIDIA GPUs only"),
+        ("0.5.17", True, False, "sglang 0.5.17, its kernels: not installed"),
+        ("0.5.17", True, True, "sglang 0.5.17, its kernels: sglang-kernel 0.4.5"),
+    ],
+)
+def test_sglang_is_judged_by_its_version_its_kernels_and_the_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str | None,
+    has_gpu: bool,
+    has_kernels: bool,
+    said: str,
+) -> None:
+    packages, commands = tmp_path / "packages", tmp_path / "commands"
+    if version is not None:
+        a_package(packages, "sglang", "sglang", version)
+    if has_kernels:
+        a_package(packages, "sgl_kernel", "sglang-kernel", "0.4.5")
+    commands.mkdir()
+    if has_gpu:
+        (commands / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB'\n")
+        (commands / "nvidia-smi").chmod(0o755)
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setenv("PATH", str(commands))
+    check = next(check for check in examine() if check.name == "sglang")
+    assert check.detail == said
+    assert check.is_ok == (version == "0.5.17" and has_gpu and has_kernels)
+    assert not check.is_needed

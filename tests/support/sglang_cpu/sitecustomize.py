@@ -1,9 +1,10 @@
 """SGLang's own code on a CPU, for tests: in place of what its wheel takes from GPUs stands torch.
 
-With this folder first in PYTHONPATH and SGLANG_USE_CPU_ENGINE=1, Python imports this module in every process. All of
-SGLang is the real one: its scheduler, radix cache, tokenizer manager, sampler, `torch_native` attention and models,
-which have forms in torch. Two functions are not: the allocators of pages, Triton kernels that need a GPU. What
-`sgl_kernel` would bring refuses to run. Models of other families are not imported, which takes twelve seconds.
+With this folder first in PYTHONPATH and SGLANG_USE_CPU_ENGINE=1, Python imports this module in every process. All
+of SGLang is the real one: its scheduler, radix cache, tokenizer manager, sampler, `torch_native` attention and
+models, which have forms in torch. Two functions are not: the allocators of pages, Triton kernels that need a GPU.
+What `sgl_kernel` would bring refuses to run. Models of other families are not imported, and nothing is compiled:
+that takes twelve seconds, and thirty more at the first request.
 """
 
 from __future__ import annotations
@@ -105,3 +106,4 @@ def _unused_models() -> str:
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sys.meta_path.insert(0, AtImport())  # type: ignore[arg-type]
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", _unused_models())
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
