@@ -24,9 +24,10 @@ import uvloop
 
 from agentloop.aio import freeze_gc
 from agentloop.types import SamplingParams
+from agentloop_servers import engine_parts
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import vllm_config
-from agentloop_servers.engines.vllm.config import engine_arguments, prepare_environment
+from agentloop_servers.engines.sglang import config as sglang
+from agentloop_servers.engines.vllm import config as vllm
 from agentloop_servers.engines.vllm.convert import sampling_params
 from tests.benchmarks.cpu_seconds import CpuSeconds
 from tests.benchmarks.gpu_load import Planned
@@ -74,12 +75,13 @@ class BareVllm(BareEngine):
     """vLLM's AsyncLLM."""
 
     def load(self) -> None:
-        prepare_environment(vllm_config(self.config))
+        self._config = engine_parts.vllm_config(self.config)
+        vllm.prepare_environment(self._config)
         self._args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
         self._make = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args
 
     async def start(self) -> None:
-        arguments = engine_arguments(vllm_config(self.config), "ipc:///unused")
+        arguments = vllm.engine_arguments(self._config, "ipc:///unused")
         for name in OURS:
             del arguments[name]
         self._llm = await asyncio.to_thread(self._make, self._args(**arguments))
@@ -100,12 +102,12 @@ class BareSglang(BareEngine):
     """SGLang's own Engine."""
 
     def load(self) -> None:
-        self._config = importlib.import_module("agentloop_servers.engines.sglang.config")
+        self._config = engine_parts.sglang_config(self.config)
+        sglang.prepare_environment(self._config)
         self._make = importlib.import_module("sglang").Engine
 
     async def start(self) -> None:
-        config = importlib.import_module("agentloop_servers.engine_parts").sglang_config(self.config)
-        arguments = self._config.server_arguments(config, "ipc:///unused")
+        arguments = sglang.server_arguments(self._config, "ipc:///unused")
         del arguments["kv_events_config"]
         self._engine = self._make(**arguments)
 
