@@ -125,6 +125,7 @@ class SglangProcess:
         self._calls.close()
         launched, self._launched = self._launched, None
         if launched is not None:
+            launched.manager.recv_from_detokenizer.context.destroy(linger=0)  # on the loop that reads from it
             await asyncio.to_thread(launched.end)
         await self.feed.close()
         if self._facts is not None:
@@ -240,9 +241,18 @@ class SglangProcess:
         return self._counts.num_output_ids
 
     async def pause(self, *, is_cache_cleared: bool) -> None:
-        """Freeze; returns once every scheduler has answered that it stands."""
+        """Freeze; returns once every scheduler has answered that it stands.
+
+        What was aborted before would end with SGLang's next step: it is ended now.
+        """
         self._is_paused = True
-        await self._pause(is_cache_cleared=is_cache_cleared)
+        counts = await self._pause(is_cache_cleared=is_cache_cleared)
+        states = self.manager.rid_to_state
+        live = counts.num_output_ids
+        ended = tuple(key for key in live if key not in states or states[key].abort_requested)
+        if ended:
+            async with sglang_call("pause", self._config.control_timeout_s):
+                await self.on_workers("requests_end", codec.encode(ended))
         if is_cache_cleared:
             self.feed.clear()
 
@@ -396,8 +406,6 @@ class _Launched:
                 process.kill()
                 process.join()
         self.over.set()
-        with contextlib.suppress(Exception):
-            self.manager.recv_from_detokenizer.context.destroy(linger=0)
         for name in vars(self._ports).values():
             if isinstance(name, str) and name.startswith("ipc://"):
                 Path(name.removeprefix("ipc://")).unlink(missing_ok=True)

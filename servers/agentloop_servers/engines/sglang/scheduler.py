@@ -209,6 +209,8 @@ def _salt_events(scheduler: Any) -> None:
     from sglang.srt.mem_cache.utils import get_hash_str
 
     cache = scheduler.tree_cache
+    if not hasattr(cache, "kv_event_queue"):
+        return  # a cache of SGLang's that tells nothing
     hashes_of, record = events.compute_node_hash_values, cache._record_store_event
 
     def salted_hashes(node: Any, page_size: int) -> list[str]:
