@@ -1,5 +1,6 @@
 """Our half inside SGLang's scheduler, on a stock `sglang.Engine`: pauses, counts, staged weights, ends, NaN.
 
+    python -m tests.gpu.sglang_scheduler --device cpu --shape tiny --prompts 8 --tokens 96
     python -m tests.gpu.sglang_scheduler [--shape small] [--graphs] [--tp 1] [--out FOLDER/scheduler.json]
 
 No adapter of ours is in between: calls go over SGLang's own RPC socket. Greedy requests are in flight, in SGLang's
@@ -121,7 +122,7 @@ async def check_update(
     tasks = await in_flight(site, prompts, options.tokens, kind)
     stages = await site.stage(number, folder)
     held = {str(stage.report.held_in) if stage.report else stage.error for stage in stages}
-    site.expect(f"{kind}: staged", held, held == {"device"})
+    site.expect(f"{kind}: staged", held, held == {"host" if options.device == "cpu" else "device"})
     before = time.perf_counter()
     counts = site.pause(is_cache_cleared=is_cleared)
     paused_ms = (time.perf_counter() - before) * 1e3
@@ -197,31 +198,37 @@ def make_engine(model: Path, options: argparse.Namespace) -> Any:
     class OurEngine(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(run_scheduler)
 
+    backend = {
+        "cuda": {"attention_backend": "triton", "enable_deterministic_inference": True, "mem_fraction_static": 0.5},
+        "cpu": {"attention_backend": "torch_native", "mem_fraction_static": 0.1, "max_total_tokens": 16384},
+    }[options.device]
     return OurEngine(
         model_path=str(model),
+        device=options.device,
         skip_tokenizer_init=True,
-        attention_backend="triton",
         sampling_backend="pytorch",
-        enable_deterministic_inference=True,
         disable_cuda_graph=not options.graphs,
-        mem_fraction_static=0.5,
         tp_size=options.tp,
         context_length=CONTEXT_TOKENS,
-        dtype="bfloat16",
+        dtype=options.dtype,
         page_size=16,
+        max_running_requests=options.prompts,
         log_level="error",
+        **backend,
     )
 
 
 async def check(options: argparse.Namespace, work: Path) -> Site:
     shape = SHAPES[options.shape]
-    tensors = make_tensors(shape, torch.device("cuda:0"), torch.bfloat16, version=0)
-    facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": "bfloat16"}
+    device = torch.device("cpu" if options.device == "cpu" else "cuda:0")
+    tensors = make_tensors(shape, device, getattr(torch, options.dtype), version=0)
+    facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
     old = write_policy(shape, tensors, work / "v0", **facts)
     set_version(shape, tensors, 1)
     new = write_policy(shape, tensors, work / "v1", **facts)
     del tensors
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     site = Site(make_engine(old, options))
     say("SGLang is up")
     try:
@@ -250,6 +257,7 @@ def main() -> None:
     """Print the table; exit with 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="small")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=32)
@@ -257,6 +265,7 @@ def main() -> None:
     parser.add_argument("--deadline-s", type=float, default=90.0, help="of each part")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.dtype = "float32" if options.device == "cpu" else "bfloat16"
     with tempfile.TemporaryDirectory() as work:
         site = asyncio.run(check(options, Path(work)))
     rows = table(("", "", ""), site.rows)
