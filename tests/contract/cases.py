@@ -38,7 +38,12 @@ class EngineCase:
     engine: Engine
     checkpoints: tuple[str, str]  # two readable folders whose greedy continuations differ
     failing_checkpoint: Callable[[], str] | None = None
-    """Gives a folder that passes `stage` and whose next `commit` fails; None skips the test of a failed commit."""
+    """Gives a folder that passes `stage` and whose next `commit` fails, after `spoil`; None skips the test of a
+    failed commit."""
+    spoil: Callable[[str], Awaitable[None]] | None = None
+    """Makes the commit of this folder fail, which is staged; None: it fails anyway."""
+    poisoned: str | None = None
+    """A folder in perfect form with NaN in one tensor; None skips the test of that."""
     fresh: Callable[[WeightUpdate], Awaitable[Engine]] | None = None
     """Starts another engine that holds these weights (the test closes it); None skips that comparison."""
     long_tokens: int = 256  # a generation of this many tokens is long enough to be caught in its middle

@@ -469,6 +469,24 @@ async def test_an_unreadable_checkpoint_is_refused(case: EngineCase, kind: str, 
     assert case.engine.weight_version == version
 
 
+async def test_weights_that_are_not_numbers_are_refused_before_anything_pauses(case: EngineCase) -> None:
+    if case.poisoned is None:
+        pytest.skip("this engine's weights are no numbers")
+    version = case.engine.weight_version
+    reading = Reading(case, case.request(case.prompt(), case.long_tokens))
+    await reading.middle()
+    with pytest.raises(CheckpointUnreadable, match="not finite numbers"):
+        await case.engine.stage(replace(case.next_update(), directory=case.poisoned))
+    assert not case.engine.is_paused
+    assert (await reading.end()).weight_versions[-1].version == version
+    await case.engine.pause(PauseMode.KEEP)
+    with pytest.raises(Conflict):
+        await case.engine.commit(version + 1 if version is not None else 1)
+    await case.engine.resume()
+    assert case.engine.is_usable
+    assert case.engine.weight_version == version
+
+
 async def test_a_commit_needs_a_pause_and_its_own_stage(case: EngineCase) -> None:
     before = case.engine.weight_version
     update = case.next_update()
@@ -540,6 +558,8 @@ async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase)
     await reading.middle()
     update = replace(case.next_update(), directory=case.failing_checkpoint())
     await case.engine.stage(update)
+    if case.spoil is not None and update.directory is not None:
+        await case.spoil(update.directory)
     await case.engine.pause(PauseMode.KEEP)
     with pytest.raises(WeightUpdateFailed):
         await case.engine.commit(update.version)

@@ -49,12 +49,18 @@ async def start_vllm_case() -> EngineCase:
     pace = ReportPace(interval_s=0.02)
     engine = VllmEngine(vllm_config(POLICY / "v0", logprobs_mode=LogprobsMode.BOTH, pace=pace))
     await engine.start()
+
+    async def spoil(directory: str) -> None:
+        (Path(directory) / "model.safetensors").unlink()  # on CPU the commit reads it
+        await engine._process.on_workers("extend_runner", "tests.support.transfer.spoiling:replace_parameter", "")
+
     return EngineCase(
         "vllm",
         engine,
         checkpoints=(str(POLICY / "v0"), str(POLICY / "v1")),
-        # The check of packed copies, which only the CPU build has, finds them; plain copies hold them faithfully.
-        failing_checkpoint=None if torch.cuda.is_available() else lambda: str(poisoned),
+        failing_checkpoint=lambda: str(shutil.copytree(POLICY / "v1", temporary / "failing", dirs_exist_ok=True)),
+        spoil=spoil,
+        poisoned=str(poisoned),
         long_tokens=160,
         text_of=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False),
         stop_id=tokenizer.token_to_id("<|im_end|>"),

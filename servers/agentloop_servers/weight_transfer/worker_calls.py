@@ -13,6 +13,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorInfo
@@ -27,7 +28,7 @@ class SchedulerCall:
 
     call_id: int
     method: str
-    arguments: tuple[str | bytes | int | bool | None, ...] = ()
+    arguments: tuple[Any, ...] = ()  # strings, bytes, numbers and None
 
     def to_text(self) -> str:
         """Return the form that SGLang carries."""

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from agentloop.engine import TensorInfo
 from agentloop.errors import CheckpointUnreadable
-from agentloop_servers.weight_transfer.checkpoint import ServedForm, inspect_checkpoint
+from agentloop_servers.weight_transfer.checkpoint import ServedForm, inspect_checkpoint, read_through
 
 Tensors = dict[str, tuple[str, list[int], int]]  # name: dtype, shape, bytes
 
@@ -107,3 +109,26 @@ def test_a_dummy_model_takes_its_form_from_the_first_served_update(tmp_path: Pat
     form.confirm()
     with pytest.raises(CheckpointUnreadable):
         form.check_directory(bad)
+
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["model.norm.running_mean", "lm_head.weight", "model.embed_tokens.weight"])
+def test_values_that_are_no_numbers_are_found_in_any_tensor(
+    tmp_path: Path, dtype: torch.dtype, bad: float, name: str
+) -> None:
+    """A parameter, a buffer, a tied head; in the last element of the last piece that is read."""
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(4, 70_001),
+        "model.norm.running_mean": torch.full((7,), 448.0),
+        "lm_head.weight": torch.randn(4, 70_001),
+    }
+    save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    read_through(inspect_checkpoint(str(tmp_path)))
+    tensors[name].view(-1)[-1] = bad
+    save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointUnreadable, match=f"{name} has values that are not finite numbers"):
+        read_through(inspect_checkpoint(str(tmp_path)))

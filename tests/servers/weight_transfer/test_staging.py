@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentloop.engine import CommitReport, PushSource, TensorInfo
-from agentloop.errors import WeightUpdateFailed
+from agentloop.errors import CheckpointUnreadable, WeightUpdateFailed
 from agentloop_servers.weight_transfer import CheckedFolder, StageProgress, StageState
 from agentloop_servers.weight_transfer.broadcast import Outgoing
 from agentloop_servers.weight_transfer.layout import lay_out
@@ -120,10 +120,13 @@ class StagingSite:
         self.module.load_weights(iter(weights(seed).items()))
         self.stager.prepare(CheckedFolder(str(directory), infos()))
 
-    def offer(self, seed: int, *, is_reversed: bool = False) -> PushSource:
+    def offer(self, seed: int, *, is_reversed: bool = False, bad: float | None = None) -> PushSource:
+        tensors = weights(seed)
+        if bad is not None:
+            tensors["right.weight"][7, 3] = bad
         items = [
             Outgoing(TensorInfo(name, "float32", tuple(tensor.shape)), lambda tensor=tensor: tensor)
-            for name, tensor in weights(seed).items()
+            for name, tensor in tensors.items()
         ]
         items = items[::-1] if is_reversed else items
         offer = replace(self.sender.offer(items), num_receivers=1)
@@ -188,6 +191,61 @@ def test_a_proved_plan_is_staged_as_a_shadow_and_swapped_by_copies(site: Staging
     assert report.num_verified == 2
     site.assert_holds(2)
     assert site.model.num_reloads == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_values_that_are_no_numbers_are_refused_while_they_are_staged(
+    site: StagingSite, tmp_path: Path, has_plan: bool, bad: float
+) -> None:
+    if has_plan:
+        site.load(tmp_path, seed=1)
+    progress = site.stage(site.offer(seed=2, bad=bad))
+    assert progress.state == "failed"
+    assert ("fused" if has_plan else "right.weight") in progress.error
+    assert "not finite" in progress.error
+    if has_plan:
+        site.assert_holds(1)
+    site.trainer.join(20.0)
+    assert site.trainer_error is None  # its part is done: it hears of it with the update's outcome
+    assert site.stage(site.offer(seed=3)).state == "held"
+    site.commit()
+    site.assert_holds(3)
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_values_that_are_no_numbers_fail_a_commit_in_one_phase(tmp_path: Path, has_plan: bool) -> None:
+    site = StagingSite(policy="none")
+    try:
+        if has_plan:
+            site.load(tmp_path, seed=1)
+        assert site.stage(site.offer(seed=2, bad=float("nan"))).report.held_in == "nowhere"
+        with pytest.raises(CheckpointUnreadable, match="fused has values that are not finite"):
+            site.commit()
+        site.trainer.join(20.0)
+        site.stage(site.offer(seed=3))
+        site.commit()
+        site.assert_holds(3)
+    finally:
+        site.close()
+
+
+class DividingModel(PlainModel):
+    """Scales by a norm that may be zero, as a loader that quantises does."""
+
+    def reload(self, tensors: Tensors) -> None:
+        super().reload(tensors)
+        self.module.fused.data /= self.module.norm.data.sum() - self.module.norm.data.sum()
+
+
+def test_values_that_a_loader_makes_of_numbers_fail_the_commit() -> None:
+    site = StagingSite(DividingModel, can_trace=False)
+    try:
+        assert site.stage(site.offer(seed=2)).state == "held"
+        with pytest.raises(CheckpointUnreadable, match="fused has values that are not finite"):
+            site.commit()
+    finally:
+        site.close()
 
 
 def test_a_plan_serves_tensors_in_any_order(site: StagingSite, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentloop_servers.weight_transfer.verify import checksum, compare_layers, to_host
+from agentloop_servers.weight_transfer.verify import checksum, compare_layers, first_not_finite, to_host
 
 SHAPES = [(), (1,), (7,), (8, 16), (5, 3), (3, 1, 5), (64, 33), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64]
@@ -70,3 +70,39 @@ def test_a_convolution_is_compared():
     stored["0.weight"][5, 1, 0, 1] += 1
     with pytest.raises(RuntimeError, match="layer 0 does not hold"):
         compare_layers(model, stored.keys(), stored.__getitem__)
+
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_no_number_is_found_in_every_float_type(dtype, bad):
+    values = torch.randn(5, 7)
+    values[4, 2] = bad  # a type without infinities makes NaN of one
+    tensors = {"good": torch.randn(5, 7).to(dtype), "bad": values.to(dtype), "other": torch.ones(3).to(dtype)}
+    assert first_not_finite(tensors) == "bad"
+    del tensors["bad"]
+    assert first_not_finite(tensors) is None
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_greatest_numbers_of_a_type_are_numbers(dtype):
+    ends = torch.tensor([torch.finfo(dtype).min, 0.0, torch.finfo(dtype).max], dtype=torch.float64).to(dtype)
+    assert first_not_finite({"ends": ends, "none": ends[:0], "one": ends[2]}) is None
+
+
+def test_integers_and_flags_are_numbers():
+    tensors = {
+        "int8": torch.tensor([-128, 127], dtype=torch.int8),
+        "bool": torch.tensor([True]),
+        "none": torch.ones(0),
+    }
+    assert first_not_finite(tensors) is None
+
+
+def test_a_view_and_one_number_are_looked_at():
+    whole = torch.zeros(6, 4)
+    whole[2, 1] = float("nan")
+    assert first_not_finite({"turned": whole.T, "part": whole[3:]}) == "turned"
+    assert first_not_finite({"scale": torch.tensor(float("inf"))}) == "scale"
