@@ -40,7 +40,7 @@ class EngineCase:
     failing_checkpoint: Callable[[], str] | None = None
     """Gives a folder that passes `stage` and whose next `commit` fails, after `spoil`; None skips the test of a
     failed commit."""
-    spoil: Callable[[str], Awaitable[None]] | None = None
+    spoil: Callable[[str], None] | None = None
     """Makes the commit of this folder fail, which is staged; None: it fails anyway."""
     poisoned: str | None = None
     """A folder in perfect form with NaN in one tensor; None skips the test of that."""

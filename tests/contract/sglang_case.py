@@ -5,6 +5,10 @@ float32, because the suite compares greedy tokens across prefill and decode.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer
 
@@ -12,7 +16,9 @@ from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
 from tests.contract.cases import EngineCase
-from tests.contract.policy_model import NUM_SHARDS, POLICY, allowed_by, logit_error, logits_of
+from tests.contract.policy_model import NUM_SHARDS, POLICY, allowed_by, logit_error, logits_of, write_poisoned
+
+_TEMPORARY: list[Path] = []
 
 
 def sglang_config(**changed: object) -> SglangConfig:
@@ -34,6 +40,9 @@ def sglang_config(**changed: object) -> SglangConfig:
 
 
 async def start_sglang_case() -> EngineCase:
+    temporary = Path(tempfile.mkdtemp())
+    _TEMPORARY.append(temporary)
+    write_poisoned(POLICY / "v0", temporary / "poisoned")
     tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
     pace = ReportPace(interval_s=0.02)
     engine = SglangEngine(sglang_config(logprobs_mode=LogprobsMode.BOTH, pace=pace, progress_tokens=2))
@@ -42,6 +51,7 @@ async def start_sglang_case() -> EngineCase:
         "sglang",
         engine,
         checkpoints=(str(POLICY / "v0"), str(POLICY / "v1")),
+        poisoned=str(temporary / "poisoned"),
         long_tokens=160,
         text_of=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False),
         stop_id=tokenizer.token_to_id("<|im_end|>"),
@@ -53,3 +63,5 @@ async def start_sglang_case() -> EngineCase:
 
 async def stop_sglang_case(case: EngineCase) -> None:
     await case.engine.close()
+    while _TEMPORARY:
+        shutil.rmtree(_TEMPORARY.pop())

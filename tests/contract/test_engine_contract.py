@@ -559,7 +559,7 @@ async def test_a_failed_commit_makes_unusable_until_a_good_one(case: EngineCase)
     update = replace(case.next_update(), directory=case.failing_checkpoint())
     await case.engine.stage(update)
     if case.spoil is not None and update.directory is not None:
-        await case.spoil(update.directory)
+        case.spoil(update.directory)
     await case.engine.pause(PauseMode.KEEP)
     with pytest.raises(WeightUpdateFailed):
         await case.engine.commit(update.version)

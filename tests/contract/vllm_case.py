@@ -47,12 +47,18 @@ async def start_vllm_case() -> EngineCase:
     write_poisoned(POLICY / "v0", poisoned)
     tokenizer = Tokenizer.from_file(str(POLICY / "v0" / "tokenizer.json"))
     pace = ReportPace(interval_s=0.02)
-    engine = VllmEngine(vllm_config(POLICY / "v0", logprobs_mode=LogprobsMode.BOTH, pace=pace))
+    config = vllm_config(
+        POLICY / "v0",
+        logprobs_mode=LogprobsMode.BOTH,
+        pace=pace,
+        worker_extension="tests.support.transfer.spoiling.SpoilingWorker",
+    )
+    engine = VllmEngine(config)
     await engine.start()
 
-    async def spoil(directory: str) -> None:
+    def spoil(directory: str) -> None:
+        (Path(directory) / "spoil").touch()  # see `SpoilingWorker`
         (Path(directory) / "model.safetensors").unlink()  # on CPU the commit reads it
-        await engine._process.on_workers("extend_runner", "tests.support.transfer.spoiling:replace_parameter", "")
 
     return EngineCase(
         "vllm",

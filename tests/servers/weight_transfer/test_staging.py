@@ -223,6 +223,7 @@ def test_values_that_are_no_numbers_fail_a_commit_in_one_phase(tmp_path: Path, h
         with pytest.raises(CheckpointUnreadable, match="fused has values that are not finite"):
             site.commit()
         site.trainer.join(20.0)
+        site.trainer_error = None  # it may have been told
         site.stage(site.offer(seed=3))
         site.commit()
         site.assert_holds(3)

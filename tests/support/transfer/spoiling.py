@@ -1,15 +1,26 @@
-"""A fault inside an engine's worker: a parameter that is replaced between an update's stage and its commit."""
+"""A vLLM worker whose commit of a folder with a file "spoil" fails: a parameter is replaced after the stage."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+
+from agentloop import codec
+from agentloop_servers.weight_transfer.vllm_worker import WeightWorker
+from agentloop_servers.weight_transfer.worker_calls import StageOrder
 
 
-def replace_parameter(owner: Any, argument: str) -> None:
-    """Give the first parameter of the served model other memory, with the same values.
+class SpoilingWorker(WeightWorker):
+    """The extension that the service has, and the fault."""
 
-    `owner` is vLLM's model runner (`extend_runner`) or SGLang's scheduler (`scheduler_extend`).
-    """
-    runner = owner.tp_worker.model_runner if hasattr(owner, "tp_worker") else owner
-    parameter = next(runner.model.parameters())
-    parameter.data = parameter.data.clone()
+    _directory: str | None = None  # that was staged last
+
+    def weights_stage(self, order: bytes) -> None:
+        folder = codec.decode(order, StageOrder).folder
+        self._directory = None if folder is None else folder.directory
+        super().weights_stage(order)
+
+    def weights_commit(self, number: int) -> bytes:
+        if self._directory is not None and (Path(self._directory) / "spoil").exists():
+            parameter = next(self.model_runner.get_model().parameters())
+            parameter.data = parameter.data.clone()
+        return super().weights_commit(number)
