@@ -5,19 +5,24 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-clients test-sglang test-faults soak check bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-sglang test-faults soak check bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
 
-# Side by side what runs in one process; engines and Ray, which take both cores, one after the other.
+# Side by side what runs in one process, and engines of one thread; Ray, whose services take both cores, alone.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients" $(ARGS)
-	$(BIN)/python -m pytest -m "(engine or ray) and not clients" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not long" $(ARGS)
+	$(BIN)/python -m pytest -m "ray and not clients and not long" $(ARGS)
+
+# What proves at length, about ten minutes, what changes rarely; `make test` has a short form of most of it.
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "long and not clients" $(ARGS)
 
 # Needs no engine and no Ray: two to four minutes on two cores.
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not long and not slow" $(ARGS)
 
 # Agents of other people's making, each in an environment of its own, against the service: `make test-clients`.
 # Those of the npm registry name one version, which pins the one package it depends on; `npm` must be there.

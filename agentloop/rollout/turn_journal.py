@@ -226,14 +226,15 @@ class TurnJournal:
             self._flush_later()
 
     async def flush(self, *, spares_young: bool = False) -> None:
-        """Write and remove what waits. Failures are logged, and end the journals that they are of."""
+        """Write and remove what waits, after what is being written already.
+
+        Failures are logged, and end the journals that they are of.
+        """
         born_by = asyncio.get_running_loop().time() - self._young_s if spares_young else math.inf
         batch = {run: waits for run, waits in self._pending.items() if run.is_on_disk or run.begun_at <= born_by}
         for run in batch:
             del self._pending[run]
         doomed, self._doomed = self._doomed, []
-        if not batch and not doomed:
-            return
         for run in batch:
             run.is_on_disk = True
         failed = await self._in_thread(_write_all, self._folder, list(batch.items()), doomed)
@@ -280,7 +281,9 @@ class TurnJournal:
             await self.flush(spares_young=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+        loop = asyncio.get_running_loop()
+        # Shielded: a cancelled caller must not take back what the thread has yet to do and no list has any more.
+        return await asyncio.shield(loop.run_in_executor(self._thread, lambda: work(*args, **kwargs)))
 
 
 def fingerprint(task: RolloutTask, tools: Sequence[Mapping[str, JSON]], renderer: Renderer) -> bytes:

@@ -162,9 +162,9 @@ def test_weights_come_from_one_source() -> None:
 def test_a_large_model_is_announced_in_little_time() -> None:
     tensors = [{"name": f"model.layers.{i}.weight", "dtype": "bfloat16", "shape": [8, 8]} for i in range(100_000)]
     data = orjson.dumps({"version": 1, "push": {**PUSH, "tensors": tensors}})
-    started_at = time.monotonic()
+    started_s = time.process_time()  # of the CPU: other work on the host does not count
     update = parse_body(data, WeightsBody).to_update()
-    assert time.monotonic() - started_at < 10  # measured: 0.3 s
+    assert time.process_time() - started_s < 10  # measured: 0.3 s
     assert update.push is not None
     assert len(update.push.tensors) == 100_000
 

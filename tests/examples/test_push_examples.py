@@ -50,7 +50,7 @@ async def test_a_torch_process_pushes_its_parameters(fleet, capsys, monkeypatch)
     assert "replica-1: " in output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_two_fsdp_ranks_push_after_each_step(fleet):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

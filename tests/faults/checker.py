@@ -5,18 +5,20 @@ Every function returns problems, so that one schedule tells all that is wrong wi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 from agentloop.fleet.desired_state import FleetWeights
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.weight_update import UpdateState
+from agentloop.rollout.turn_journal import YOUNG_S
 from agentloop.types import KVPolicy, TokenPath, Trajectory
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.fleet.proving_policy import logprobs_of
 from tests.support.fleet.whole_world import WholeWorld
 
-SETTLED_S = 1.0  # from a tool's answer until it is on a disk that is not slow
+SETTLED_S = 1.0  # from a tool's answer, in a trajectory that is not young, until it is on a disk that is not slow
 
 
 def fleet_problems(world: WholeWorld) -> Iterator[str]:
@@ -152,7 +154,14 @@ def tool_problems(world: WholeWorld) -> Iterator[str]:
     for dead in world.dead:
         if not dead.has_good_disk:
             continue  # a journal that could not be written has ended
-        kept = {(one.trajectory_id, one.key) for one in dead.tool.calls if one.ended_at < dead.died_at - SETTLED_S}
+        written_by, begun_at = dead.died_at - SETTLED_S, dict[str, float]()
+        for one in dead.tool.calls:
+            begun_at[one.trajectory_id] = min(one.begun_at, begun_at.get(one.trajectory_id, math.inf))
+        kept = {
+            (one.trajectory_id, one.key)
+            for one in dead.tool.calls
+            if one.ended_at < written_by and begun_at[one.trajectory_id] < written_by - YOUNG_S
+        }
         for other in everyone:
             for one in other.tool.calls if other is not dead else ():
                 begins_anew = limits[one.trajectory_id.rpartition("/")[0]] is not None

@@ -1,6 +1,8 @@
 """Trajectories whose worker died: what they go on from, what is not run again, and what the files survive."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Annotated
@@ -413,6 +415,43 @@ async def journal_at(folder, flush_s: float = 0.0):
 
 async def begun(journal, attempt: int = 0, mark: bytes = b"task"):
     return await journal.begin(replace(ASSIGNMENT, attempt=attempt), lambda: mark)
+
+
+class HeldThread(ThreadPoolExecutor):
+    """A thread that does nothing before it is let."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.is_let = threading.Event()
+
+    def submit(self, fn, /, *args, **kwargs):
+        def when_let():
+            self.is_let.wait(60)
+            return fn(*args, **kwargs)
+
+        return super().submit(when_let)
+
+
+@pytest.mark.parametrize("call", ["flush", "close"])
+async def test_a_flush_ends_after_what_is_being_written(tmp_path, call):
+    """A worker says goodbye after a flush: who goes on with its work then finds all of it."""
+    thread = HeldThread()
+    thread.submit(lambda: None)  # the write waits for its turn
+    journal = TurnJournal(tmp_path, flush_s=0.0, young_s=0.0, executor=thread)
+    run = await begun(journal)
+    run.append(finished_turns(1)[0])
+    while not run.is_on_disk:  # the write is on its way
+        await asyncio.sleep(0.001)
+    ended = asyncio.create_task(getattr(journal, call)())
+    await asyncio.sleep(0.05)
+    assert not ended.done()
+    thread.is_let.set()
+    await ended
+    async with journal_at(tmp_path) as other:
+        found = await begun(other, attempt=1)
+        assert found.kept is not None
+        assert len(found.kept.turns) == 1
+    await journal.close()
 
 
 async def test_what_is_read_is_what_was_written(tmp_path):

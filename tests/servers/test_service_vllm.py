@@ -23,7 +23,7 @@ from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
 from tests.servers.processes import deployed
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 NUM_GROUPS, NUM_SAMPLES = 24, 8

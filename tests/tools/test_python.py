@@ -21,11 +21,20 @@ from agentloop_tools.python import MAX_SOURCE_BYTES, PythonSession, PythonTool, 
 
 TOO_MUCH = "MemoryError: more than 32 MiB of memory or 256 KiB of output"
 TOO_LONG = "TimeoutError: ran longer than 0.5 s"
+MAX_TEST_S = 200.0  # of what takes a second where cores are free
 
 
 @pytest.fixture(scope="module")
 async def python() -> AsyncIterator[PythonTool]:
     tool = PythonTool(num_workers=2, max_run_s=0.5)
+    yield tool
+    await tool.close()
+
+
+@pytest.fixture(scope="module")
+async def patient() -> AsyncIterator[PythonTool]:
+    """Where the time limit is never the first to be reached, however busy the cores are."""
+    tool = PythonTool(num_workers=1, max_run_s=MAX_TEST_S)
     yield tool
     await tool.close()
 
@@ -197,6 +206,21 @@ async def test_the_seed_and_a_still_clock_make_calls_reproducible(python: Python
         ("sum(range(10 ** 9))", TOO_LONG),
         ("import math\nmath.factorial(10 ** 6)", TOO_LONG),
         ("class R:\n    def __repr__(self):\n        while True: pass\nR()", TOO_LONG),
+        ("while True: print('x' * 1000)", TOO_MUCH),  # which is seen at its end
+    ],
+)
+async def test_code_that_does_not_end_is_stopped_and_the_next_call_works(
+    session: PythonSession, code: str, error: str
+) -> None:
+    await session.call({"code": "kept = 1"})
+    async with asyncio.timeout(MAX_TEST_S):
+        assert await error_of(session, code) == error
+    assert await session.call({"code": "kept + 1"}) == "2"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
         ("10 ** 10 ** 8", TOO_MUCH),
         ("1 << 10 ** 9", TOO_MUCH),
         ("'a' * 10 ** 10", TOO_MUCH),
@@ -204,20 +228,17 @@ async def test_the_seed_and_a_still_clock_make_calls_reproducible(python: Python
         ("[0] * 10 ** 7", TOO_MUCH),
         ("'%s' % ('a' * 10 ** 9)", TOO_MUCH),
         ("print('x' * 10 ** 6)", TOO_MUCH),
-        ("while True: print('x' * 1000)", TOO_MUCH),
         # Small values that expand without end when they are converted or printed:
         ("x = 'a' * 10 ** 6\n[x] * 2000", TOO_MUCH),
         ("x = [1] * 10\nfor i in range(8): x = [x] * 10\nx", TOO_MUCH),
         ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
     ],
 )
-async def test_runaway_code_is_stopped_and_the_next_call_works(
-    session: PythonSession, code: str, error: str
-) -> None:
+async def test_runaway_code_is_stopped_and_the_next_call_works(patient: PythonTool, code: str, error: str) -> None:
+    session = patient.open_session("t", 7)
     await session.call({"code": "kept = 1"})
-    started_s = time.monotonic()
-    assert await error_of(session, code) == error
-    assert time.monotonic() - started_s < 30
+    async with asyncio.timeout(MAX_TEST_S):
+        assert await error_of(session, code) == error
     assert await session.call({"code": "kept + 1"}) == "2"
 
 

@@ -17,7 +17,7 @@ NUM_TURNS = 20
 BESIDE_MIB = 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_process_grows_by_about_its_quota(tmp_path: Path):
     with process(run_engine) as (_, engine_url):
         settings = {"max_resident_mib": QUOTA_MIB}

@@ -30,7 +30,7 @@ from agentloop_servers.engines.vllm.engine import VllmEngine
 from tests.servers.recompute import POLICY, model
 from tests.support.transfer.stock_reload import EXTENSION, STOCK, UNPROVEN
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 QUESTIONS = ("What is 37 * 12 + 5?", "What is 8 + 9?", "What is (4 + 6) * 11?", "What is 90 - 17?")
 NUM_TOKENS = 24
