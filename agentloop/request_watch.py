@@ -42,6 +42,24 @@ class ReportPace:
         return min(self.interval_s, max(elapsed_s * self.num_tokens / num_new, _MIN_INTERVAL_S))
 
 
+@dataclass(frozen=True, slots=True)
+class StreamPace:
+    """The pieces that all streams of an engine are given out in together, so that each joins what came meanwhile.
+
+    A piece costs its readers, up to the client, about 0.2 ms of an event loop, and an engine with 500 streams
+    samples 15,000 tokens a second. Few streams have a piece for every step.
+    """
+
+    pieces_per_s: float = 2500.0
+    least_s: float = 0.005  # below that a stream has its pieces as they come
+    most_s: float = 0.25
+
+    def wait_s(self, num_streams: int) -> float:
+        """Return the time between two pieces of a stream, of so many; 0: none is waited for."""
+        wait_s = min(num_streams / self.pieces_per_s, self.most_s)
+        return wait_s if wait_s >= self.least_s else 0.0
+
+
 class RequestWatch:
     """One request's timer, as a context. What is awaited meanwhile goes through `in_time`."""
 

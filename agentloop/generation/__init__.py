@@ -8,7 +8,7 @@ from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, Repo
 from agentloop.generation.leased_engine import TURN_GRACE_S, Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
 from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test
-from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of
+from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of, joined
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
 
@@ -34,6 +34,7 @@ __all__ = [
     "TurnRequest",
     "arguments_text",
     "finish_of",
+    "joined",
     "parsers_that_fit",
     "sample_turn",
     "self_test",

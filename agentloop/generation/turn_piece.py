@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import orjson
 
 from agentloop.trajectory import Reply
-from agentloop.types import FinishReason, ToolCall, ToolCallStatus, TopLogprobs, WeightVersionSpan
+from agentloop.types import FinishReason, ToolCall, ToolCallStatus, TopLogprobs, WeightVersionSpan, append_span
 
 
 class TurnFinish(StrEnum):
@@ -50,6 +51,53 @@ class TurnPiece:
     def is_empty(self) -> bool:
         """True if it shows nothing."""
         return not (self.content or self.reasoning or self.calls)
+
+
+def joined(pieces: Sequence[TurnPiece]) -> Iterator[TurnPiece]:
+    """Yield what `pieces` say in as few of them: neighbours of one choice become one.
+
+    Text that follows a call, and a thought that follows content, begin another: some dialects keep that order.
+    """
+    waiting: list[TurnPiece] = []
+    for piece in pieces:
+        if waiting and not _follows(waiting, piece):
+            yield _one_of(waiting)
+            waiting = []
+        waiting.append(piece)
+    if waiting:
+        yield _one_of(waiting)
+
+
+def _follows(waiting: Sequence[TurnPiece], piece: TurnPiece) -> bool:
+    last = waiting[-1]
+    if last.choice_index != piece.choice_index or last.finish is not None:
+        return False
+    if (piece.content or piece.reasoning) and any(one.calls for one in waiting):
+        return False
+    return not (piece.reasoning and any(one.content for one in waiting))
+
+
+def _one_of(pieces: Sequence[TurnPiece]) -> TurnPiece:
+    """Return one piece for neighbours of one choice."""
+    if len(pieces) == 1:
+        return pieces[0]
+    spans: list[WeightVersionSpan] = []
+    num_tokens = 0
+    for piece in pieces:
+        for span in piece.weight_versions:
+            append_span(spans, WeightVersionSpan(span.version, num_tokens + span.start, num_tokens + span.end))
+        num_tokens += len(piece.token_ids)
+    return TurnPiece(
+        pieces[0].choice_index,
+        "".join(piece.content for piece in pieces),
+        "".join(piece.reasoning for piece in pieces),
+        tuple(call for piece in pieces for call in piece.calls),
+        tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        tuple(row for piece in pieces for row in piece.top_logprobs),
+        tuple(spans),
+        pieces[-1].finish,
+    )
 
 
 def finish_of(reply: Reply) -> TurnFinish:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, DeadlineExceeded
-from agentloop.generation import CallDelta, Deadline, TurnPiece, arguments_text, finish_of
+from agentloop.generation import CallDelta, Deadline, TurnPiece, arguments_text, finish_of, joined
 from agentloop.trajectory import CallRecord, ModelCallState, Node
 
 _RECORD_BYTES = 360  # a settled record with its entries in two dicts
@@ -124,8 +124,9 @@ class LiveCall:
         try:
             while True:
                 while position < len(self.pieces):
-                    yield self.pieces[position]
-                    position += 1
+                    waiting, position = self.pieces[position:], len(self.pieces)
+                    for piece in joined(waiting):  # several only where this reader, or the process, is behind
+                        yield piece
                 if self._outcome.done():
                     break
                 news.clear()

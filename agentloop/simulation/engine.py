@@ -44,7 +44,7 @@ from agentloop.errors import (
     UnsupportedParameter,
 )
 from agentloop.images import Image, ImageTokens
-from agentloop.request_watch import ReportPace, RequestWatch
+from agentloop.request_watch import ReportPace, RequestWatch, StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation.kv_cache import KVCache
@@ -81,6 +81,7 @@ class SimulatedSpec:
     can_constrain: bool = False  # its policy is trusted to honour constraints
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     pace: ReportPace = field(default_factory=ReportPace)
+    stream_pace: StreamPace = field(default_factory=StreamPace)
 
     @property
     def info(self) -> EngineInfo:
@@ -125,7 +126,7 @@ class SimulatedEngine:
         self._weights = SimulatedWeights(self._clock, self.faults, self._weight_source)
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_streams = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -196,9 +197,12 @@ class SimulatedEngine:
         has_progress = live.has_progress
         assert has_progress is not None
         start = 0
+        self._num_streams += 1
         try:
             with RequestWatch(request, self._lifecycle, self._spec.pace, on_progress) as watch:
                 while not live.done.done():
+                    if start and (wait_s := self._spec.stream_pace.wait_s(self._num_streams)):
+                        await watch.in_time(asyncio.wait([live.done], timeout=wait_s))
                     await watch.in_time(has_progress.wait())
                     has_progress.clear()
                     if len(live.sampled) > start:
@@ -209,6 +213,7 @@ class SimulatedEngine:
                     yield live.sampled.since(start)
                 yield watch.finished(live.done.result())
         finally:
+            self._num_streams -= 1
             self._drop(live)
 
     async def abort(self, request_id: str) -> None:

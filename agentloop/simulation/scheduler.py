@@ -72,6 +72,7 @@ class Scheduler:
         self._waiting: deque[LiveRequest] = deque()  # bounded by the callers that wait, one each
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._kv_version = kv_version
+        self._num_prefill_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -85,7 +86,7 @@ class Scheduler:
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of the prompts that have no sampled token yet."""
-        return sum(len(live.request.token_ids) for live in self._live.values() if not live.sampled)
+        return self._num_prefill_tokens
 
     @property
     def has_begun(self) -> bool:
@@ -106,6 +107,7 @@ class Scheduler:
     def submit(self, live: LiveRequest, *, is_hung: bool) -> None:
         """Queue a request under an id that is not in use. A hung one is never queued."""
         self._live[live.request.request_id] = live
+        self._num_prefill_tokens += len(live.request.token_ids)
         if not is_hung:
             self._waiting.append(live)
 
@@ -115,6 +117,8 @@ class Scheduler:
         if self._live.get(request_id) is not live:
             return
         del self._live[request_id]
+        if not live.sampled:
+            self._num_prefill_tokens -= len(live.request.token_ids)
         if self._running.pop(request_id, None) is None and live in self._waiting:
             self._waiting.remove(live)
         self._kv.release(live.sequence)
@@ -185,6 +189,8 @@ class Scheduler:
         for num_sampled in range(max_tokens):
             if sequence.num_tokens < prompt_len + len(live.sampled.token_ids) and not self._grow(live, version):
                 return None, num_sampled
+            if not live.sampled:
+                self._num_prefill_tokens -= prompt_len
             reason = live.sample(version)
             if reason is not None:
                 return reason, num_sampled + 1

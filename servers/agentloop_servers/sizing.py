@@ -16,6 +16,8 @@ from agentloop_servers.host import usable_cpus
 
 _CPUS_OF_AN_ENGINE = 2  # its process and its front end, which step and answer all the time
 _CPUS_OF_OTHERS = 2  # the coordinator, and Ray
+_CPUS_OF_EACH = 3  # CPUs for one process of each kind, and a little for users' tools
+_MOST_OF_AN_ENGINE = 4
 _MAX_PROCESSES = 16  # of a kind
 
 Engine = TypeVar("Engine", bound=EngineConfig)
@@ -32,15 +34,14 @@ class ProcessCounts:
 def processes_for(num_engines: int, num_cpus: int) -> ProcessCounts:
     """Return how many ingress and worker processes go with so many engines on GPUs.
 
-    An engine of a 4B model ends about 65 turns of 256 tokens a second. Through the endpoint they take half a core
-    of ingress processes where all are streamed, and an eighth without; in a worker they take an eighth. An event
-    loop that is busy half the time answers late. So each engine has an ingress process, one alone has two, and
-    two engines have a worker; CPUs that the engines need are not counted on.
+    An engine of a 4B model ends about 65 turns of 256 tokens a second, which takes an eighth of a core of workers
+    or of ingress processes, and half a core of these where all are streamed. But turns that began together end
+    together: of 500 at 2 ms each, the last waits a second for the one process that has them all, and its place in
+    the engine stands idle. So an engine has four processes of each kind, as far as engines leave CPUs for them.
     """
-    spare = max(num_cpus - _CPUS_OF_AN_ENGINE * num_engines - _CPUS_OF_OTHERS, 2)
-    num_workers = max(1, min((num_engines + 1) // 2, spare // 3, _MAX_PROCESSES))
-    num_ingress = max(1, min(max(num_engines, 2), spare - num_workers, _MAX_PROCESSES))
-    return ProcessCounts(num_ingress, num_workers)
+    spare = num_cpus - _CPUS_OF_AN_ENGINE * num_engines - _CPUS_OF_OTHERS
+    num_each = max(1, min(spare // _CPUS_OF_EACH, _MOST_OF_AN_ENGINE * num_engines, _MAX_PROCESSES))
+    return ProcessCounts(num_each, num_each)
 
 
 def sized(config: ServiceConfig, run_dir: Path, num_cpus: int | None = None) -> ServiceConfig:

@@ -27,11 +27,12 @@ from agentloop.errors import (
     InvalidRequest,
     WeightUpdateFailed,
 )
+from agentloop.request_watch import StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.types import FinishReason, Generation, KVPolicy, PauseMode, WeightVersionSpan, clip_spans
 from tests.contract.cases import EngineCase
-from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, merged, until
+from tests.contract.driving import SOME_TOKENS, TIMEOUT_S, Reading, commit_next, generated, is_idle, merged, until
 
 # --- ids, logprobs, ends ----------------------------------------------------------------------------------
 
@@ -104,6 +105,28 @@ async def test_stream_pieces_concatenate_to_the_generation(case: EngineCase) -> 
     assert len(reading.deltas) > 1
     assert tuple(i for delta in reading.deltas for i in delta.token_ids) == whole.token_ids == unstreamed.token_ids
     assert tuple(p for delta in reading.deltas for p in delta.logprobs) == whole.logprobs
+
+
+async def test_pieces_of_many_streams_join_tokens_and_leave_none_out(case: EngineCase) -> None:
+    pace, num_streams, num_tokens = StreamPace(), 24, 96
+    num_unpaced = sum(pace.wait_s(number) == 0 for number in range(1, num_streams + 1))
+    assert 0 < num_unpaced < num_streams
+    requests = [
+        case.request(case.prompt(), num_tokens, temperature=1.0, seed=seed, num_top_logprobs=2)
+        for seed in range(num_streams)
+    ]
+    readings = [Reading(case, request) for request in requests]
+    wholes = await asyncio.gather(*(reading.end() for reading in readings))
+    for reading, whole in zip(readings, wholes, strict=True):
+        told = SampledTokens(whole.logprobs_mode)
+        for delta in reading.deltas:
+            told.add(delta)
+        assert (tuple(told.token_ids), tuple(told.logprobs)) == (whole.token_ids, whole.logprobs)
+        assert (tuple(told.top_logprobs), told.weight_versions) == (whole.top_logprobs, whole.weight_versions)
+        assert len(whole.token_ids) == num_tokens
+    if getattr(case.engine, "tells_every_token", True):
+        assert max(len(reading.deltas) for reading in readings[num_unpaced:]) < num_tokens
+    assert is_idle(case.engine)
 
 
 async def test_reports_are_what_the_generation_begins_with(case: EngineCase) -> None:

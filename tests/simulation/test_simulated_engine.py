@@ -27,6 +27,7 @@ from agentloop.errors import (
     UnsupportedParameter,
     WeightUpdateFailed,
 )
+from agentloop.request_watch import StreamPace
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import Faults, HashPolicy, LatencyModel, Malformation, ScriptedPolicy
@@ -714,3 +715,32 @@ def test_hash_policy_gives_the_plain_softmax_whatever_is_asked_for() -> None:
     assert sum(math.exp(stream.raw_logprob(9, 0, token_id)) for token_id in range(1000)) == pytest.approx(
         1, abs=1e-4
     )
+
+
+async def test_streams_have_fewer_pieces_the_more_there_are_and_their_last_at_once() -> None:
+    """64 streams of 40 tokens, a step of 2 ms: a piece every 26 ms, where one stream has 40 of them."""
+    engine = SimulatedEngine(SimulatedSpec(latency=LatencyModel(decode_s=0.002)))
+    await engine.start()
+
+    async def read(request: GenerateRequest) -> tuple[list[Delta], Generation]:
+        deltas: list[Delta] = []
+        async for piece in engine.stream(request):
+            if isinstance(piece, Generation):
+                return deltas, piece
+            deltas.append(piece)
+        raise AssertionError("a stream ended without its generation")
+
+    alone, _ = await read(ask([1, 2, 3], 40))
+    assert len(alone) > 20
+    found = await asyncio.gather(*(read(ask([index, 2, 3], 40)) for index in range(64)))
+    await engine.close()
+    for deltas, whole in found:
+        assert tuple(token_id for delta in deltas for token_id in delta.token_ids) == whole.token_ids
+        assert len(deltas) < 20
+        assert len(deltas[0].token_ids) >= 1
+
+
+def test_the_pace_of_streams() -> None:
+    pace = StreamPace(pieces_per_s=2500.0, least_s=0.005, most_s=0.25)
+    assert [pace.wait_s(number) for number in (1, 12)] == [0.0, 0.0]
+    assert [pace.wait_s(number) for number in (25, 500, 625, 10_000)] == pytest.approx([0.01, 0.2, 0.25, 0.25])

@@ -63,6 +63,8 @@ _TRIM_GAP_S = 0.02  # between two batches of deletions
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
 
+MAX_TAKEN = 32  # samples that one of several workers takes in one call; it asks again in a few milliseconds
+
 
 @dataclass(slots=True)
 class _Poll:
@@ -156,7 +158,7 @@ class Rollouts:
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
         deadline_at = deadline_after(wait_s, self._config.worker_timeout_s / 2)
         while True:
-            start = self._assign(worker_id, report.num_free)
+            start = self._assign(worker_id, self._at_once(report.num_free))
             if start or self.queue.has_new_cancels(worker_id):
                 break
             try:
@@ -410,6 +412,10 @@ class Rollouts:
         elif held.lease_id != lease.lease_id:
             return held  # it has moved already; that answer was lost
         return balancer.move(lease, is_failed, now, needs)
+
+    def _at_once(self, num_free: int) -> int:
+        """Return how many of its free places a worker may fill in one call: others shall have theirs."""
+        return num_free if self.num_workers <= 1 else min(num_free, MAX_TAKEN)
 
     def _assign(self, worker_id: str, num_free: int) -> tuple[Assignment, ...]:
         """Hand out what fits. Without a replica nothing leaves the queue; during the restart's grace neither."""

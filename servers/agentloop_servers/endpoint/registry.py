@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sqlite3
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from agentloop.generation import Connect, LeaseConfig, LeaseReporter, ReportConf
 from agentloop.sessions import Session, SessionEnd, SessionParts, SessionRecord, SessionState
 from agentloop.trajectory import CallRecord, Node
 from agentloop.types import StopReason, Trajectory
+from agentloop_servers.endpoint.session_records import SessionRecords
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.http import SessionKeys
 
@@ -204,13 +204,13 @@ class Sessions:
     ) -> None:
         """`parts` says by which clocks time goes; `executor` runs the store, in a thread of its own by default.
         With fewer than `min_free_bytes` free on the disk no session is created."""
-        self._coordinator = coordinator
         self._limits = limits
         self._new_id = new_id
         self._keys = SessionKeys(secret)
         self._parts = parts
         self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
         self._store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
+        self._records = SessionRecords(coordinator, self._store, limits.record_timeout_s)
         self._cache = SessionCache(parts.clock.now, limits.max_resident_bytes, limits.idle_s)
         # The process's one: direct calls report through it too.
         self.reporter = LeaseReporter(f"ingress-{uuid.uuid4().hex}", coordinator.report_leases, reports)
@@ -238,6 +238,7 @@ class Sessions:
         await asyncio.gather(*(session.close(stopping) for session in self._cache.sessions))
         await self._leases.close()
         await self.reporter.close()
+        await self._records.close()
         await self._store.close()
 
     def check_health(self) -> None:
@@ -321,10 +322,11 @@ class Sessions:
         finished then, and its record follows.
         """
         session = await self.find(session_id, owner)
+        has_just_ended = session.record.state is SessionState.OPEN
         trajectory = await session.finish(end)
         self._leases.end(session_id)
         async with self._locks.of(session_id):
-            await self._record(session, trajectory)
+            await self._records.record(session, trajectory, has_just_ended=has_just_ended)
         return trajectory
 
     async def delete(self, session_id: str, owner: str | None) -> None:
@@ -438,21 +440,6 @@ class Sessions:
         for session_id in self._cache.evict():
             self._leases.release(session_id)
 
-    async def _record(self, session: Session, trajectory: Trajectory) -> None:
-        """Give a finished session's trajectory to the run's store, unless it has it."""
-        session_id, is_shared = session.session_id, trajectory.rollout_id == SESSIONS_ROLLOUT_ID
-        owner = "" if is_shared else session.record.owner
-        if await self._store.is_recorded(session_id):
-            return
-        try:
-            async with asyncio.timeout(self._limits.record_timeout_s):
-                await self._coordinator.record(trajectory, owner)
-        except TimeoutError as error:
-            raise ServiceUnavailable("the coordinator did not take the record in time") from error
-        except sqlite3.Error as error:  # of a coordinator in this process
-            raise ServiceUnavailable(f"the run's store failed: {error}") from error
-        await self._store.mark_recorded(session_id)
-
     async def _delete(self, session: Session, state: SessionState | None, error: AgentLoopError) -> None:
         """Throw away what a session has; who still talks to it gets `error`. The caller holds its lock."""
         session_id = session.session_id
@@ -524,12 +511,12 @@ class Sessions:
     async def _record_or_settle(self, session: Session, trajectory: Trajectory) -> None:
         """Record, or know that it will never be possible. Raises what may pass."""
         try:
-            await self._record(session, trajectory)
+            await self._records.record(session, trajectory)
         except AgentLoopError as error:
             if error.retryable:
                 raise
             _log.error("session_not_recorded", session=session.session_id, code=error.code, error=str(error))
-            await self._store.mark_recorded(session.session_id)
+            self._records.settle(session.session_id)
 
 
 def _owned(session: Session, owner: str | None) -> Session:

@@ -48,6 +48,8 @@ from agentloop_servers.replica.protocol import (
     frame,
 )
 
+LOAD_AGE_S = 0.05  # of the load that an answer tells
+
 WORKER_PATHS = frozenset({"/generate", "/stream", "/abort", "/image_tokens"})
 
 
@@ -111,6 +113,8 @@ class DataPlaneServer(PrivateServer):
         self._fencing = FencingGuard()
         self.num_answered = 0
         self.refuses_paused = False
+        self._load = Load()
+        self._load_at: float | None = None
         routes = [
             web.post("/generate", self._generate),
             web.post("/stream", self._stream),
@@ -168,8 +172,16 @@ class DataPlaneServer(PrivateServer):
     def _stamped(self, generation: Generation) -> Generation:
         is_probe = generation.request_id.startswith(PROBE_ID)
         self.num_answered += not is_probe and generation.finish_reason is not FinishReason.ABORT
-        engine = self._engine
-        return replace(generation, replica_id=self._replica_id, engine=engine.info.name, load=engine.load())
+        load = self._recent_load()
+        return replace(generation, replica_id=self._replica_id, engine=self._engine.info.name, load=load)
+
+    def _recent_load(self) -> Load:
+        """Return the engine's load, which it counts over all of its requests, of this moment or shortly before."""
+        now, engine = asyncio.get_running_loop().time(), self._engine
+        is_old = self._load_at is None or now - self._load_at > LOAD_AGE_S
+        if is_old or self._load.weight_version != engine.weight_version:
+            self._load, self._load_at = engine.load(), now
+        return self._load
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         wanted = decode(await request.read(), GenerateRequest)

@@ -51,6 +51,21 @@ async def test_submit_take_finish_read(site, coordinator):
 
 
 @service("a")
+async def test_workers_that_wait_share_what_comes(site, coordinator):
+    """Each has room for all of it; a call brings a part, unless there is but one worker."""
+    take = coordinator.rollouts.take
+    waiting = [asyncio.create_task(take(report(name, 512), 4.0)) for name in ("w0", "w1")]
+    await site.clock.sleep(0.1)
+    await coordinator.rollouts.submit("r", (make_group("g", 48),))
+    found = [assignment_ids((await each).start) for each in waiting]
+    assert list(map(len, found)) == [32, 16]
+    await coordinator.rollouts.leave("w1")
+    await coordinator.rollouts.submit("more", (make_group("g", 48),))
+    alone = (await take(report("w0", 480, *found[0]), 1.0)).start
+    assert len(alone) >= 48
+
+
+@service("a")
 async def test_take_waits_for_work_and_returns_empty_handed_in_time(site, coordinator):
     started = site.clock.now()
     assert (await coordinator.rollouts.take(report(), 2.0)).start == ()

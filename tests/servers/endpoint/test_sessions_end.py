@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,37 @@ async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Session
     with pytest.raises(Gone):
         await sessions.find("s", "")
     assert len(site.coordinator.finished["run"]) == 1
+
+
+@virtually(replace(LIMITS, max_sessions=64))
+async def test_sessions_that_finish_together_are_written_together(site: SessionSite, sessions: Sessions) -> None:
+    """48 records and 48 notes would be 96 transactions, and each session's file asked if it is recorded."""
+    for number in range(48):
+        await talk(await sessions.create(NewSession(f"s{number}"), ""), 1)
+    statements: list[str] = []
+    await site.in_store(lambda db: db.set_trace_callback(statements.append))
+    await asyncio.gather(*(sessions.finish(f"s{number}", "") for number in range(48)))
+    await site.stop()  # what is owed is written first
+    assert sum("is_recorded = 1 WHERE" in statement for statement in statements) == 48
+    assert sum(statement.startswith("SELECT 1 FROM sessions") for statement in statements) == 0
+    assert statements.count("COMMIT") <= 10
+    assert len(site.recorded) == 48
+    await site.start()
+    await site.clock.sleep(5.0)
+    assert len(site.recorded) == 48
+
+
+@virtually()
+async def test_a_record_whose_note_was_lost_is_handed_in_again(site: SessionSite, sessions: Sessions) -> None:
+    await talk(await sessions.create(NewSession("s"), ""), 1)
+    await sessions.finish("s", "")
+    await site.stop()
+    with closing(sqlite3.connect(site.path / "sessions.sqlite")) as db, db:
+        assert db.execute("UPDATE sessions SET is_recorded = 0 WHERE is_recorded = 1").rowcount == 1
+    await site.start()
+    await site.clock.sleep(5.0)
+    assert site.recorded == [("s", "completed", True)]
+    assert await site.store.is_recorded("s")
 
 
 @virtually()

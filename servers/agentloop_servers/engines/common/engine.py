@@ -41,7 +41,7 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.images import Image, ImageTokens
-from agentloop.request_watch import ReportPace, RequestWatch
+from agentloop.request_watch import ReportPace, RequestWatch, StreamPace
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import LogprobsMode
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
@@ -69,6 +69,15 @@ class EngineSettings(Protocol):
 class ProcessEngine(ABC):
     """The Engine port without its start, which is the adapter's."""
 
+    tells_every_token = False
+    """True if the process tells each token of a request at once, also where its outputs come at its end only.
+
+    Such an engine with many streams (`StreamPace`) is looked at from time to time, instead of making an output for
+    each token of each of them.
+    """
+
+    stream_pace = StreamPace()
+
     def __init__(self, settings: EngineSettings, process: EngineProcess, weights: EngineWeights) -> None:
         self._settings = settings
         self._engine_process = process
@@ -76,6 +85,7 @@ class ProcessEngine(ABC):
         self._info: EngineInfo | None = None  # an adapter sets it at its start
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
         self._calls = Calls(process, self._lifecycle, ConstraintTrials().check)
+        self._num_streams = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -166,6 +176,51 @@ class ProcessEngine(ABC):
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
     ) -> AsyncIterator[Delta | Generation]:
+        self._num_streams += 1
+        try:
+            is_paced = self.tells_every_token and self.stream_pace.wait_s(self._num_streams) > 0
+            pieces = (self._looked_at if is_paced else self._as_they_come)(request, on_progress)
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._num_streams -= 1
+
+    async def _looked_at(
+        self, request: GenerateRequest, on_progress: OnProgress | None
+    ) -> AsyncGenerator[Delta | Generation, None]:
+        """Stream a request of which the process makes one output: its tokens are looked at meanwhile."""
+        told, num_sent = SampledTokens(self._settings.logprobs_mode), 0
+        with self._registered(request) as call, self._watched(request, on_progress) as watch:
+            ending = asyncio.create_task(self._last_output(call), name="streamed request")
+            try:
+                while not ending.done():
+                    wait_s = self.stream_pace.wait_s(self._num_streams) or self.stream_pace.least_s
+                    await watch.in_time(asyncio.wait([ending], timeout=wait_s))
+                    if ending.done():
+                        break
+                    self.add_so_far(told, request)
+                    if len(told) > num_sent:
+                        delta, num_sent = told.since(num_sent), len(told)
+                        yield delta
+                output = ending.result()
+            finally:
+                ending.cancel()
+                await asyncio.gather(ending, return_exceptions=True)  # it ends the request
+        whole = SampledTokens(self._settings.logprobs_mode)
+        generation = self.finished(request, output, whole)
+        if len(whole) > num_sent:
+            yield whole.since(num_sent)
+        yield watch.finished(generation)
+
+    async def _last_output(self, call: Call) -> Any:
+        async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
+            return await anext(outputs, None)
+
+    async def _as_they_come(
+        self, request: GenerateRequest, on_progress: OnProgress | None
+    ) -> AsyncGenerator[Delta | Generation, None]:
+        """Stream a request with a piece for each output of the process."""
         sampled, num_sent, output = SampledTokens(self._settings.logprobs_mode), 0, None
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:

@@ -29,7 +29,7 @@ ALWAYS = {
     "load_format": "auto",
     "dtype": "bfloat16",
     "max_model_len": 1024,
-    "max_num_seqs": 256,
+    "max_num_seqs": 512,
     "block_size": 32,
     "tensor_parallel_size": 1,
     "seed": 0,
