@@ -124,8 +124,7 @@ async def test_pieces_of_many_streams_join_tokens_and_leave_none_out(case: Engin
         assert (tuple(told.token_ids), tuple(told.logprobs)) == (whole.token_ids, whole.logprobs)
         assert (tuple(told.top_logprobs), told.weight_versions) == (whole.top_logprobs, whole.weight_versions)
         assert len(whole.token_ids) == num_tokens
-    if getattr(case.engine, "tells_every_token", True):
-        assert max(len(reading.deltas) for reading in readings[num_unpaced:]) < num_tokens
+    assert max(len(reading.deltas) for reading in readings[num_unpaced:]) < num_tokens
     assert is_idle(case.engine)
 
 

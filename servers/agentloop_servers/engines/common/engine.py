@@ -69,14 +69,9 @@ class EngineSettings(Protocol):
 class ProcessEngine(ABC):
     """The Engine port without its start, which is the adapter's."""
 
-    tells_every_token = False
-    """True if the process tells each token of a request at once, also where its outputs come at its end only.
-
-    Such an engine with many streams (`StreamPace`) is looked at from time to time, instead of making an output for
-    each token of each of them.
-    """
-
     stream_pace = StreamPace()
+    """Of many streams tokens are looked at from time to time (`add_so_far`), as of requests that are not streamed:
+    an output for each token of each of them would take the engine and its readers more than the sampling."""
 
     def __init__(self, settings: EngineSettings, process: EngineProcess, weights: EngineWeights) -> None:
         self._settings = settings
@@ -178,7 +173,7 @@ class ProcessEngine(ABC):
     ) -> AsyncIterator[Delta | Generation]:
         self._num_streams += 1
         try:
-            is_paced = self.tells_every_token and self.stream_pace.wait_s(self._num_streams) > 0
+            is_paced = self.stream_pace.wait_s(self._num_streams) > 0
             pieces = (self._looked_at if is_paced else self._as_they_come)(request, on_progress)
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
@@ -199,7 +194,7 @@ class ProcessEngine(ABC):
                     await watch.in_time(asyncio.wait([ending], timeout=wait_s))
                     if ending.done():
                         break
-                    self.add_so_far(told, request)
+                    self.add_so_far(told, call)
                     if len(told) > num_sent:
                         delta, num_sent = told.since(num_sent), len(told)
                         yield delta
@@ -208,7 +203,7 @@ class ProcessEngine(ABC):
                 ending.cancel()
                 await asyncio.gather(ending, return_exceptions=True)  # it ends the request
         whole = SampledTokens(self._settings.logprobs_mode)
-        generation = self.finished(request, output, whole)
+        generation = self.finished(call, output, whole)
         if len(whole) > num_sent:
             yield whole.since(num_sent)
         yield watch.finished(generation)

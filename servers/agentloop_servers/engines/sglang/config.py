@@ -47,7 +47,7 @@ class SglangConfig:
     stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     pace: ReportPace = field(default_factory=ReportPace)  # of reports on requests under way
-    progress_tokens: int = 32  # sampled between two outputs of a request that is not streamed
+    progress_tokens: int = 16  # sampled between two outputs of a request that is not streamed, or of many streams
 
     def __post_init__(self) -> None:
         if (self.load_format == "dummy") != (self.initial_version is None):

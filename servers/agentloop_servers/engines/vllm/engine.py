@@ -28,8 +28,6 @@ from agentloop_servers.engines.vllm.weights import LoraAdapters, vllm_weights
 class VllmEngine(ProcessEngine):
     """One vLLM engine. `start` takes 15 to 40 s on CPU; `close` ends its processes."""
 
-    tells_every_token = True
-
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
         self._process = VllmProcess(config)
