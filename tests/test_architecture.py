@@ -372,6 +372,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.generation.stream_splitter",
         "agentloop_servers.coordinator.rollouts",
         "agentloop_servers.endpoint.open_calls_log",
+        "agentloop_servers.endpoint.session_records",
         "agentloop_servers.endpoint.session_store",
         "agentloop_servers.engines.vllm.images",
         "agentloop_servers.http.connections",

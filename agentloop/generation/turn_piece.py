@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import orjson
@@ -85,7 +85,7 @@ def _one_of(pieces: Sequence[TurnPiece]) -> TurnPiece:
     num_tokens = 0
     for piece in pieces:
         for span in piece.weight_versions:
-            append_span(spans, WeightVersionSpan(span.version, num_tokens + span.start, num_tokens + span.end))
+            append_span(spans, replace(span, start=num_tokens + span.start, end=num_tokens + span.end))
         num_tokens += len(piece.token_ids)
     return TurnPiece(
         pieces[0].choice_index,

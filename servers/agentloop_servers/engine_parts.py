@@ -95,6 +95,7 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
         gpu_memory_utilization=entry.gpu_memory_utilization,
         tensor_parallel_size=entry.tensor_parallel_size,
         data_parallel_size=entry.data_parallel_size,
+        tells_cache=config.num_replicas > 1 if entry.tells_cache is None else entry.tells_cache,
         expert_parallel=entry.expert_parallel,
         can_sleep=config.can_sleep,
         weight_staging=config.weight_staging(entry),

@@ -396,7 +396,7 @@ class Replica:
             async for event in events:
                 self._cached.take_in(event)
             self._cached = None
-            self._log.warning("kv_events_ended")
+            self._log.info("kv_events_ended")
         await asyncio.Event().wait()  # until it is closed, as the watch
 
     def _tell_whole_cache(self) -> None:

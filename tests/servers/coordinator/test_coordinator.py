@@ -60,9 +60,9 @@ async def test_workers_that_wait_share_what_comes(site, coordinator):
     found = [assignment_ids((await each).start) for each in waiting]
     assert list(map(len, found)) == [32, 16]
     await coordinator.rollouts.leave("w1")
-    await coordinator.rollouts.submit("more", (make_group("g", 48),))
+    await coordinator.rollouts.submit("more", (make_group("g", 30),))
     alone = (await take(report("w0", 480, *found[0]), 1.0)).start
-    assert len(alone) >= 48
+    assert len(alone) > 32  # with what the other has given back
 
 
 @service("a")

@@ -379,4 +379,4 @@ class ProcessEngine(ABC):
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
         self._lifecycle.require_alive()
-        return self._engine_process.feed.events.subscribe()
+        return self._engine_process.feed.subscribe()

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from agentloop.engine import AllBlocksCleared, KVEvent, KVEventPublisher
+from agentloop.engine import AllBlocksCleared, KVEvent, KVEventPublisher, KVSubscription
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -54,6 +54,13 @@ class KVEventFeed:
         """
         self._replays = replays
         self._task = asyncio.create_task(self._read(endpoints), name="kv-events")
+
+    def subscribe(self) -> KVSubscription:
+        """Return the events from now on; none, and their end, where the engine tells none."""
+        subscription = self.events.subscribe()
+        if self._task is None:
+            subscription.close()
+        return subscription
 
     def clear(self) -> None:
         """Announce that the cache was cleared: an engine publishes that with its next step only, and once more."""

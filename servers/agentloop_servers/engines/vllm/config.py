@@ -40,6 +40,7 @@ class VllmConfig:
     enforce_eager: bool = False  # always on on CPU
     seed: int = 0
     num_threads: int = 1  # CPU only
+    tells_cache: bool = True  # by KV events
     control_timeout_s: float = 60.0  # pause, resume
     drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
     commit_timeout_s: float = 300.0
@@ -133,7 +134,9 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
             publisher="zmq",
             endpoint=kv_endpoint,
             replay_endpoint=replay_endpoint(kv_endpoint),
-        ),
+        )
+        if config.tells_cache
+        else None,
         "worker_extension_cls": config.worker_extension,
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # no periodic log lines; our own stat logger still gets the statistics

@@ -86,8 +86,9 @@ class VllmProcess:
         construction = asyncio.create_task(asyncio.to_thread(self._construct, endpoint))
         try:
             self.llm = await asyncio.shield(construction)
-            num_ranks = self._config.data_parallel_size
-            self.feed.start(kv_endpoints(endpoint, num_ranks), kv_endpoints(replay_endpoint(endpoint), num_ranks))
+            if self._config.tells_cache:
+                sockets = endpoint, replay_endpoint(endpoint)
+                self.feed.start(*(kv_endpoints(socket, self._config.data_parallel_size) for socket in sockets))
             await self.llm.get_supported_tasks()  # cached by vLLM: later requests enter without waiting
             if self._config.logprobs_mode is not LogprobsMode.SAMPLED:
                 await self.on_workers("extend_runner", RAW_LOGPROBS, self._config.logprobs_mode.value)

@@ -87,7 +87,9 @@ CASES = {
     ),
     "cpu": (
         {"mode": "debug", "engine": CPU},
-        ALWAYS | {"kv_cache_memory_bytes": 64 * 2**20, "enforce_eager": True, "enable_chunked_prefill": False},
+        ALWAYS
+        | {"kv_cache_memory_bytes": 64 * 2**20, "enforce_eager": True, "enable_chunked_prefill": False}
+        | {"max_num_seqs": 256},
     ),
     "dummy": ({"engine": {"load_format": "dummy"}}, CUDA | {"load_format": "dummy"}),
 }
@@ -100,14 +102,25 @@ def configured(changed: dict[str, object]) -> VllmConfig:
 @pytest.mark.parametrize(("changed", "expected"), CASES.values(), ids=CASES.keys())
 def test_the_arguments_are_exactly_these(changed, expected):
     arguments = engine_arguments(configured(changed), ENDPOINT)
-    events = arguments.pop("kv_events_config")
+    assert arguments.pop("kv_events_config") is None
     assert arguments.pop("structured_outputs_config").backend == "xgrammar"
-    assert (events.enable_kv_cache_events, events.publisher, events.endpoint) == (True, "zmq", ENDPOINT)
-    assert events.replay_endpoint == f"{ENDPOINT}-replay"
     module, _, name = arguments.pop("worker_extension_cls").rpartition(".")
     assert module.startswith("agentloop_servers.weight_transfer.")
     assert name
     assert arguments == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "tells"),
+    [({}, False), ({"replicas": 2}, True), ({"engine": {"tells_cache": True}}, True)]
+    + [({"replicas": 2, "engine": {"tells_cache": False}}, False)],
+)
+def test_events_of_the_cache_are_told_where_there_is_a_choice_of_replicas(changed, tells):
+    events = engine_arguments(configured(changed), ENDPOINT)["kv_events_config"]
+    assert (events is not None) == tells
+    if tells:
+        assert (events.enable_kv_cache_events, events.publisher, events.endpoint) == (True, "zmq", ENDPOINT)
+        assert events.replay_endpoint == f"{ENDPOINT}-replay"
 
 
 @pytest.mark.parametrize("mode", ["sampled", "raw", "both"])
