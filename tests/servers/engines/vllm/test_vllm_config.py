@@ -112,8 +112,12 @@ def test_the_arguments_are_exactly_these(changed, expected):
 
 @pytest.mark.parametrize(
     ("changed", "tells"),
-    [({}, False), ({"replicas": 2}, True), ({"engine": {"tells_cache": True}}, True)]
-    + [({"replicas": 2, "engine": {"tells_cache": False}}, False)],
+    [
+        ({}, False),
+        ({"replicas": 2}, True),
+        ({"engine": {"tells_cache": True}}, True),
+        ({"replicas": 2, "engine": {"tells_cache": False}}, False),
+    ],
 )
 def test_events_of_the_cache_are_told_where_there_is_a_choice_of_replicas(changed, tells):
     events = engine_arguments(configured(changed), ENDPOINT)["kv_events_config"]
