@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from agentloop.capabilities import NO_NEEDS, Needs
+from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
@@ -271,6 +271,10 @@ class ReplicaStatus:
     kv_hit_rate: float | None = None  # of the context of turns that returned: the share found cached, lately
     kv_agreement: float | None = None  # between the cached tokens that were predicted and reported; 1: the same
     is_thrashing: bool = False  # turns that return compute most of their contexts again
+    entry: str = ""  # its kind of replicas in the config
+    features: tuple[Feature, ...] = ()  # what requests may ask of it
+    max_context_tokens: int = 0
+    lora_rank: int | None = None  # the largest of an adapter; None: it serves none
 
 
 @dataclass(frozen=True, slots=True)

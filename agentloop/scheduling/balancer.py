@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentloop.api import (
@@ -56,6 +56,7 @@ class BalancerConfig:
     min_stagger_s: float = 0.5  # siblings wait for the leader's prefill if that saves at least so much
     retention_factor: float = 3.0  # of the break-even, that KV is kept for while a tool runs
     step_times: StepTimes = field(default_factory=StepTimes)
+    slowness: Mapping[str, float] = field(default_factory=dict)  # of kinds of replicas whose own times are known
     priors: WorkPriors = field(default_factory=WorkPriors)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     rebalance: RebalanceConfig = field(default_factory=RebalanceConfig)
@@ -80,7 +81,7 @@ class Balancer:
         self._config = config or BalancerConfig()
         self._times = self._config.step_times
         self._table = LeaseTable()
-        self._placement = Placement(fleet)
+        self._placement = Placement(fleet, self._config.slowness)
         self._work = ExpectedWork(self._config.priors)
         self._retention = Retention(self._times, self._config.retention_factor)
         self.admission = Admission(self._config.admission)

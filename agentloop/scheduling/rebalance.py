@@ -50,7 +50,7 @@ class Rebalance:
     def target(self, holding: Holding, rho: float, now: float) -> str | None:
         """Return where a trajectory that has just gone to its tool had better go on; None: it stays."""
         placement, config, here = self._placement, self._config, holding.lease.replica_id
-        if holding.earlier or not placement.takes_traffic(holding.lease):
+        if holding.earlier or not placement.takes_traffic(holding.lease, holding.demand.needs):
             return None
         there = placement.least(here, holding.demand.needs)
         work_here, work_there = placement.work(here), placement.work(there)
@@ -76,7 +76,7 @@ class Rebalance:
         """
         for holding in sorted(waiting, key=lambda one: -one.charge.work_s):
             placement, here = self._placement, holding.lease.replica_id
-            if not placement.takes_traffic(holding.lease):
+            if not placement.takes_traffic(holding.lease, holding.demand.needs):
                 continue
             there = placement.least(here, holding.demand.needs)
             if placement.work(there) + holding.charge.work_s < placement.work(here):

@@ -61,11 +61,11 @@ from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.engine_parts import (
     build_engine,
     can_constrain,
-    check_kind,
     engine_actor_options,
     initial_weights,
     takes_images,
 )
+from agentloop_servers.environments import check_environment
 from agentloop_servers.host import prepare_engine_process
 from agentloop_servers.http import HttpLimits, Keys, error_response
 from agentloop_servers.ingress import ModeRules, create_app
@@ -502,7 +502,8 @@ def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:
 
 def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
     """Raise InvalidRequest, naming the entry, if its replicas could not start."""
-    check_kind(entry)
+    if entry.environment is not None:
+        check_environment(entry)
     if entry.expert_parallel and not model_sizes(config).has_experts:
         raise InvalidRequest(
             f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",

@@ -76,7 +76,6 @@ class EngineConfig(_EngineModel):
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of its GPU; the rest is for others on the same Ray
     tells_cache: bool | None = None  # of vLLM: its KV events, 1 to 5 % of its steps; None: in a fleet of several
     attention_backend: str | None = None  # of SGLang, as it calls them; None: its own choice
-    sampling_backend: str | None = None
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -89,8 +88,10 @@ class EngineConfig(_EngineModel):
             raise ValueError("expert_parallel needs a tensor_parallel_size or data_parallel_size above 1")
         if self.gpu_share < 1 and self.num_workers > 1:
             raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
-        if self.kind != "sglang" and (self.attention_backend or self.sampling_backend):
-            raise ValueError("attention_backend and sampling_backend are SGLang's")
+        if self.kind != "sglang" and self.attention_backend:
+            raise ValueError("attention_backend is SGLang's")
+        if self.kind == "sglang" and (self.data_parallel_size > 1 or self.expert_parallel):
+            raise ValueError("SGLang takes no data_parallel_size or expert_parallel: more replicas serve as well")
         return self
 
     @property

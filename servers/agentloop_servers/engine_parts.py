@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from agentloop.engine import Engine, WeightUpdate
-from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
 from agentloop.simulation import LatencyModel, SimulatedEngine, SimulatedSpec, WeightSource
 from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engine_config import EngineEntry
+from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
 from agentloop_servers.engines.vllm import VllmConfig, VllmEngine
 from agentloop_servers.host import THREADS
 
@@ -33,7 +33,7 @@ def build_engine(config: ServiceConfig, entry: EngineEntry | None = None) -> Eng
     if entry.kind == "vllm":
         return VllmEngine(vllm_config(config, entry))
     if entry.kind == "sglang":
-        check_kind(entry)
+        return SglangEngine(sglang_config(config, entry))
     max_context_tokens = config.max_context_tokens(entry)
     return SimulatedEngine(
         SimulatedSpec(
@@ -51,12 +51,6 @@ def build_engine(config: ServiceConfig, entry: EngineEntry | None = None) -> Eng
         ),
         weight_source=_pushed_weights(config, entry) if config.allows_push else None,
     )
-
-
-def check_kind(entry: EngineEntry) -> None:
-    """Raise InvalidRequest for a kind of engine that this release has no adapter for."""
-    if entry.kind == "sglang":
-        raise InvalidRequest(f"engine {entry.name}: this release has no adapter for SGLang", param="engine.kind")
 
 
 def _pushed_weights(config: ServiceConfig, entry: EngineEntry) -> WeightSource:
@@ -103,6 +97,33 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
         enforce_eager=entry.enforce_eager,
         logprobs_mode=LogprobsMode(entry.logprobs_mode),
         num_threads=entry.num_threads or 1,
+        stage_timeout_s=entry.stage_timeout_s,
+        commit_timeout_s=entry.commit_timeout_s,
+        pace=ReportPace(entry.report_interval_s, entry.report_tokens),
+    )
+
+
+def sglang_config(config: ServiceConfig, entry: EngineEntry | None = None) -> SglangConfig:
+    """Return the configuration of a SGLang replica of this service."""
+    entry = config.entries[0] if entry is None else entry
+    return SglangConfig(
+        model=str(config.model_path()),
+        initial_version=config.model_version if entry.load_format == "auto" else None,
+        load_format=entry.load_format,
+        device=entry.device,
+        dtype=entry.dtype,
+        max_model_len=config.max_context_tokens(entry),
+        max_num_seqs=entry.num_seats,
+        block_size=entry.block_size,
+        kv_cache_memory_bytes=None if entry.kv_cache_mib is None else entry.kv_cache_mib * 2**20,
+        gpu_memory_utilization=entry.gpu_memory_utilization,
+        tensor_parallel_size=entry.tensor_parallel_size,
+        can_sleep=config.can_sleep,
+        weight_staging=config.weight_staging(entry),
+        lora_rank=entry.lora_rank,
+        enforce_eager=entry.enforce_eager,
+        attention_backend=entry.attention_backend,
+        logprobs_mode=LogprobsMode(entry.logprobs_mode),
         stage_timeout_s=entry.stage_timeout_s,
         commit_timeout_s=entry.commit_timeout_s,
         pace=ReportPace(entry.report_interval_s, entry.report_tokens),

@@ -100,8 +100,8 @@ async def roll_out_over_update(
                 updating = group.create_task(client.update_weights(str(POLICY / "v1"), version=1))
     seconds = time.perf_counter() - began_at
     assert updating is not None
-    (replica,) = updating.result().replicas
-    return records, replica.stall_ms, sum(record.num_sampled_tokens for record in records) / seconds
+    stall_ms = updating.result().stall_ms
+    return records, stall_ms, sum(record.num_sampled_tokens for record in records) / seconds
 
 
 def success(records: Sequence[Trajectory]) -> float:

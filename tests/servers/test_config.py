@@ -53,6 +53,9 @@ def test_a_shipped_config_builds_an_application(path, tmp_path):
     assert "mode" in document["applications"][0]["args"]
     if path.stem == "moe":  # the repository has no such model
         config = config.model_copy(update={"model": a_model(tmp_path / "moe", num_experts=8)})
+    if path.stem == "mixed":  # and no second environment
+        entries = [entry.model_copy(update={"environment": None}) for entry in config.entries]
+        config = config.model_copy(update={"engines": entries})
     assert isinstance(application(config, tmp_path), serve.Application)
     assert model_sizes(config).max_context_tokens == 1024
 
@@ -107,6 +110,7 @@ def test_the_modes_of_the_shipped_configs():
         "moe": Mode.STANDALONE,
         "hybrid": Mode.HYBRID,
         "judge": Mode.COLOCATED,
+        "mixed": Mode.STANDALONE,
     }
 
 

@@ -17,6 +17,7 @@ from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
 from agentloop.api import Consistency, LostReplica, ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
+from agentloop.capabilities import features_of
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import EngineLost, InvalidRequest, InvariantBroken
@@ -200,6 +201,10 @@ class Replicas:
                 kv_hit_rate=uses[replica.replica_id].hit_rate,
                 kv_agreement=uses[replica.replica_id].agreement,
                 is_thrashing=uses[replica.replica_id].is_thrashing,
+                entry=replica.registration.entry,
+                features=features_of(replica.registration.info.can.features),
+                max_context_tokens=replica.registration.info.max_context_tokens,
+                lora_rank=replica.registration.info.lora_rank,
             )
             for replica in self.fleet.replicas
         )
