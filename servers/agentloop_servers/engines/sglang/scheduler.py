@@ -251,6 +251,8 @@ class Counters:
         def processed(*arguments: Any, **options: Any) -> Any:
             result = process(*arguments, **options)
             self.write()
+            # SGLang publishes with a prefill, when idle, and every so many steps; without events it sends nothing.
+            scheduler.kv_events_publisher.publish_kv_events()
             return result
 
         def enqueued(req: Any, *arguments: Any, **options: Any) -> Any:
