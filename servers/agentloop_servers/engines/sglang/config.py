@@ -102,6 +102,7 @@ def server_arguments(config: SglangConfig, kv_endpoint: str) -> dict[str, Any]:
         "tp_size": config.tensor_parallel_size,
         "random_seed": config.seed,
         "disable_cuda_graph": config.enforce_eager or is_cpu,
+        "cuda_graph_max_bs_decode": config.max_num_seqs,  # its own, 256 on most GPUs, leaves larger batches without
         "attention_backend": config.attention_backend or ("torch_native" if is_cpu else "triton"),
         "sampling_backend": "pytorch",  # not used: `sampler.py` samples
         "grammar_backend": "none",  # ours is put in its place
