@@ -19,7 +19,7 @@ from tests.support.fleet.live_run import write_checkpoint
 from tests.support.fleet.whole_world import WholeWorld, make_groups
 
 MAX_HEALING_S = 120.0
-FOUND_SEEDS: tuple[int, ...] = (24, 29, 104, 119, 131, 199, 385, 675, 732, 3125, 8919)
+FOUND_SEEDS: tuple[int, ...] = (24, 29, 104, 119, 131, 199, 385, 675, 732, 3125, 7459, 8919)
 """Schedules that found a fault once."""
 NUM_SESSIONS = 3
 MAX_SWALLOWED_S = 30.0
