@@ -49,6 +49,7 @@ SHORT_TURNS = 128  # tokens, with --quick
 WARM_UP_TOKENS = 16
 BARE_START_S = 300.0
 GRAPHS_MIB = 8192  # activations, graphs and contexts
+OTHERS_MIB = 12288  # for those that still run while the service starts
 SMALL_KV_MIB = 8192  # of a small model
 
 
@@ -311,7 +312,8 @@ def kv_mib_of_this_gpu(options: argparse.Namespace) -> int:
     if options.model is not None:
         return SMALL_KV_MIB
     weights_mib = SHAPES[options.shape].num_bytes("bfloat16") / options.tp / 2**20
-    return int(0.9 * total_mib - weights_mib - GRAPHS_MIB)
+    others_mib = 0 if options.gate is None else OTHERS_MIB
+    return int(0.9 * total_mib - weights_mib - GRAPHS_MIB - others_mib)
 
 
 def wait_for(gate: Path | None) -> None:

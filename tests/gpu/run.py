@@ -285,9 +285,9 @@ PARTS = (
         throughput("throughput", "--shape", "qwen3-4b", "--quick"),
         400,
         ratios,
-        after=("recompute", "continuation-ipc", "continuation-nccl", "hybrid", "model"),
+        after=("continuation-ipc", "continuation-nccl", "hybrid", "model"),
         has_gate=True,
-        reserve_s=200,
+        reserve_s=150,
     ),
     Part(
         "throughput-full",
