@@ -165,6 +165,7 @@ def _applied(mask: Any) -> Any:
 def _grammar_backend(scheduler: Any) -> Any:
     """Return SGLang's grammar backend on xgrammar, for our form of constraints (`constraint_to_text`)."""
     import xgrammar
+    from sglang.srt.constrained import xgrammar_backend
     from sglang.srt.constrained.base_grammar_backend import GrammarStats, InvalidGrammarObject
     from sglang.srt.constrained.xgrammar_backend import (
         MAX_ROLLBACK_TOKENS,
@@ -173,6 +174,10 @@ def _grammar_backend(scheduler: Any) -> Any:
     )
     from transformers import AutoTokenizer
 
+    if not torch.cuda.is_available():  # SGLang pins its masks
+        xgrammar_backend._allocate_token_bitmask = lambda size, num_rows: xgrammar.allocate_token_bitmask(
+            num_rows, size
+        )
     tokenizer = AutoTokenizer.from_pretrained(scheduler.server_args.tokenizer_path)
     vocab_size = scheduler.model_config.vocab_size
     compilers: dict[tuple[int, ...], Any] = {}
