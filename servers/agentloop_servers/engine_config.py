@@ -90,6 +90,8 @@ class EngineConfig(_EngineModel):
             raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
         if self.kind != "sglang" and self.attention_backend:
             raise ValueError("attention_backend is SGLang's")
+        if self.kind == "sglang" and self.lora_rank is not None:
+            raise ValueError("lora_rank: adapters are served by vLLM only")
         if self.kind == "sglang" and (self.data_parallel_size > 1 or self.expert_parallel):
             raise ValueError("SGLang takes no data_parallel_size or expert_parallel: more replicas serve as well")
         return self

@@ -37,7 +37,7 @@ class SglangConfig:
     tensor_parallel_size: int = 1
     can_sleep: bool = False  # its memory can be given back; needs torch_memory_saver
     weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
-    lora_rank: int | None = None  # the largest; None: no adapters
+    lora_rank: int | None = None  # None: it serves no adapters
     enforce_eager: bool = False  # no CUDA graphs
     attention_backend: str | None = None  # None: "triton", on CPU "torch_native"; others need packages of their own
     seed: int = 0
@@ -58,6 +58,8 @@ class SglangConfig:
             raise ValueError("memory cannot be given back on CPU")
         if self.dtype not in _DTYPE_BYTES:
             raise ValueError(f"dtype is one of {', '.join(_DTYPE_BYTES)}, not {self.dtype!r}")
+        if self.lora_rank is not None:
+            raise ValueError("lora_rank is None: adapters are served by vLLM only")
         if self.progress_tokens < 1:
             raise ValueError(f"progress_tokens is {self.progress_tokens}, not positive")
 

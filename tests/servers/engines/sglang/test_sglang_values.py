@@ -220,8 +220,9 @@ def test_the_arguments(tmp_path: Path) -> None:
         {"device": "cpu", "can_sleep": True},
         {"dtype": "int8"},
         {"progress_tokens": 0},
+        {"lora_rank": 8},
     ],
 )
 def test_a_bad_configuration_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"initial_version|device|CPU|dtype|progress_tokens"):
+    with pytest.raises(ValueError, match=r"initial_version|device|CPU|dtype|progress_tokens|lora_rank"):
         config(tmp_path, **wrong)
