@@ -44,7 +44,6 @@ from tests.benchmarks.shapes import SHAPES
 
 ARMS = ("service", "endpoint", "streams", "bare")
 GOALS = {"service": 0.97, "endpoint": 0.90, "streams": 0.75}
-CONTEXT_TOKENS = 4096
 SHORT_TURNS = 128  # tokens, with --quick
 WARM_UP_TOKENS = 16
 BARE_START_S = 300.0
@@ -291,7 +290,7 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         "block_size": 32 if is_cpu else 16,
         "gpu_memory_utilization": options.gpu_share,
         "tensor_parallel_size": options.tp,
-        "max_context_tokens": min(CONTEXT_TOKENS, options.context) if options.context else None,
+        "max_context_tokens": options.context if options.model is None else None,
     }
     engine["kv_cache_mib"] = options.kv_mib or (256 if is_cpu else kv_mib_of_this_gpu(options))
     if is_cpu:
@@ -400,7 +399,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--kv-mib", type=int, help="of the KV cache; else what the GPU has room for")
     parser.add_argument("--gate", type=Path, help="measure once this file exists; the service starts before")
-    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=2048, help="of a shape; a model has its own")
     parser.add_argument("--arm-s", type=float, default=120.0, help="the time limit of an arm")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
