@@ -20,6 +20,7 @@ from agentloop.engine import Delta, StageReport, WeightUpdate
 from agentloop.fleet.registry import Fleet
 from agentloop.fleet.replica_sync import ReplicaSync
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, SamplingParams
+from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
 from agentloop_servers.engines.vllm.process import SchedulerStats
@@ -97,7 +98,7 @@ class TimedUpdate:
 class EngineSite:
     """One engine under its controller. `version` only grows; the first update wakes the dummy weights."""
 
-    def __init__(self, engine: VllmEngine, trainer: TrainerProcess, counters: Counters) -> None:
+    def __init__(self, engine: VllmEngine | SglangEngine, trainer: TrainerProcess, counters: Counters) -> None:
         self.engine = engine
         self.trainer = trainer
         self.version = 0
@@ -179,11 +180,18 @@ class EngineSite:
 
 
 @contextlib.asynccontextmanager
-async def running_site(config: VllmConfig, trainer: TrainerProcess) -> AsyncIterator[EngineSite]:
-    """Start an engine with dummy weights, give it its first version, close it at the end."""
-    engine = VllmEngine(config)
+async def running_site(config: VllmConfig | SglangConfig, trainer: TrainerProcess) -> AsyncIterator[EngineSite]:
+    """Start an engine with dummy weights, give it its first version, close it at the end.
+
+    SGLang has no counters of prefills: they stay zero.
+    """
     counters = Counters()
-    engine._process.scheduler_stats = counters  # vLLM reports to this object; the port has no counters
+    engine: VllmEngine | SglangEngine
+    if isinstance(config, SglangConfig):
+        engine = SglangEngine(config)
+    else:
+        engine = VllmEngine(config)
+        engine._process.scheduler_stats = counters  # vLLM reports to this object; the port has no counters
     async with asyncio.TaskGroup() as group:
         group.create_task(trainer.started())
         group.create_task(engine.start())

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport nccl --out runs/4b-nccl.json   # 2 GPUs
     python -m tests.benchmarks.weight_updates --shape qwen3-4b --transport ipc --out runs/4b-ipc.json     # 1 GPU
+    python -m tests.benchmarks.weight_updates --engine sglang --graphs --transport ipc --kv-gib 24         # 1 GPU
     python -m tests.benchmarks.weight_updates --device cpu --shape tiny                                   # dry run
 
 64 requests stream; the trainer is another process, on the next GPU (nccl) or on the same one (ipc). Variants, each
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 
 from agentloop.types import KVPolicy
+from agentloop_servers.engines.sglang import SglangConfig
 from agentloop_servers.engines.vllm.config import VllmConfig
 from tests.benchmarks.baselines import PlainUpdate, PlainVllm, agreement, delivered
 from tests.benchmarks.link_speed import measure
@@ -211,7 +213,7 @@ class Bench:
                 self.results["link"] = await asyncio.to_thread(measure)
             with TrainerProcess(config) as trainer:
                 await self._ours(trainer)
-                if {"native", "resend"} & set(options.variants):
+                if {"native", "resend"} & set(options.variants) and isinstance(self._config, VllmConfig):
                     await self._attempt("native", plain(self._config, trainer, options, self))
 
     async def _ours(self, trainer: TrainerProcess) -> None:
@@ -220,7 +222,9 @@ class Bench:
                 config = replace(self._config, weight_staging=staging)
                 await self._attempt(name, self._on_site(config, trainer, name, run))
 
-    async def _on_site(self, config: VllmConfig, trainer: TrainerProcess, name: str, run: Any) -> None:
+    async def _on_site(
+        self, config: VllmConfig | SglangConfig, trainer: TrainerProcess, name: str, run: Any
+    ) -> None:
         began_at = time.perf_counter()
         async with running_site(config, trainer) as site:
             _say(f"{name}: engine and trainer ready after {time.perf_counter() - began_at:.0f} s")
@@ -237,8 +241,21 @@ class Bench:
             _say(f"{name}: FAILED: {error!r}")
 
 
-def _engine_config(options: argparse.Namespace, folder: Path) -> VllmConfig:
+def _engine_config(options: argparse.Namespace, folder: Path) -> VllmConfig | SglangConfig:
     is_cpu = options.device == "cpu"
+    if options.engine == "sglang":
+        return SglangConfig(
+            model=str(folder),
+            initial_version=None,
+            load_format="dummy",
+            device=options.device,
+            dtype=options.dtype,
+            max_model_len=options.context,
+            max_num_seqs=max(options.requests, PROBE_PROMPTS),
+            kv_cache_memory_bytes=int(options.kv_gib * 2**30),
+            gpu_memory_utilization=0.85,
+            enforce_eager=not options.graphs,
+        )
     return VllmConfig(
         model=str(folder),
         initial_version=None,
@@ -260,6 +277,7 @@ def _say(text: str) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("nccl", "ipc", "shm"))
@@ -288,10 +306,13 @@ def _options() -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    usual = "link,staged,one-phase,native,resend" if options.transport == "nccl" else "staged,one-phase"
+    has_baselines = options.transport == "nccl" and options.engine == "vllm"
+    usual = "link,staged,one-phase,native,resend" if has_baselines else "staged,one-phase"
     options.variants = (options.variants or usual).split(",")
     if options.transport == "nccl" and torch.cuda.device_count() < 2:
         parser.error("nccl needs two GPUs: the trainer has one of its own")
+    if options.engine == "sglang" and {"native", "resend"} & set(options.variants):
+        parser.error("the baselines are vLLM's")
     if not {"staged", "one-phase"} & set(options.variants) and {"native", "resend"} & set(options.variants):
         parser.error("a baseline is checked against one of our variants in the same run")
     return options

@@ -212,6 +212,8 @@ def _spots(copy: Copy, shape: tuple[int, ...]) -> Iterator[tuple[Region, tuple[s
 
 def _check_layers(model: torch.nn.Module) -> None:
     """Refuse layers that compute with something else than their parameters."""
+    if hasattr(model, "post_load_weights"):
+        raise PlanRefused("the model derives weights from those that it has loaded")
     if getattr(model, "_do_torchao_reload", False):
         raise PlanRefused("the model is quantised by torchao")
     for name, module in model.named_modules():

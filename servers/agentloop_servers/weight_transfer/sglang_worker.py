@@ -36,6 +36,7 @@ import torch
 from agentloop import codec
 from agentloop.errors import AgentLoopError
 from agentloop.plugins import resolve
+from agentloop_servers.weight_transfer.copy_plan import PLAIN_METHODS
 from agentloop_servers.weight_transfer.staged_weights import Tensors
 from agentloop_servers.weight_transfer.staging import WeightStager
 from agentloop_servers.weight_transfer.staging_calls import StagingCalls
@@ -51,6 +52,8 @@ from agentloop_servers.weight_transfer.worker_calls import (
 SWITCH_INTERVAL_S = 0.0005
 """How long a stage's thread waits for the interpreter, which the scheduler's loop never gives up by itself."""
 FAILED_EXIT_CODE = 70
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""The layers that SGLang's decoders fuse, with their parts' names in checkpoints; its models do not say it."""
 
 CALLS = frozenset(
     {
@@ -353,6 +356,7 @@ class SglangModel:
         from sglang.srt.model_loader.loader import DefaultModelLoader  # noqa: PLC0415
         from sglang.srt.model_loader.utils import set_default_torch_dtype  # noqa: PLC0415
 
+        self._check_reloadable()
         try:
             with set_default_torch_dtype(self._runner.model_config.dtype):
                 DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
@@ -360,7 +364,20 @@ class SglangModel:
             raise RuntimeError(f"the load broke off: {error!r}") from error
 
     def compare(self, names: Sequence[str], read: Read) -> tuple[int, int]:
-        return compare_layers(self.module, frozenset(names), read)
+        return compare_layers(self.module, frozenset(names), read, FUSED)
+
+    def _check_reloadable(self) -> None:
+        """Refuse layers that a second load would spoil. Raises RuntimeError before anything is written.
+
+        A load leaves quantised layers in a form that the loader of their parameters does not know.
+        """
+        for name, module in self.module.named_modules():
+            method = getattr(module, "quant_method", None)
+            has_own = any(True for _ in module.parameters(recurse=False))
+            if method is not None and has_own and type(method).__name__ not in PLAIN_METHODS:
+                raise RuntimeError(
+                    f"layer {name} is quantised ({type(method).__name__}): SGLang loads it once only"
+                )
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

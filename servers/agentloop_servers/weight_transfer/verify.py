@@ -19,7 +19,7 @@ a few columns cover the model and are cheap to read.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -173,13 +173,17 @@ class _Columns:
     width: int
 
 
-def compare_layers(model: torch.nn.Module, names: Set[str], read: Read) -> tuple[int, int]:
+def compare_layers(
+    model: torch.nn.Module, names: Set[str], read: Read, packed: Mapping[str, Sequence[str]] | None = None
+) -> tuple[int, int]:
     """Compare every layer of `model` with the checkpoint's tensors `names`. Raises RuntimeError on a difference.
+
+    `packed`: the checkpoint's names of the parts of fused layers; None: as the model says, in vLLM's form.
 
     Returns how many layers were compared, and how many could not be: those whose shape is not the checkpoint's
     (tensor-parallel shards, fused experts) or that it has under another name.
     """
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    packed = getattr(model, "packed_modules_mapping", {}) if packed is None else packed
     name_by_weight: dict[int, str] = {}
     num_compared = num_skipped = 0
     for name, layer in model.named_modules():
@@ -208,7 +212,7 @@ def compare_layers(model: torch.nn.Module, names: Set[str], read: Read) -> tuple
     return num_compared, num_skipped
 
 
-def _checkpoint_names(module_name: str, packed: dict[str, list[str]]) -> list[str]:
+def _checkpoint_names(module_name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
     prefix, _, leaf = module_name.rpartition(".")
     dot = "." if prefix else ""
     return [f"{prefix}{dot}{part}.weight" for part in packed.get(leaf, [leaf])]

@@ -59,6 +59,8 @@ class SglangConfig:
         if self.dtype not in _DTYPE_BYTES:
             raise ValueError(f"dtype is one of {', '.join(_DTYPE_BYTES)}, not {self.dtype!r}")
         if self.lora_rank is not None:
+            # SGLang 0.5.17 gives an adapter a new id at each load, and frozen requests keep theirs: none of its
+            # calls replaces the adapter that they go on with.
             raise ValueError("lora_rank is None: adapters are served by vLLM only")
         if self.progress_tokens < 1:
             raise ValueError(f"progress_tokens is {self.progress_tokens}, not positive")
