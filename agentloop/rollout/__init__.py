@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentloop.rollout.budget import LimitReached
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, SingleTurn, ToolLoop, load_loop
 from agentloop.rollout.rewards import RewardFunction, exact_match, load_reward, score
@@ -22,6 +23,7 @@ from agentloop.rollout.worker import Worker
 __all__ = [
     "TURNS_FOLDER",
     "AgentLoop",
+    "LimitReached",
     "LoopContext",
     "ResumableLoop",
     "RewardFunction",
