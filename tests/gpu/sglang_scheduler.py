@@ -127,8 +127,8 @@ async def check_update(
     counts = site.pause(is_cache_cleared=is_cleared)
     paused_ms = (time.perf_counter() - before) * 1e3
     await asyncio.sleep(0.5)
-    again = site.pause(is_cache_cleared=is_cleared)
-    site.expect(f"{kind}: a paused scheduler samples nothing", len(counts.num_output_ids), counts == again)
+    later = site.pause(is_cache_cleared=is_cleared)
+    site.expect(f"{kind}: a paused scheduler samples nothing", len(counts.num_output_ids), counts == later)
     began = time.perf_counter()
     reports = [codec.decode(answer, CommitReport) for answer in site.call("weights_commit", number)]
     commit_ms = (time.perf_counter() - began) * 1e3
@@ -143,19 +143,18 @@ async def check_update(
     site.expect(f"{kind}: parameters compared", reports[0].num_verified, reports[0].num_verified > 0)
     complete = sum(len(output) == options.tokens for output in outputs)
     site.expect(f"{kind}: complete outputs", complete, complete == len(prompts))
-    num_equal = num_mixed = 0
-    for n, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        old = counts.num_output_ids.get(f"{kind}-{n:03d}", options.tokens)
-        num_mixed += 0 < old < options.tokens
-        rest = (
-            await site.generate(f"{kind}-again-{n:03d}", prompt + output[:old], options.tokens - old, "new")
-            if (old < options.tokens)
-            else ()
-        )
-        num_equal += output[old:] == rest
+    olds = [counts.num_output_ids.get(f"{kind}-{n:03d}", options.tokens) for n in range(len(prompts))]
+    num_mixed = sum(0 < old < options.tokens for old in olds)
     site.expect(f"{kind}: requests with both versions", num_mixed, num_mixed > 0)
     if is_cleared:
-        site.expect(f"{kind}: go on exactly as the new weights say", num_equal, num_equal == len(prompts))
+        again = [
+            site.generate(f"again-{n:03d}", prompts[n] + outputs[n][:old], options.tokens - old, "new")
+            for n, old in enumerate(olds)
+            if old < options.tokens
+        ]
+        rests = [output[old:] for output, old in zip(outputs, olds, strict=True) if old < options.tokens]
+        num_equal = sum(one == other for one, other in zip(await asyncio.gather(*again), rests, strict=True))
+        site.expect(f"{kind}: go on exactly as the new weights say", num_equal, num_equal == len(rests))
 
 
 async def check_ends(site: Site, prompts: list[tuple[int, ...]], num_tokens: int) -> None:
