@@ -90,6 +90,8 @@ class EngineConfig(_EngineModel):
             raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
         if self.kind != "sglang" and self.attention_backend:
             raise ValueError("attention_backend is SGLang's")
+        if self.kind == "sglang" and self.device == "cuda" and self.dtype == "float32":
+            raise ValueError("dtype on cuda: SGLang's kernels take bfloat16 or float16, no float32")
         if self.kind == "sglang" and self.lora_rank is not None:
             raise ValueError("lora_rank: adapters are served by vLLM only")
         if self.kind == "sglang" and (self.data_parallel_size > 1 or self.expert_parallel):

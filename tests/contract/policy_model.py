@@ -19,6 +19,7 @@ from agentloop.types import BoolArray, Constraint, FloatArray
 from agentloop_servers.engines.common import structural_tag
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
+BFLOAT16_ROUNDING = 2.0**-8  # whose stream of residuals is rounded too
 CPU_ROUNDING = 2.0**-24  # unit roundoff of float32
 NUM_SHARDS = int(os.environ.get("CONTRACT_TENSOR_PARALLEL", "1"))
 GPU_ROUNDING = 2.0**-10
@@ -46,9 +47,11 @@ def logits_of(folder: str, token_ids: Sequence[int]) -> FloatArray:
     return logits
 
 
-def logit_error(folder: str) -> float:
+def logit_error(folder: str, dtype: str = "float32") -> float:
     """Two rounded products a layer, in series: errors of random sign add up as the root of their number."""
     rounding = GPU_ROUNDING if torch.cuda.is_available() else CPU_ROUNDING
+    if dtype == "bfloat16":
+        rounding = BFLOAT16_ROUNDING
     return rounding * math.sqrt(2 * _model(folder).config.num_hidden_layers)
 
 

@@ -1,6 +1,7 @@
 """The real SGLang engine's case with the shipped policy: on the GPU if there is one, else on CPU.
 
-float32, because the suite compares greedy tokens across prefill and decode.
+float32 where it can be, as the suite compares greedy tokens across prefill and decode. On CUDA, SGLang's kernels
+take no float32, and bfloat16 may differ in ties.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
 from tests.contract.cases import EngineCase
 from tests.contract.policy_model import NUM_SHARDS, POLICY, allowed_by, logit_error, logits_of, write_poisoned
 
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 _TEMPORARY: list[Path] = []
 
 
@@ -26,7 +28,7 @@ def sglang_config(**changed: object) -> SglangConfig:
     fields: dict[str, object] = {
         "model": str(POLICY / "v0"),
         "initial_version": 0,
-        "dtype": "float32",
+        "dtype": DTYPE,
         "max_model_len": 1024,
         "max_num_seqs": 64,
         "block_size": 16,
@@ -56,7 +58,7 @@ async def start_sglang_case() -> EngineCase:
         text_of=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=False),
         stop_id=tokenizer.token_to_id("<|im_end|>"),
         logits_of=logits_of,
-        logit_error=logit_error(str(POLICY / "v0")),
+        logit_error=logit_error(str(POLICY / "v0"), DTYPE),
         allowed_by=allowed_by,
     )
 

@@ -188,7 +188,7 @@ async def run(arguments: argparse.Namespace) -> Site:
         model=str(POLICY / "v0"),
         initial_version=0,
         device=arguments.device,
-        dtype="float32",
+        dtype="float32" if arguments.device == "cpu" else "bfloat16",
         max_model_len=1024,
         max_num_seqs=64,
         kv_cache_memory_bytes=128 * 2**20,

@@ -58,6 +58,8 @@ class SglangConfig:
             raise ValueError("memory cannot be given back on CPU")
         if self.dtype not in _DTYPE_BYTES:
             raise ValueError(f"dtype is one of {', '.join(_DTYPE_BYTES)}, not {self.dtype!r}")
+        if self.device == "cuda" and self.dtype == "float32":
+            raise ValueError("dtype is bfloat16 or float16 on cuda: SGLang's kernels take no float32")
         if self.lora_rank is not None:
             # SGLang 0.5.17 gives an adapter a new id at each load, and frozen requests keep theirs: none of its
             # calls replaces the adapter that they go on with.

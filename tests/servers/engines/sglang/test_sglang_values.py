@@ -219,6 +219,7 @@ def test_the_arguments(tmp_path: Path) -> None:
         {"device": "tpu"},
         {"device": "cpu", "can_sleep": True},
         {"dtype": "int8"},
+        {"dtype": "float32"},
         {"progress_tokens": 0},
         {"lora_rank": 8},
     ],
