@@ -128,7 +128,7 @@ def test_values_that_are_no_numbers_are_found_in_any_tensor(
     }
     save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     read_through(inspect_checkpoint(str(tmp_path)))
-    tensors[name].view(-1)[-1] = bad
+    tensors[name].view(-1)[-1] = float("nan") if dtype is torch.float8_e4m3fn else bad  # it has no infinities
     save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointUnreadable, match=f"{name} has values that are not finite numbers"):
         read_through(inspect_checkpoint(str(tmp_path)))

@@ -79,7 +79,7 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_no_number_is_found_in_every_float_type(dtype, bad):
     values = torch.randn(5, 7)
-    values[4, 2] = bad  # a type without infinities makes NaN of one
+    values[4, 2] = float("nan") if dtype is torch.float8_e4m3fn else bad  # it has no infinities
     tensors = {"good": torch.randn(5, 7).to(dtype), "bad": values.to(dtype), "other": torch.ones(3).to(dtype)}
     assert first_not_finite(tensors) == "bad"
     del tensors["bad"]
