@@ -266,7 +266,7 @@ class ReplicaStatus:
     error: str | None = None  # why it is quarantined
     is_paused: bool = False  # by its last report, as the following
     asleep: tuple[MemoryTag, ...] = ()
-    kv_predicted_tokens: int = 0  # that those with leases will need at the worst moment to come
+    kv_predicted_tokens: int = 0  # that those with leases hold, and will grow by in their next turns
     kv_limit_tokens: int = 0  # up to which trajectories begin
     kv_hit_rate: float | None = None  # of the context of turns that returned: the share found cached, lately
     kv_agreement: float | None = None  # between the cached tokens that were predicted and reported; 1: the same

@@ -1,26 +1,33 @@
 """Admission: how much of a replica's KV may be spoken for, and who waits for room.
 
-A trajectory may begin on a replica if the forecast's peak, with it, is at most `rho` of the capacity. More of them
-make a decode step cheaper for each, as its fixed part is shared: a turn of n sampled tokens pays n alpha / B of it
-in a batch of B. Too many push out each other's KV, and turns that return compute their contexts again. If what is
-lost by that grows with the p-th power of the number of trajectories, the sum of both is least where
+A trajectory may begin on a replica if the forecast (`kv_forecast.py`), with it, is at most `rho` of the capacity.
+More of them make a decode step cheaper for each, as its fixed part is shared: a turn of n sampled tokens pays
+n alpha / B of it in a batch of B. Too many push out each other's KV, and turns that return compute their contexts
+again. If what is lost by that grows with the p-th power of the number of trajectories, the sum of both is least
+where
 
     seconds lost to contexts computed again = seconds of fixed parts / p
 
 so `rho` is moved until it is so, with p about 3: it grows slowly while less is lost and work waits, shrinks while
 more is, and is cut by a quarter when more is lost than all fixed parts together (thrashing).
 
-Who comes back from a long tool, and finds no room, waits first in line for the replica where its KV was: on that
-replica nothing begins before it, and it goes elsewhere as soon as there is room. An empty replica takes anybody, so
-the wait of the first in line ends when the trajectories that run there have ended or gone to long tools.
+Who comes back from a long tool, and finds no room, waits for the replica where its KV was, and goes elsewhere as
+soon as there is room. Others may pass it, who fit where it does not: those with the most to come are tried first,
+as they end last. Once `MAX_PASSED` others took places on a replica before the one that has waited longest for it,
+the line is closed: that replica is kept for it. An empty replica takes anybody, so the wait of the first in line
+ends at the latest when that many others, and the trajectories that ran before, have ended or gone to long tools.
 
 Ownership: the Balancer alone, one for the fleet. Invariants: least <= rho <= most; who waits is in one line.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+MAX_PASSED = 32  # places on a replica that others may take before who waited longest for it
+_NUM_NEXT = 4  # of a line that are tried when there may be room
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +46,35 @@ class AdmissionConfig:
     window_turns: int = 48  # returning turns, over the fleet, before it moves; at least two of each trajectory
 
 
+@dataclass(slots=True)
+class _ReplicaLine:
+    """Those that wait for one replica."""
+
+    members: OrderedDict[str, float] = field(default_factory=OrderedDict)  # by arrival: the tokens to come of each
+    num_passed: int = 0  # places that others took since the first of them became the first
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.members))
+
+    @property
+    def is_closed(self) -> bool:
+        """True if nobody passes the first any more."""
+        return self.num_passed >= MAX_PASSED
+
+
 class Admission:
     """The share of KV that may be spoken for, and the lines of those that wait to go on."""
 
     def __init__(self, config: AdmissionConfig | None = None) -> None:
         self._config = config or AdmissionConfig()
         self.rho = self._config.initial
-        self.num_cuts = 0
         self._num_turns = 0
         self._turns_each = 2
         self._lost_s = 0.0
         self._fixed_s = 0.0
         self._is_waited_for = False
-        self._lines: dict[str, OrderedDict[str, None]] = {}  # replica -> holders that wait for it, in order
+        self._lines: dict[str, _ReplicaLine] = {}  # by replica
         self._line_of: dict[str, str] = {}  # holder -> replica, those that have waited longest first
         self._freed: set[str] = set()  # replicas with news since `next_up`
 
@@ -77,7 +100,6 @@ class Admission:
         self._turns_each = 4 if lost > config.much_lost else 2
         if lost > config.thrashing:
             self.rho *= 1 - config.cut
-            self.num_cuts += 1
         elif lost > config.much_lost:
             self.rho *= 1 - config.shrinkage
         elif lost < config.little_lost and self._is_waited_for:
@@ -93,16 +115,27 @@ class Admission:
         return len(self._line_of)
 
     def is_free(self, replica_id: str, holder_id: str = "") -> bool:
-        """Tell if nobody waits for a replica before this holder; one that waits nowhere comes after all."""
+        """Tell if a holder may go on, or one without a name begin, on a replica before those that wait for it."""
         line = self._lines.get(replica_id)
-        return line is None or next(iter(line)) == holder_id
+        return line is None or not line.is_closed or line.first == holder_id
 
-    def wait(self, holder_id: str, replica_id: str) -> None:
-        """Put a holder in a replica's line, if it is in none."""
+    def is_next(self, holder_id: str) -> bool:
+        """Tell if a replica is kept for a holder that has waited long enough."""
+        line = self._lines.get(self._line_of.get(holder_id, ""))
+        return line is not None and line.is_closed and line.first == holder_id
+
+    def placed(self, replica_id: str) -> None:
+        """Note that somebody begins or goes on, who passes whoever waits for that replica."""
+        line = self._lines.get(replica_id)
+        if line is not None:
+            line.num_passed += 1
+
+    def wait(self, holder_id: str, replica_id: str, left_tokens: float) -> None:
+        """Put a holder that will grow by so much more in a replica's line, if it is in none."""
         self.refused()
         if holder_id not in self._line_of:
             self._line_of[holder_id] = replica_id
-            self._lines.setdefault(replica_id, OrderedDict())[holder_id] = None
+            self._lines.setdefault(replica_id, _ReplicaLine()).members[holder_id] = left_tokens
 
     def freed(self, replica_id: str) -> None:
         """Note that less of a replica's KV may be spoken for."""
@@ -111,13 +144,22 @@ class Admission:
     def next_up(self) -> tuple[str, ...]:
         """Return the holders that may find room now, by what was freed since this was asked before.
 
-        Of each replica it is the first in its line, and where none waits the one that has waited longest anywhere.
+        Of each replica it is the first in a closed line, else those with the most tokens to come; where none waits
+        it is the one that has waited longest anywhere.
         """
         freed, self._freed = self._freed, set()
         if not self._line_of:
             return ()
-        lines = [self._lines.get(replica_id, self._line_of) for replica_id in freed]
-        return tuple({next(iter(line)) for line in lines})
+        found: dict[str, None] = {}
+        for replica_id in freed:
+            line = self._lines.get(replica_id)
+            if line is None:
+                found[next(iter(self._line_of))] = None
+            elif line.is_closed:
+                found[line.first] = None
+            else:
+                found.update(dict.fromkeys(heapq.nlargest(_NUM_NEXT, line.members, line.members.__getitem__)))
+        return tuple(found)
 
     def leave(self, holder_id: str) -> None:
         """Take a holder out of its line. No-op if it is in none."""
@@ -125,11 +167,14 @@ class Admission:
         if replica_id is not None:
             self._freed.add(replica_id)
             line = self._lines[replica_id]
-            del line[holder_id]
-            if not line:
+            if line.first == holder_id:
+                line.num_passed = 0
+            del line.members[holder_id]
+            if not line.members:
                 del self._lines[replica_id]
 
     def dissolve(self, replica_id: str) -> None:
         """Drop the line of a replica that is lost: its holders wait for another one when they ask again."""
-        for holder_id in self._lines.pop(replica_id, ()):
+        line = self._lines.pop(replica_id, None)
+        for holder_id in () if line is None else line.members:
             del self._line_of[holder_id]

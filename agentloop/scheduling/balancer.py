@@ -55,6 +55,7 @@ class BalancerConfig:
     group_slack_trajectories: float = 8.0  # extra load, in fresh trajectories, that shared prompt KV is worth
     min_stagger_s: float = 0.5  # siblings wait for the leader's prefill if that saves at least so much
     retention_factor: float = 3.0  # of the break-even, that KV is kept for while a tool runs
+    growth_turns: float = 4.0  # that each trajectory is given room to grow by
     step_times: StepTimes = field(default_factory=StepTimes)
     slowness: Mapping[str, float] = field(default_factory=dict)  # of kinds of replicas whose own times are known
     priors: WorkPriors = field(default_factory=WorkPriors)
@@ -64,7 +65,7 @@ class BalancerConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVUse:
-    """A replica's KV: what is predicted to be needed at the worst moment to come, what may be, and its hits."""
+    """A replica's KV: what is predicted to be held soon, what may be, and its hits."""
 
     predicted_tokens: int
     limit_tokens: int
@@ -103,16 +104,12 @@ class Balancer:
         """Return how many leases count on a replica."""
         return self._placement.book(replica_id).num_leases
 
-    def work_s(self, replica_id: str) -> float:
-        """Return the seconds of work expected of the trajectories leased to a replica."""
-        return self._placement.book(replica_id).work_s
-
     def kv_use(self, replica_id: str) -> KVUse:
         """Return how much of a replica's KV is spoken for, and how its turns find theirs."""
         replica, hits = self._fleet.get(replica_id), self._hits
         limit_tokens = 0.0 if replica is None else self.admission.rho * replica.capacity_tokens
         return KVUse(
-            predicted_tokens=round(self._placement.book(replica_id).forecast.peak()),
+            predicted_tokens=round(self._placement.book(replica_id).forecast.soon_tokens),
             limit_tokens=round(limit_tokens),
             hit_rate=hits.hit_rate(replica_id),
             agreement=hits.agreement(replica_id),
@@ -124,28 +121,30 @@ class Balancer:
         holding = self._table.of_holder(holder_id)
         return None if holding is None else holding.lease
 
-    def expected_tokens(self, group_id: str, num_prompt_tokens: int) -> float:
-        """Return the context tokens that a fresh sample of a group is expected to end with."""
-        return num_prompt_tokens + self._remaining(group_id, 0.0, num_prompt_tokens).growth_tokens
+    def hoped_tokens(self, group_id: str) -> float:
+        """Return the growth that a group's next sample may well have: who may have most begins first."""
+        return self._work.hoped(group_id)
+
+    def tokens_left(self, holder_id: str) -> float:
+        """Return the tokens that a trajectory was expected to grow by at its last turn; 0: it has no lease."""
+        holding = self._table.of_holder(holder_id)
+        return 0.0 if holding is None else holding.charge.left_tokens
 
     # --- leases ---
 
     def has_room(
         self,
-        now: float,
         group_id: str = "",
         num_prompt_tokens: int | None = None,
         over: float = 0.0,
         needs: Needs = NO_NEEDS,
     ) -> bool:
-        """Tell if one more trajectory may begin: of this group, whose leader's prefill siblings wait for.
+        """Tell if one more trajectory, of this group, may begin.
 
         It may take the share `over` of the room beyond it. Who comes back from a long tool goes first: nothing
         begins on a replica that one of those waits for. Raises UnsupportedParameter as `acquire`.
         """
         if self._placement.num_placeable == 0:
-            return False
-        if group_id and self._waits_for_leader(group_id, now):
             return False
         prompt_tokens = self._mean_prompt_tokens if num_prompt_tokens is None else float(num_prompt_tokens)
         charge = self._fresh_charge(group_id, prompt_tokens, 2)
@@ -176,6 +175,7 @@ class Balancer:
         else:
             charge = self._fresh_charge(demand.group_id, prompt_tokens, demand.group_size)
         chosen = self._choose_fresh(demand, charge)
+        self.admission.placed(chosen)
         lease = self._grant(chosen)
         self._begin(Holding(demand, lease, charge, now, prompt_tokens=prompt_tokens), now)
         self._lead(demand, chosen, now)
@@ -210,6 +210,7 @@ class Balancer:
             return holding.lease
         chosen = self._choose_again(holding, is_failed)
         self.admission.leave(holding.demand.holder_id)
+        self.admission.placed(chosen)
         is_elsewhere = chosen != holding.lease.replica_id or not holding.is_counted
         self._uncount(holding)
         self._table.change(holding, self._grant(chosen), now, is_told=True)
@@ -347,7 +348,7 @@ class Balancer:
             holding.hashes.extend(block_hashes)
         self._set_at_tool(holding, is_at_tool=True)
         holding.tool, holding.ended_at = tool, now
-        self.prefilled(demand.group_id)
+        self._leaders.pop(demand.group_id, None)  # its prompt is there
         if not is_here or demand.is_session or not holding.is_counted:
             return
         if num_cached_tokens is not None:
@@ -426,7 +427,7 @@ class Balancer:
         for name in (*candidates, placement.least(needs=needs), placement.roomiest(needs)):
             if self._fits(name, group_id, charge, holder_id):
                 return name
-        self.admission.wait(holder_id, here if is_here else placement.roomiest(needs))
+        self.admission.wait(holder_id, here if is_here else placement.roomiest(needs), charge.left_tokens)
         raise NoHealthyReplica("no replica has room for a trajectory that returns from its tools")
 
     def _fits(self, replica_id: str, group_id: str, charge: Charge, holder_id: str = "", over: float = 0.0) -> bool:
@@ -440,16 +441,13 @@ class Balancer:
         """Note when the prompt of a group's first sample will be there, if siblings shall wait for it."""
         book = self._placement.book(replica_id)
         prefill_s = self._times.prefill(demand.num_prompt_tokens)
-        is_first = len(self._placement.homes(demand.group_id)) == 1 and book.num_leases >= 1
+        is_first = self._placement.num_siblings(demand.group_id) == 1
         if is_first and (demand.group_size - 1) * prefill_s >= self._config.min_stagger_s:
             book.prefilled_at = max(book.prefilled_at, now) + prefill_s
-            self._leaders.setdefault(demand.group_id, book.prefilled_at)
+            self._leaders[demand.group_id] = book.prefilled_at
 
-    def prefilled(self, group_id: str) -> None:
-        """Note that a group's prompt is there: its siblings need not wait."""
-        self._leaders.pop(group_id, None)
-
-    def _waits_for_leader(self, group_id: str, now: float) -> bool:
+    def waits_for_leader(self, group_id: str, now: float) -> bool:
+        """Tell if a group's samples shall wait until the prompt of the first one is there, by our count."""
         ready_at = self._leaders.get(group_id)
         if ready_at is None or now >= ready_at:
             self._leaders.pop(group_id, None)
@@ -461,9 +459,9 @@ class Balancer:
     def _fresh_charge(self, group_id: str, prompt_tokens: float, group_size: int) -> Charge:
         remaining = self._remaining(group_id, 0.0, prompt_tokens)
         work_s = self._times.turn_share(prompt_tokens, remaining.sampled_tokens, remaining.observed_tokens)
-        if group_size > 1:
-            return Charge(work_s, KVNeed(0.0, remaining.growth_tokens), prompt_tokens)
-        return Charge(work_s, KVNeed(prompt_tokens, remaining.growth_tokens))
+        shared = prompt_tokens if group_size > 1 else 0.0
+        need = KVNeed(prompt_tokens - shared, self._soon(remaining))
+        return Charge(work_s, need, shared, self._work.hoped(group_id))
 
     def _charge_of(self, holding: Holding, *, is_kept: bool) -> Charge:
         """Return what a trajectory is charged with from here on."""
@@ -479,7 +477,13 @@ class Balancer:
         if not holding.is_warm:
             work_s += self._times.prefill(holding.context_tokens)
         shared = holding.prompt_tokens if demand.group_size > 1 else 0.0
-        return Charge(work_s, KVNeed(holding.context_tokens - shared, left.growth_tokens), shared, is_kept)
+        return Charge(
+            work_s, KVNeed(holding.context_tokens - shared, self._soon(left)), shared, left.growth_tokens, is_kept
+        )
+
+    def _soon(self, remaining: Remaining) -> float:
+        """Return the tokens that a trajectory is given room to grow by."""
+        return remaining.growth_tokens * min(1.0, self._config.growth_turns / max(remaining.num_turns, 1e-9))
 
     def _remaining(self, group_id: str, grown: float, context_tokens: float) -> Remaining:
         """Return what is still expected of a trajectory: no context grows beyond the longest that is served."""

@@ -7,10 +7,12 @@ Proportional-Share Resource Management", MIT/LCS/TM-528, 1995): each sample move
 and the least pass is next. A flow that had nothing to give joins at the pass of the last one served: it can neither
 save up nor fall behind.
 
-In a flow, what a worker had before goes first, then groups of which a sample has begun, the fewest left first: a
-trainer can use a group only when it is whole. Then whole groups, by age or by the longest expected work. In the
-latter case each `OLDEST_EVERY`-th place goes to the oldest group, so a sample with n others in its flow that came
-before it waits for at most `OLDEST_EVERY` * (n + 1) places of the flow, whatever comes after it.
+In a flow, what a worker had before goes first. By age, groups of which a sample has begun follow, the fewest left
+first: a trainer can use a group only when it is whole; then whole groups as they came. By the longest work, the
+next sample is that of the group whose samples may become longest, begun or not: what samples that run have told of
+their groups moves them, and a few groups are scored anew each time. In that case each `OLDEST_EVERY`-th place goes
+to the oldest group, so a sample with n others in its flow that came before it waits for at most `OLDEST_EVERY` *
+(n + 1) places of the flow, whatever comes after it.
 
 A sample is the unit: siblings may run in different workers, so no group waits for a worker that has room for all of
 it. Where replicas have no room (`BeginOutcome.FULL`) nothing is passed by; a group that waits for its own sake
@@ -23,7 +25,7 @@ queued. Each step costs O(log flows + log groups), and what is passed by.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,6 +39,7 @@ from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
 OLDEST_EVERY = 4  # places of a flow, of which one goes to its oldest group
 _MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
 _NEWEST_SHARE = 0.25  # of a task's mean: policies change, and the length of their answers with them
+_NUM_SCORED = 4  # groups of a flow, each time that its next sample is asked for
 _MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew
 
 FlowKey: TypeAlias = tuple[RolloutTerms, str, bool]
@@ -45,14 +48,14 @@ Begin: TypeAlias = Callable[[Sample], BeginOutcome]
 """Give a sample its place, or say why it has none."""
 
 ExpectedWork: TypeAlias = Callable[[Sample], float]
-"""Predict the tokens of a sample of whose group none has begun."""
+"""Predict the tokens of a sample that was not begun; asked anew, as its siblings tell."""
 
 
 class GroupOrder(StrEnum):
     """The order of groups within a flow, once those that have begun are out."""
 
     AGE = "age"  # as they came
-    LONGEST = "longest"  # by expected work: what ends last begins first
+    LONGEST = "longest"  # by expected work: what may end last begins first
 
 
 class TaskHistory:
@@ -84,7 +87,7 @@ class _WaitingGroup:
 
     number: int  # of its arrival
     size: int  # samples, wherever they are
-    expected_tokens: float
+    expected_tokens: float  # when it was scored last
     samples: OrderedDict[str, Sample]
 
     @property
@@ -98,12 +101,14 @@ class _FlowLine:
     Heaps hold an entry for each change; an entry that is not the group's present one is thrown away at the top.
     """
 
-    def __init__(self, order: GroupOrder) -> None:
+    def __init__(self, order: GroupOrder, score: ExpectedWork) -> None:
         self._order = order
+        self._score = score
+        self._to_score: deque[_WaitingGroup] = deque()  # by the longest work: all groups, in turn
         self._again: OrderedDict[str, Sample] = OrderedDict()
         self._groups: OrderedDict[str, _WaitingGroup] = OrderedDict()  # the oldest first; none without samples
         self._begun: list[tuple[int, int, _WaitingGroup]] = []  # samples left, number
-        self._whole: list[tuple[float, int, _WaitingGroup]] = []  # minus the expected tokens, number
+        self._longest: list[tuple[float, int, _WaitingGroup]] = []  # minus the expected tokens, number
         self._num_groups = 0
         self._num_popped = 0  # of those that were never begun
 
@@ -115,16 +120,17 @@ class _FlowLine:
         for group in self._groups.values():
             yield from group.samples.values()
 
-    def add_group(self, samples: Sequence[Sample], expected_tokens: float) -> None:
+    def add_group(self, samples: Sequence[Sample]) -> None:
         """Queue samples of one group, none of which waits here."""
         self._num_groups += 1
         first, by_name = samples[0], OrderedDict((sample.assignment_id, sample) for sample in samples)
-        group = _WaitingGroup(self._num_groups, first.group.num_samples, expected_tokens, by_name)
+        group = _WaitingGroup(self._num_groups, first.group.num_samples, self._score(first), by_name)
         self._groups[group_key(first.assignment_id)] = group
-        if group.is_begun:
+        if self._order is GroupOrder.LONGEST:
+            self._to_score.append(group)
+            heapq.heappush(self._longest, (-group.expected_tokens, group.number, group))
+        elif group.is_begun:
             heapq.heappush(self._begun, (len(by_name), group.number, group))
-        elif self._order is GroupOrder.LONGEST:
-            heapq.heappush(self._whole, (-expected_tokens, group.number, group))
 
     def add_again(self, sample: Sample) -> None:
         """Queue a sample that a worker had before."""
@@ -139,15 +145,17 @@ class _FlowLine:
         if group is None or group.samples.pop(sample.assignment_id, None) is None:
             return
         self._num_popped += is_turn
-        if group.samples:
-            heapq.heappush(self._begun, (len(group.samples), group.number, group))
-        else:
+        if not group.samples:
             del self._groups[key]
-        if len(self._begun) + len(self._whole) > 4 * len(self._groups) + _MAX_OLD_ENTRIES:
+        elif self._order is GroupOrder.LONGEST:
+            self._score_anew(group)
+        else:
+            heapq.heappush(self._begun, (len(group.samples), group.number, group))
+        if len(self._begun) + len(self._longest) > 4 * len(self._groups) + _MAX_OLD_ENTRIES:
             self._begun = [entry for entry in self._begun if entry[0] == len(entry[2].samples)]
-            self._whole = [entry for entry in self._whole if not entry[2].is_begun]
+            self._longest = [entry for entry in self._longest if _is_present(entry)]
             heapq.heapify(self._begun)
-            heapq.heapify(self._whole)
+            heapq.heapify(self._longest)
 
     def heads(self, num: int) -> list[Sample]:
         """Return the next sample, and with `num` above 1 those of the groups after it; one a group."""
@@ -157,9 +165,13 @@ class _FlowLine:
         if is_oldest_turn and self._order is GroupOrder.LONGEST and self._groups:
             oldest = next(iter(self._groups.values()))
             groups[oldest.number] = oldest
-        for group in (*self._top_begun(num), *self._top_whole(num)):
+        tops = self._top_longest(num) if self._order is GroupOrder.LONGEST else self._oldest(num)
+        for group in tops:
             groups[group.number] = group
         return (found + [next(iter(group.samples.values())) for group in groups.values()])[:num]
+
+    def _oldest(self, num: int) -> list[_WaitingGroup]:
+        return [*self._top_begun(num), *islice(self._groups.values(), num)]
 
     def _top_begun(self, num: int) -> list[_WaitingGroup]:
         entries: list[tuple[int, int, _WaitingGroup]] = []
@@ -171,17 +183,30 @@ class _FlowLine:
             heapq.heappush(self._begun, entry)
         return [group for _, _, group in entries]
 
-    def _top_whole(self, num: int) -> list[_WaitingGroup]:
-        if self._order is GroupOrder.AGE:
-            return list(islice(self._groups.values(), num))
+    def _top_longest(self, num: int) -> list[_WaitingGroup]:
+        for _ in range(min(_NUM_SCORED, len(self._to_score))):
+            group = self._to_score.popleft()
+            if group.samples:
+                self._to_score.append(group)
+                self._score_anew(group)
         entries: list[tuple[float, int, _WaitingGroup]] = []
-        while self._whole and len(entries) < num:
-            entry = heapq.heappop(self._whole)
-            if not entry[2].is_begun:
+        while self._longest and len(entries) < num:
+            entry = heapq.heappop(self._longest)
+            if _is_present(entry) and entry not in entries[-1:]:
                 entries.append(entry)
         for entry in entries:
-            heapq.heappush(self._whole, entry)
+            heapq.heappush(self._longest, entry)
         return [group for _, _, group in entries]
+
+    def _score_anew(self, group: _WaitingGroup) -> None:
+        score = self._score(next(iter(group.samples.values())))
+        if score != group.expected_tokens:
+            group.expected_tokens = score
+            heapq.heappush(self._longest, (-score, group.number, group))
+
+
+def _is_present(entry: tuple[float, int, _WaitingGroup]) -> bool:
+    return -entry[0] == entry[2].expected_tokens and bool(entry[2].samples)
 
 
 @dataclass(slots=True, eq=False)
@@ -219,7 +244,9 @@ class DispatchOrder:
         flow = self._flows.get(key)
         if flow is None:
             self._num_flows += 1
-            self._flows[key] = flow = _Flow(rollout.terms, rollout.budget, self._num_flows, _FlowLine(self._order))
+            self._flows[key] = flow = _Flow(
+                rollout.terms, rollout.budget, self._num_flows, _FlowLine(self._order, self._expected_work)
+            )
         flow.num_rollouts += 1
 
     def leave(self, rollout: LiveRollout) -> None:
@@ -235,7 +262,7 @@ class DispatchOrder:
         """Queue the samples of a group that was accepted, or what is left of it after a restart."""
         first = samples[0]
         flow = self._flows[_key(first.rollout)]
-        flow.line.add_group(samples, self._expected_work(first))
+        flow.line.add_group(samples)
         self._offer(flow)
 
     def add_again(self, sample: Sample) -> None:

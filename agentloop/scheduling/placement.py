@@ -106,6 +106,7 @@ class Charge:
     work_s: float
     kv: KVNeed
     shared_tokens: float = 0.0  # of its group's prompt
+    left_tokens: float = 0.0  # that it will still grow by: who has most goes first
     is_kept: bool = True  # its KV is spoken for: not so while a long tool runs
 
 
@@ -261,16 +262,20 @@ class Placement:
         found = [name for name in self._homes.get(group_id, ()) if self._suits(name, needs)]
         return sorted(found, key=self.work)
 
+    def num_siblings(self, group_id: str) -> int:
+        """Return how many samples of a group are counted."""
+        return sum(self._homes[group_id].values()) if group_id in self._homes else 0
+
     def fits(self, replica_id: str, group_id: str, charge: Charge, rho: float) -> bool:
-        """Tell if the share `rho` of a replica's KV holds one more trajectory to its end.
+        """Tell if the share `rho` of a replica's KV has room for one more trajectory.
 
         An empty one holds any, and one that does not say how much KV it has holds all.
         """
         forecast = self.book(replica_id).forecast
         if forecast.num_trajectories == 0 or self._placeable[replica_id].registration.info.kv_capacity_tokens <= 0:
             return True
-        shared = 0.0 if forecast.shares(group_id) else charge.shared_tokens
-        return forecast.peak(charge.kv, shared) <= rho * self._placeable[replica_id].capacity_tokens
+        num_tokens = forecast.with_one(charge.kv, group_id, charge.shared_tokens)
+        return num_tokens <= rho * self._placeable[replica_id].capacity_tokens
 
     def check(self, counted: Counter[str], homes: Counter[tuple[str, str]]) -> None:
         """Raise InvariantBroken unless the books have these leases, by replica, and by group and replica."""
@@ -333,7 +338,7 @@ class Placement:
         book = self.book(replica_id)
         slowness = self._slowness.get(replica.registration.entry)
         work_s = book.work_s * (self._largest_tokens / replica.capacity_tokens if slowness is None else slowness)
-        spoken_for = book.forecast.outlook_tokens / replica.capacity_tokens
+        spoken_for = book.forecast.soon_tokens / replica.capacity_tokens
         of = self._class_of[replica_id]
         of.by_work.put(replica_id, (work_s, book.num_leases, book.placed_at))
         of.by_kv.put(replica_id, (spoken_for, book.num_leases, book.placed_at))

@@ -32,10 +32,6 @@ class StepTimes:
             return 0.0
         return self.prefill_s + num_new * (self.prefill_token_s + self.prefill_pair_s * (num_tokens + num_cached))
 
-    def step(self, num_sequences: float, num_context_tokens: float) -> float:
-        """Return the seconds of one decode step, in which each sequence gets a token."""
-        return self.step_s + self.step_sequence_s * num_sequences + self.step_token_s * num_context_tokens
-
     def turn_share(self, num_context_tokens: float, num_sampled: float, num_observed: float) -> float:
         """Return the seconds that tokens to come add to a full batch: what only they cost, not the step itself.
 

@@ -1,4 +1,4 @@
-"""Tool times: how long each tool takes to return, as quantiles by name, and what that says of one that runs.
+"""Tool times: how long each tool takes to return, by name, and what that says of one that runs.
 
 Ownership: the Balancer alone. Times are counted in buckets of a factor of two from 1/16 s on, with old counts
 halved now and then, so that a tool whose times change is learned anew. A tool that was never seen has the times of
@@ -41,16 +41,6 @@ class ToolTimes:
             if known[bucket] > _MAX_COUNT:
                 known[:] = [count / 2 for count in known]
         self._num_all = sum(self._all)
-
-    def quantile(self, tool: str, share: float) -> float:
-        """Return the seconds within which this share of a tool's calls return; 0 if nothing is known."""
-        counts = self._counts(tool)
-        left = share * sum(counts)
-        for bucket, count in enumerate(counts):
-            left -= count
-            if count and left <= 0:
-                return _MIDDLES_S[bucket]
-        return 0.0
 
     def expected_wait(self, tool: str, waited_s: float, horizon_s: float) -> float:
         """Return how much longer a call that has run for `waited_s` is expected to take, at most `horizon_s`.

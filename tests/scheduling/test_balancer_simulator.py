@@ -15,17 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentloop.clock import VirtualClock
+from agentloop.scheduling import StepTimes
 from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.simulation.policy import LatencyModel
 from agentloop.types import GenerateRequest, SamplingParams
 from tests.benchmarks.balancer.engine import INFINITY, Engine, Request
 from tests.benchmarks.balancer.kv import END, Path, PrefixCache, Removed, Stored
-from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, QuietPolicy, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, QuietPolicy, TurnAsk, TurnEnd, step_s
 from tests.benchmarks.balancer.simulate import Disturbance, Happening, Recording, run
 from tests.benchmarks.balancer.summary import recoveries, summarize
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, generate
 
-TIMES = StepTimes((0.004, 1e-5, 1e-9), (0.003, 1e-5, 3e-8))
+TIMES = StepTimes(0.004, 1e-5, 1e-9, 0.003, 1e-5, 3e-8)
 
 
 # --- the cache ---------------------------------------------------------------------------------------------
@@ -216,12 +217,12 @@ class StepByStep:
         num_decoding, num_context = len(decoding), sum(request.computed for request in decoding)
         chunks = [(request, num) for request, num in plan if request not in decoding]
         if chunks:
-            seconds = max(times.prefill[0], times.decode[0] if num_decoding else 0.0)
-            seconds += times.decode[1] * num_decoding + times.decode[2] * num_context
+            seconds = max(times.prefill_s, times.step_s if num_decoding else 0.0)
+            seconds += times.step_sequence_s * num_decoding + times.step_token_s * num_context
             for request, num in chunks:
-                seconds += times.prefill_s(num, request.computed) - times.prefill[0]
+                seconds += times.prefill(request.computed + num, request.computed) - times.prefill_s
         else:
-            seconds = times.step_s(num_decoding, num_context)
+            seconds = step_s(times, num_decoding, num_context)
         ended = []
         for request, num in plan:
             request.computed += num
@@ -296,7 +297,7 @@ def test_going_from_event_to_event_is_going_step_by_step(
 
 def test_decode_by_hand() -> None:
     """Two requests of 3 and 5 tokens: a step with both prompts, two with both, two with one."""
-    times = StepTimes((0.5, 0.01, 0.001), (0.1, 0.02, 0.001))
+    times = StepTimes(0.5, 0.01, 0.001, 0.1, 0.02, 0.001)
     shape = FleetShape(1, 100, 4, times)
     first, second = Request(1, ((1, 0, END),), 10, 3), Request(2, ((2, 0, END),), 20, 5)
     engine = Engine(0, shape)
@@ -343,7 +344,7 @@ def test_a_request_that_cannot_fit_is_refused() -> None:
 def test_it_times_and_caches_as_the_simulated_engine_does(seed: int, num_blocks: int) -> None:
     """Trajectories of some turns each, on both engines under one latency model, with and without eviction."""
     latency = LatencyModel(0.0, 1e-4, 0.003, 1e-4, 1e-6)
-    shape = FleetShape(1, num_blocks, 4, StepTimes((0.0, 1e-4, 0.0), (0.003, 1e-4, 1e-6)), 100_000)
+    shape = FleetShape(1, num_blocks, 4, StepTimes(0.0, 1e-4, 0.0, 0.003, 1e-4, 1e-6), 100_000)
     rng = random.Random(seed)
     scripts = [
         [(rng.uniform(0.02, 0.4), rng.randrange(3, 12), rng.randrange(2, 12)) for _ in range(rng.randrange(1, 6))]

@@ -61,6 +61,20 @@ def test_a_task_that_was_long_before_begins_first_in_its_owners_next_rollout():
     assert groups_of(take(queue, 3)) == ["short", "new", "long"]
 
 
+def test_samples_that_run_tell_how_long_the_rest_of_their_group_may_become():
+    hoped = {"a": 50.0, "b": 50.0, "c": 50.0, "d": 50.0}
+    queue = RolloutQueue(order=GroupOrder.LONGEST, expected_work=lambda one: hoped[one.group.group_id])
+    submit(queue, "r", ("a", 3), ("b", 3), ("c", 3), ("d", 3))
+
+    def begin(sample):
+        hoped[sample.group.group_id] -= 1.0  # one more of it runs, and will tell
+        return BeginOutcome.BEGUN
+
+    assert groups_of(take(queue, 4, begin)) == ["a", "b", "c", "a"]  # the fourth place is the oldest group's
+    hoped.update(b=10.0, c=90.0)
+    assert groups_of(take(queue, 3, begin)) == ["c", "c", "d"]
+
+
 def test_of_groups_that_have_begun_the_one_with_the_fewest_left_goes_first():
     queue = RolloutQueue()
     work = [(group("many", 4), (1, 2, 3)), (group("whole", 1), (0,)), (group("few", 4), (2,))]

@@ -104,7 +104,7 @@ class Rollouts:
             max_attempts=config.max_attempts,
             missing_after_s=config.worker_timeout_s,
             order=config.order,
-            expected_work=lambda sample: replicas.balancer.expected_tokens("", 0),
+            expected_work=lambda sample: replicas.balancer.hoped_tokens(group_key(sample.assignment_id)),
         )
         self._reports = ReportDesk(config.balancer.lease_ttl_s)
         self._polls: dict[str, _Poll] = {}

@@ -84,8 +84,14 @@ class Room:
         over = self._config.overcommit if self._is_samples_turn(now) else 0.0
         if not self._fleet.may_serve(demand.needs):  # its turn will be told so
             demand = replace(demand, needs=NO_NEEDS)
-        if not self._fits(demand, now, over):
-            is_full = not self._balancer.has_room(now, num_prompt_tokens=demand.num_prompt_tokens, over=over)
+        is_new = self._config.is_limited and self._balancer.lease_of(demand.holder_id) is None
+        if is_new and self._balancer.waits_for_leader(demand.group_id, now):
+            self._refused_at = now
+            return BeginOutcome.LATER
+        if not self._fits(demand, over):
+            is_full = demand.needs == NO_NEEDS or not self._balancer.has_room(
+                num_prompt_tokens=demand.num_prompt_tokens, over=over
+            )
             self._refused_at = now
             if is_full and self._refused_since is None:
                 self._refused_since = now
@@ -179,18 +185,18 @@ class Room:
 
     # --- inside ---
 
-    def _fits(self, demand: Demand, now: float, over: float) -> bool:
+    def _fits(self, demand: Demand, over: float) -> bool:
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
         if has_lease or not self._config.is_limited:
             return True
-        return self._balancer.has_room(now, demand.group_id, demand.num_prompt_tokens, over, demand.needs)
+        return self._balancer.has_room(demand.group_id, demand.num_prompt_tokens, over, demand.needs)
 
     def _grant(self, demand: Demand, line: list[_Ticket], ticket: _Ticket | None = None) -> Lease:
         """Raises NoHealthyReplica unless there is room, and nobody in its line comes before."""
         now = self._clock.now()
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
         is_turn = has_lease or (_first(line) is ticket and not self._is_samples_turn(now))
-        if not is_turn or not self._fits(demand, now, self._config.overcommit):
+        if not is_turn or not self._fits(demand, self._config.overcommit):
             raise NoHealthyReplica("no replica has room for another session now")
         return self._balancer.acquire(demand, now)
 

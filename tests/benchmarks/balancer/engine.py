@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tests.benchmarks.balancer.kv import Path, PrefixCache
-from tests.benchmarks.balancer.policy import EngineLoad, FleetShape
+from tests.benchmarks.balancer.policy import EngineLoad, FleetShape, step_s
 
 INFINITY = math.inf
 
@@ -206,27 +206,27 @@ class Engine:
                 self._until(self._began_at + self._run_s(steps), steps)
 
     def _run_s(self, num_steps: int) -> float:
-        step_s = self._times.step_s(self._num_decoding, self._num_context_tokens)
-        growth_s = self._times.decode[2] * self._num_decoding
-        return num_steps * step_s + growth_s * num_steps * (num_steps - 1) / 2
+        one_s = step_s(self._times, self._num_decoding, self._num_context_tokens)
+        growth_s = self._times.step_token_s * self._num_decoding
+        return num_steps * one_s + growth_s * num_steps * (num_steps - 1) / 2
 
     def _steps_within(self, seconds: float, *, is_started: bool) -> int:
         """Count the steps of the run that ended within `seconds`; `is_started`: the one under way too."""
-        step_s = self._times.step_s(self._num_decoding, self._num_context_tokens)
-        half = self._times.decode[2] * self._num_decoding / 2
+        one_s = step_s(self._times, self._num_decoding, self._num_context_tokens)
+        half = self._times.step_token_s * self._num_decoding / 2
         if half > 0:
-            linear = step_s - half
+            linear = one_s - half
             steps = (math.sqrt(linear * linear + 4 * half * seconds) - linear) / (2 * half)
         else:
-            steps = seconds / step_s
+            steps = seconds / one_s
         # A boundary that rounding moved past `seconds` has been reached.
         return math.ceil(steps - 1e-7) if is_started else math.floor(steps + 1e-7)
 
     def _mixed_step_s(self) -> float:
-        a, b, c = self._times.prefill
-        alpha, beta, gamma = self._times.decode
-        seconds = max(a, alpha if self._num_decoding else 0.0)
-        seconds += beta * self._num_decoding + gamma * self._num_context_tokens
+        times = self._times
+        b, c = times.prefill_token_s, times.prefill_pair_s
+        seconds = max(times.prefill_s, times.step_s if self._num_decoding else 0.0)
+        seconds += times.step_sequence_s * self._num_decoding + times.step_token_s * self._num_context_tokens
         for request, num_tokens in self._chunks:
             start = request.num_computed
             end = start + num_tokens

@@ -16,33 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from agentloop.scheduling import StepTimes
+
 if TYPE_CHECKING:
     from tests.benchmarks.balancer.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds of engine steps: prefill(x) = a + b x + c x^2; step(B, C) = alpha + beta B + gamma C.
-
-    x: prompt tokens computed; B: requests that decode; C: tokens of their contexts. Fits of one GPU and model are
-    in `step_times/`.
-    """
-
-    prefill: tuple[float, float, float]
-    decode: tuple[float, float, float]
-
-    def prefill_s(self, num_tokens: float, num_cached: float = 0.0) -> float:
-        """Seconds for `num_tokens` new tokens that follow `num_cached` cached ones; 0 for none."""
-        if num_tokens <= 0:
-            return 0.0
-        a, b, c = self.prefill
-        end = num_cached + num_tokens
-        return a + b * num_tokens + c * (end * end - num_cached * num_cached)
-
-    def step_s(self, num_decoding: float, num_context_tokens: float) -> float:
-        """Seconds for one token of each of `num_decoding` requests."""
-        alpha, beta, gamma = self.decode
-        return alpha + beta * num_decoding + gamma * num_context_tokens
+def step_s(times: StepTimes, num_decoding: float, num_context_tokens: float) -> float:
+    """Seconds for one token of each of `num_decoding` requests: alpha + beta B + gamma C."""
+    return times.step_s + times.step_sequence_s * num_decoding + times.step_token_s * num_context_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from tests.benchmarks.balancer.policy import FleetShape, StepTimes
+from agentloop.scheduling import StepTimes
+from tests.benchmarks.balancer.policy import FleetShape
 from tests.benchmarks.balancer.simulate import Disturbance
 from tests.benchmarks.balancer.workload import ToolTimes, WorkloadParameters, working_set_tokens
 
@@ -100,4 +101,4 @@ def load_step_times(name: str) -> StepTimes:
     fitted = json.loads((STEP_TIMES / f"{name}.json").read_text())
     a, b, c = fitted["prefill"]["coefficients"]
     alpha, beta, gamma = fitted["decode"]["coefficients"]
-    return StepTimes((a, b, c), (alpha, beta, gamma))
+    return StepTimes(a, b, c, alpha, beta, gamma)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentloop.scheduling import StepTimes
 from tests.benchmarks.balancer.arms.catalog import default_arms, grid_arms, missing_arms
 from tests.benchmarks.balancer.arms.dynamo import Dynamo, is_installed
 from tests.benchmarks.balancer.arms.oracles import KnownPrograms, LongestFirst, StickyGroups
@@ -18,12 +19,12 @@ from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.scored import WeightedScores
 from tests.benchmarks.balancer.arms.spread import Counting, LeastInFlight, Random, RoundRobin
 from tests.benchmarks.balancer.arms.sticky import ConsistentHash, StickyInFlight, StickySessions
-from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, Policy, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.policy import Arm, FleetShape, KVChange, Policy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.simulate import Disturbance, run
 from tests.benchmarks.balancer.workload import Trajectory, Workload, WorkloadParameters, generate
 
 BLOCK = 16
-TIMES = StepTimes((0.01, 1e-5, 0.0), (0.01, 1e-5, 1e-8))
+TIMES = StepTimes(0.01, 1e-5, 0.0, 0.01, 1e-5, 1e-8)
 
 needs_dynamo = pytest.mark.skipif(not is_installed(), reason="ai-dynamo-runtime is not installed")
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+from agentloop.scheduling import StepTimes
 from tests.benchmarks.balancer.arms.programs import Programs
 from tests.benchmarks.balancer.arms.spread import Counting
 from tests.benchmarks.balancer.arms.sticky import StickySessions
-from tests.benchmarks.balancer.policy import FleetShape, StepTimes, TurnAsk, TurnEnd
+from tests.benchmarks.balancer.policy import FleetShape, TurnAsk, TurnEnd, step_s
 from tests.benchmarks.balancer.workload import Trajectory, Workload
 
 
@@ -154,10 +155,10 @@ class _Known:
         self._turns: list[tuple[float, float]] = []  # seconds until its tool returns, and of the engine
         num_cached = 0
         for turn, (prompt, output) in enumerate(zip(prompts, one.outputs, strict=True)):
-            step_s = times.step_s(num_decoding, num_decoding * contexts[turn])
-            prefill_s = times.prefill_s(prompt - num_cached, num_cached)
+            token_s = step_s(times, num_decoding, num_decoding * contexts[turn])
+            prefill_s = times.prefill(prompt, num_cached)
             self._turns.append(
-                (prefill_s + output * step_s + self.tools[turn], prefill_s + output * step_s / num_decoding)
+                (prefill_s + output * token_s + self.tools[turn], prefill_s + output * token_s / num_decoding)
             )
             num_cached = contexts[turn]
         self._turns.reverse()

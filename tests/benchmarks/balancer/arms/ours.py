@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -10,7 +11,6 @@ from agentloop.engine import EngineInfo
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet import Fleet
 from agentloop.scheduling import Balancer, BalancerConfig, Demand
-from agentloop.scheduling.step_times import StepTimes
 from agentloop.types import Lease
 from tests.benchmarks.balancer.policy import Arm, EngineLoad, FleetShape, QuietPolicy, TurnAsk, TurnEnd
 from tests.benchmarks.balancer.workload import Workload
@@ -30,7 +30,6 @@ class OursPolicy(QuietPolicy):
         self._leases: dict[int, Lease] = {}
         self._grown: dict[int, tuple[int, int]] = {}  # first prompt and last context
         self._num_reported: dict[int, int] = {}  # blocks
-        self._groups: dict[int, int] = {}
 
     def place(self, turn: TurnAsk, now: float) -> int | None:
         try:
@@ -40,14 +39,15 @@ class OursPolicy(QuietPolicy):
         return None if lease is None else int(lease.replica_id)
 
     def rank(self, turn: TurnAsk, now: float) -> float:
-        return -self.balancer.expected_tokens(f"g{turn.group}", turn.num_prompt_tokens) if turn.turn == 0 else 0.0
+        if turn.turn:
+            holder_id = str(turn.trajectory)
+            return (
+                -math.inf if self.balancer.admission.is_next(holder_id) else -self.balancer.tokens_left(holder_id)
+            )
+        return -self.balancer.hoped_tokens(f"g{turn.group}")
 
     def began(self, turn: TurnAsk, replica: int, now: float) -> None:
         self.balancer.turn_begun(self._leases[turn.trajectory].lease_id, now)
-
-    def prefilled(self, turn: TurnAsk, replica: int, now: float) -> None:
-        if turn.turn == 0:
-            self.balancer.prefilled(f"g{turn.group}")
 
     def ended(self, turn: TurnAsk, end: TurnEnd, now: float) -> None:
         first, number = self._num_reported.get(turn.trajectory, 0), turn.trajectory
@@ -95,7 +95,9 @@ class OursPolicy(QuietPolicy):
         lease = self._leases.get(number)
         if lease is None:
             group_id = f"g{turn.group}"
-            if not balancer.has_room(now, group_id, turn.num_prompt_tokens):
+            if balancer.waits_for_leader(group_id, now):
+                return None
+            if not balancer.has_room(group_id, turn.num_prompt_tokens):
                 return None
             demand = Demand(
                 str(number), str(number), group_id, turn.num_prompt_tokens, self._num_siblings[turn.group]
@@ -125,8 +127,7 @@ def ours(name: str = "ours", config: BalancerConfig | None = None, **parameters:
         num_siblings: dict[int, int] = {}
         for one in workload.trajectories:
             num_siblings[one.group] = num_siblings.get(one.group, 0) + 1
-        times = StepTimes(*shape.step_times.prefill, *shape.step_times.decode)
-        used = config or BalancerConfig(step_times=times)
+        used = config or BalancerConfig(step_times=shape.step_times)
         return OursPolicy(shape, num_siblings, used)
 
     return Arm(name, make, dict(parameters))
