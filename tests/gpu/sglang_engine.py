@@ -152,8 +152,8 @@ async def events(site: Site) -> str:
             heard.append(event)
 
     listener = asyncio.create_task(listen())
-    await site.engine.generate(site.request(40, prompt=tuple(range(1000, 1100))))
-    second = await site.engine.generate(site.request(4, prompt=tuple(range(1000, 1100))))
+    await site.engine.generate(site.request(40, prompt=tuple(range(900, 1000))))
+    second = await site.engine.generate(site.request(4, prompt=tuple(range(900, 1000))))
     await asyncio.sleep(0.5)
     listener.cancel()
     site.record("KV events", heard)

@@ -8,6 +8,8 @@ SGLang leaves to its caller is done in `engines/common/engine.py`, and in our co
 - The answer says how many tokens each request has. After a commit the next ones are of the new version; so spans
   are exact, although SGLang has none.
 - Tokens are sampled as `SamplingParams` says (`scheduler.py`, `sampler.py`).
+- A start ends with a few sampled tokens: kernels that are compiled when they are first used (Triton's: half a
+  minute on an H100 without graphs) are not compiled in somebody's turn.
 - An output that is not streamed comes at its end, and every `progress_tokens` tokens to SGLang's own record, which
   reports are read from.
 """
@@ -22,11 +24,15 @@ from agentloop.checks import room_tokens
 from agentloop.engine_lifecycle import EnginePhase
 from agentloop.errors import AgentLoopError, Conflict
 from agentloop.sampled_tokens import SampledTokens
-from agentloop.types import Generation
+from agentloop.sampling import SamplingParams
+from agentloop.types import GenerateRequest, Generation
 from agentloop_servers.engines.common import Call, EngineWeights, ProcessEngine, WeightSettings
 from agentloop_servers.engines.sglang import convert as values
 from agentloop_servers.engines.sglang.config import SglangConfig
-from agentloop_servers.engines.sglang.process import SglangProcess
+from agentloop_servers.engines.sglang.process import SglangProcess, sglang_call
+
+WARM_UP_TIMEOUT_S = 300.0
+WARM_UP_TOKENS = 4  # of the prompt and sampled: together less than any block, so that no KV of it stays
 
 
 class SglangEngine(ProcessEngine):
@@ -57,6 +63,7 @@ class SglangEngine(ProcessEngine):
         try:
             await self._process.start()
             await self._weights.start()
+            await self._warm_up()
         except BaseException:
             await self.close()
             raise
@@ -66,6 +73,19 @@ class SglangEngine(ProcessEngine):
     async def close(self) -> None:
         await super().close()
         self._weights.close()
+
+    async def _warm_up(self) -> None:
+        sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
+        request = GenerateRequest("warm-up", tuple(range(WARM_UP_TOKENS)), sampling)
+        made = values.generate_input(
+            request, WARM_UP_TOKENS, 0, is_streamed=False, logprobs_mode=self._config.logprobs_mode
+        )
+        async with (
+            sglang_call("warm-up", WARM_UP_TIMEOUT_S),
+            contextlib.aclosing(self._process.outputs(made)) as outputs,
+        ):
+            async for _ in outputs:
+                pass
 
     async def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         request, version = call.request, self._lifecycle.require_usable()
