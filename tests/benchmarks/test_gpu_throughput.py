@@ -75,8 +75,8 @@ def test_cpu_time_is_that_of_the_process_and_its_children():
         while time.process_time() < end:
             pass
         used = cpu.used()
-        assert used["others"] >= 0.6
-        assert used["this"] >= 0.1
+        assert used["others"] >= 0.58
+        assert used["this"] >= 0.09  # its clock has ticks
         assert cpu.used(frozenset({children[0].pid}))["others"] < used["others"]
     finally:
         for child in children:

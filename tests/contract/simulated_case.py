@@ -47,4 +47,4 @@ async def start_simulated_case(directory: Path) -> EngineCase:
         await other.start()
         return other
 
-    return EngineCase("simulated", engine, checkpoints, failing_checkpoint, fresh, long_tokens=128)
+    return EngineCase("simulated", engine, checkpoints, failing_checkpoint, fresh=fresh, long_tokens=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def test_workers_go_on_and_the_table_is_made_of_what_they_hold(tmp_path: Path, s
 
     async def main() -> None:
         world = WholeWorld(seed, clock, write_checkpoint(checkpoint), folder)
+        world.config = replace(world.config, restart_grace_s=3.0)  # all workers are heard in it, the unlucky too
         await world.start()
         await world.heal()
         beating = asyncio.create_task(world.heartbeat())

@@ -111,6 +111,7 @@ def test_the_modes_of_the_shipped_configs():
         "hybrid": Mode.HYBRID,
         "judge": Mode.COLOCATED,
         "mixed": Mode.STANDALONE,
+        "sglang": Mode.STANDALONE,
     }
 
 

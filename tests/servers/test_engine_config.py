@@ -35,7 +35,8 @@ def second_environment(folder: Path, *, has_packages: bool = True) -> Path:
     venv.create(folder, symlinks=True)
     if has_packages:
         (site,) = folder.glob("lib/python*/site-packages")
-        (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        # With what its own .pth files add: the packages of an editable installation.
+        (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     return folder / "bin" / "python"
 
 
@@ -70,13 +71,13 @@ def test_deadlines_are_those_of_the_slowest():
 
 def test_each_kind_gets_its_own_configuration():
     config = service(
-        {"kind": "vllm", "lora_rank": 8, "weight_staging": "host"},
-        {"kind": "sglang", "lora_rank": 16, "attention_backend": "fa3", "block_size": 16},
+        {"kind": "vllm", "weight_staging": "host"},
+        {"kind": "sglang", "attention_backend": "fa3", "block_size": 16},
         mode="hybrid",
     )
     vllm, sglang = vllm_config(config, config.entries[0]), sglang_config(config, config.entries[1])
-    assert (vllm.lora_rank, vllm.weight_staging, vllm.block_size) == (8, "host", 32)
-    assert (sglang.lora_rank, sglang.weight_staging, sglang.block_size) == (16, "none", 16)
+    assert (vllm.weight_staging, vllm.block_size) == ("host", 32)
+    assert (sglang.weight_staging, sglang.block_size) == ("none", 16)
     assert sglang.attention_backend == "fa3"
     assert vllm.can_sleep
     assert sglang.can_sleep
