@@ -71,12 +71,12 @@ def test_cpu_time_is_that_of_the_process_and_its_children():
         for child in children:
             assert child.stdout is not None
             child.stdout.readline()
-        end = time.process_time() + 0.1
+        end = time.process_time() + 0.2
         while time.process_time() < end:
             pass
         used = cpu.used()
-        assert used["others"] >= 0.58
-        assert used["this"] >= 0.09  # its clock has ticks
+        assert used["others"] >= 0.5
+        assert used["this"] >= 0.05
         assert cpu.used(frozenset({children[0].pid}))["others"] < used["others"]
     finally:
         for child in children:
