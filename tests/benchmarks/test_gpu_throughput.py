@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.benchmarks.cpu_seconds import CpuSeconds
@@ -63,7 +63,7 @@ def test_arms_are_set_beside_the_bare_engine_of_the_same_load():
 
 @pytest.mark.slow
 def test_cpu_time_is_that_of_the_process_and_its_children():
-    lines = ("import time", "end = time.process_time() + 0.3", "while time.process_time() < end: pass")
+    lines = ("import time", "end = time.process_time() + 0.35", "while time.process_time() < end: pass")
     spins = "\n".join((*lines, "print('spun', flush=True)", "time.sleep(60)"))
     cpu = CpuSeconds(os.getpid(), root="this")
     children = [subprocess.Popen([sys.executable, "-c", spins], stdout=subprocess.PIPE) for _ in range(2)]
@@ -71,12 +71,12 @@ def test_cpu_time_is_that_of_the_process_and_its_children():
         for child in children:
             assert child.stdout is not None
             child.stdout.readline()
-        end = time.process_time() + 0.2
-        while time.process_time() < end:
+        begun = sum(psutil.Process().cpu_times()[:2])  # the clock of what is measured, which has ticks
+        while sum(psutil.Process().cpu_times()[:2]) < begun + 0.12:
             pass
         used = cpu.used()
-        assert used["others"] >= 0.5
-        assert used["this"] >= 0.05
+        assert used["others"] >= 0.6
+        assert used["this"] >= 0.1
         assert cpu.used(frozenset({children[0].pid}))["others"] < used["others"]
     finally:
         for child in children:

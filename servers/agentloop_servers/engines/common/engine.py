@@ -33,6 +33,7 @@ from agentloop.engine import (
 from agentloop.engine_lifecycle import EngineLifecycle, EnginePhase
 from agentloop.errors import (
     AgentLoopError,
+    Conflict,
     DeadlineExceeded,
     EngineLost,
     EngineUnusable,
@@ -55,6 +56,8 @@ class EngineSettings(Protocol):
     """The part of an engine's configuration that all engines have."""
 
     @property
+    def initial_version(self) -> int | None: ...
+    @property
     def drain_timeout_s(self) -> float: ...
     @property
     def can_sleep(self) -> bool: ...
@@ -67,7 +70,7 @@ class EngineSettings(Protocol):
 
 
 class ProcessEngine(ABC):
-    """The Engine port without its start, which is the adapter's."""
+    """The Engine port. `start` takes 15 to 60 s; `close` ends the engine's processes."""
 
     stream_pace = StreamPace()
     """Of many streams tokens are looked at from time to time (`add_so_far`), as of requests that are not streamed:
@@ -77,7 +80,7 @@ class ProcessEngine(ABC):
         self._settings = settings
         self._engine_process = process
         self._served_weights = weights
-        self._info: EngineInfo | None = None  # an adapter sets it at its start
+        self._info: EngineInfo | None = None
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
         self._calls = Calls(process, self._lifecycle, ConstraintTrials().check)
         self._num_streams = 0
@@ -105,6 +108,10 @@ class ProcessEngine(ABC):
         return self._lifecycle.is_usable
 
     # --- what an adapter says -----------------------------------------------------------------------------
+
+    @abstractmethod
+    async def came_up(self) -> EngineInfo:
+        """Do what is left of a start once the processes and their weights are there; the engine's fixed facts."""
 
     async def prepared(self, request: GenerateRequest) -> Any:
         """Return what takes time to make of a request before it can be admitted."""
@@ -139,11 +146,25 @@ class ProcessEngine(ABC):
 
     # --- life ---------------------------------------------------------------------------------------------
 
+    async def start(self) -> None:
+        """Raises CheckpointUnreadable for a bad model folder, EngineError if the engine does not come up."""
+        if self._lifecycle.phase is not EnginePhase.NEW:
+            raise Conflict("an engine is started once")
+        await self._served_weights.check()
+        try:
+            await self._engine_process.start()
+            await self._served_weights.start()
+            self._info = await self.came_up()
+        except BaseException:
+            await self.close()
+            raise
+        self._lifecycle.started(self._settings.initial_version)
+
     async def close(self) -> None:
-        if not self._lifecycle.close("the engine was closed"):
-            return
-        await self._calls.end_all(EngineLost("the engine was closed"))
-        await self._engine_process.close()
+        if self._lifecycle.close("the engine was closed"):
+            await self._calls.end_all(EngineLost("the engine was closed"))
+            await self._engine_process.close()
+        self._served_weights.close()
 
     async def check_health(self) -> None:
         self._lifecycle.require_alive()

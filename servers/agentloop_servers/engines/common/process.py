@@ -36,6 +36,9 @@ class EngineProcess(EngineRequests, Protocol):
     def feed(self) -> KVEventFeed:
         """The events of its prefix cache."""
 
+    async def start(self) -> None:
+        """Raises EngineError if the engine does not come up; nothing is left behind then."""
+
     def stats(self) -> EngineStats:
         """Return the latest figures. Never blocks."""
 

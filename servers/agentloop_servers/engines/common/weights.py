@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import structlog
@@ -68,17 +68,21 @@ class ServedAdapter(Protocol):
         """Remove our files. Idempotent."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSettings:
+class WeightSettings(Protocol):
     """The part of an engine's configuration that its updates need; the fields are described there."""
 
-    model: str
-    initial_version: int | None
-    is_dummy: bool  # started with random weights
-    weight_staging: str
-    control_timeout_s: float
-    stage_timeout_s: float
-    commit_timeout_s: float
+    @property
+    def model(self) -> str: ...
+    @property
+    def initial_version(self) -> int | None: ...  # None: started with random weights
+    @property
+    def weight_staging(self) -> str: ...
+    @property
+    def control_timeout_s(self) -> float: ...
+    @property
+    def stage_timeout_s(self) -> float: ...
+    @property
+    def commit_timeout_s(self) -> float: ...
 
 
 async def no_label(version: int) -> None:
@@ -108,12 +112,13 @@ class EngineWeights:
 
     async def check(self) -> None:
         """Look at the model folder, before the engine is started. Raises CheckpointUnreadable."""
-        self._form = await asyncio.to_thread(ServedForm, self._settings.model, is_dummy=self._settings.is_dummy)
+        is_dummy = self._settings.initial_version is None
+        self._form = await asyncio.to_thread(ServedForm, self._settings.model, is_dummy=is_dummy)
 
     async def start(self) -> None:
         """Let the workers of an engine that is up get ready, and label the version that it was started with."""
         loaded = None
-        if not self._settings.is_dummy:
+        if self._settings.initial_version is not None:
             loaded = CheckedFolder(self._settings.model, self._served_form().tensors)
         setup = StagingSetup(loaded, self._settings.weight_staging, self._settings.stage_timeout_s)
         await self._workers.on_workers("weights_prepare", codec.encode(setup))

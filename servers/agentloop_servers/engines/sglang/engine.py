@@ -21,12 +21,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from agentloop.checks import room_tokens
-from agentloop.engine_lifecycle import EnginePhase
-from agentloop.errors import AgentLoopError, Conflict
+from agentloop.engine import EngineInfo
+from agentloop.errors import AgentLoopError
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.sampling import SamplingParams
 from agentloop.types import GenerateRequest, Generation
-from agentloop_servers.engines.common import Call, EngineWeights, ProcessEngine, WeightSettings
+from agentloop_servers.engines.common import Call, EngineWeights, ProcessEngine
 from agentloop_servers.engines.sglang import convert as values
 from agentloop_servers.engines.sglang.config import SglangConfig
 from agentloop_servers.engines.sglang.process import SglangProcess, sglang_call
@@ -41,38 +41,11 @@ class SglangEngine(ProcessEngine):
     def __init__(self, config: SglangConfig) -> None:
         self._config = config
         self._process = SglangProcess(config)
-        self._weights = EngineWeights(
-            WeightSettings(
-                model=config.model,
-                initial_version=config.initial_version,
-                is_dummy=config.load_format == "dummy",
-                weight_staging=config.weight_staging,
-                control_timeout_s=config.control_timeout_s,
-                stage_timeout_s=config.stage_timeout_s,
-                commit_timeout_s=config.commit_timeout_s,
-            ),
-            self._process,
-        )
-        super().__init__(config, self._process, self._weights)
+        super().__init__(config, self._process, EngineWeights(config, self._process))
 
-    async def start(self) -> None:
-        """Raises CheckpointUnreadable for a bad model folder, EngineError if SGLang does not come up."""
-        if self._lifecycle.phase is not EnginePhase.NEW:
-            raise Conflict("an engine is started once")
-        await self._weights.check()
-        try:
-            await self._process.start()
-            await self._weights.start()
-            await self._warm_up()
-        except BaseException:
-            await self.close()
-            raise
-        self._info = self._process.describe()
-        self._lifecycle.started(self._config.initial_version)
-
-    async def close(self) -> None:
-        await super().close()
-        self._weights.close()
+    async def came_up(self) -> EngineInfo:
+        await self._warm_up()
+        return self._process.describe()
 
     async def _warm_up(self) -> None:
         sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)

@@ -12,8 +12,8 @@ from typing import Any
 
 from agentloop.capabilities import Feature
 from agentloop.checks import room_tokens
-from agentloop.engine_lifecycle import EnginePhase
-from agentloop.errors import AgentLoopError, Conflict, EngineLost
+from agentloop.engine import EngineInfo
+from agentloop.errors import AgentLoopError, EngineLost
 from agentloop.images import Image, ImageTokens
 from agentloop.sampled_tokens import SampledTokens
 from agentloop.types import GenerateRequest, Generation
@@ -32,29 +32,13 @@ class VllmEngine(ProcessEngine):
         self._config = config
         self._process = VllmProcess(config)
         self._adapters = LoraAdapters(config, self._process) if config.lora_rank is not None else None
-        self._weights = vllm_weights(config, self._process, self._adapters)
         self._images: VllmImages | None = None
-        super().__init__(config, self._process, self._weights)
+        super().__init__(config, self._process, vllm_weights(config, self._process, self._adapters))
 
-    async def start(self) -> None:
-        """Raises CheckpointUnreadable for a bad model folder, EngineError if vLLM does not come up."""
-        if self._lifecycle.phase is not EnginePhase.NEW:
-            raise Conflict("an engine is started once")
-        await self._weights.check()
-        try:
-            await self._process.start()
-            await self._weights.start()
-        except BaseException:
-            await self.close()
-            raise
+    async def came_up(self) -> EngineInfo:
         self._images = VllmImages(self._process.llm)
         info = self._process.describe()
-        self._info = replace(info, features=info.features | {Feature.IMAGES}) if self._images.takes_images else info
-        self._lifecycle.started(self._config.initial_version)
-
-    async def close(self) -> None:
-        await super().close()
-        self._weights.close()
+        return replace(info, features=info.features | {Feature.IMAGES}) if self._images.takes_images else info
 
     async def image_tokens(self, images: Sequence[Image]) -> tuple[ImageTokens, ...]:
         self._lifecycle.require_alive()

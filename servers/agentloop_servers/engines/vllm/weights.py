@@ -21,7 +21,7 @@ from typing import Any
 
 from agentloop.engine import CommitReport
 from agentloop.errors import EngineError
-from agentloop_servers.engines.common import AdapterFolder, EngineWeights, WeightSettings
+from agentloop_servers.engines.common import AdapterFolder, EngineWeights
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_servers.weight_transfer import ADAPTER_ID
@@ -84,13 +84,4 @@ class LoraAdapters:
 
 def vllm_weights(config: VllmConfig, process: VllmProcess, adapters: LoraAdapters | None = None) -> EngineWeights:
     """Make the weight updates of a vLLM engine; `adapters` exactly where it serves one."""
-    settings = WeightSettings(
-        model=config.model,
-        initial_version=config.initial_version,
-        is_dummy=config.load_format == "dummy",
-        weight_staging=config.weight_staging,
-        control_timeout_s=config.control_timeout_s,
-        stage_timeout_s=config.stage_timeout_s,
-        commit_timeout_s=config.commit_timeout_s,
-    )
-    return EngineWeights(settings, process, adapter=adapters, label=process.label)
+    return EngineWeights(config, process, adapter=adapters, label=process.label)

@@ -52,6 +52,9 @@ class Stepping(ProcessEngine):
         self._info = EngineInfo("stepping", 1024, 512, 16, 1 << 20, 256)
         self._lifecycle.started(3)
 
+    async def came_up(self) -> EngineInfo:
+        raise AssertionError("it is up from the beginning")
+
     async def admitted(self, call: Call, prepared: Any, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         request_id, sampled = call.request.request_id, self.process.num_sampled
         sampled[request_id] = 0
