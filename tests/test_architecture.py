@@ -86,6 +86,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.trajectory",
     },
     "agentloop.agents": {"agentloop.api", "agentloop.client", "agentloop.rollout"},
+    "agentloop.trainers": {"agentloop.api", "agentloop.client"},
     "agentloop_tools": {"agentloop.rollout"},
     "agentloop_servers.engine_config": set(),
     "agentloop_servers.config": {"agentloop_servers.engine_config"},

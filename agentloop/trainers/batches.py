@@ -1,0 +1,153 @@
+"""Rows for a trainer, from the finished trajectories of one group: ids, mask, logprobs, versions and an advantage.
+
+A row is one token path. A trajectory whose history forked is several rows of its group, and every sampled token is
+in the mask of at most one of them. A trajectory without a reward (the service or its surroundings failed, or the
+client cancelled it) gives no row and no part of the baseline: it says nothing of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentloop.types import BoolArray, FloatArray, IntArray, TokenPath, Trajectory
+
+NO_VERSION = -1
+"""The version, in `TrainingRow.versions`, of a token that no policy sampled."""
+
+_STD_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingRow:
+    """One token path of a scored trajectory. Arrays run over prompt and response together and have one length.
+
+    `mask` is true where a token is trained. `logprobs` (nats) are under the policy that sampled the token, and 0
+    where none did. `versions` holds the weight version each token was sampled under.
+    """
+
+    group_id: str
+    task_id: str
+    sample_index: int
+    place: int  # of the path in its trajectory
+    num_prompt: int
+    input_ids: IntArray
+    mask: BoolArray
+    logprobs: FloatArray
+    versions: IntArray
+    reward: float
+    advantage: float
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weight version of the tokens in the mask."""
+        return int(self.versions[self.mask].min())
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weight version of the tokens in the mask."""
+        return int(self.versions[self.mask].max())
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """Sums over the trajectories of a group, from which a trainer's log makes its rates.
+
+    `num_wasted_tokens` were sampled and are in no row: of failed trajectories, too old, or untrainable.
+    """
+
+    num_trajectories: int
+    num_scored: int
+    num_succeeded: int  # scored above 0
+    num_mixed: int  # scored, with trained tokens of several weight versions
+    num_truncated: int  # scored, and cut by a limit
+    num_stale_attempts: int  # attempts before these that were dropped for their age
+    reward_sum: float
+    reward_std: float  # over the scored ones
+    staleness_sum: int  # over the scored ones, when each ended
+    staleness_max: int
+    num_sampled_tokens: int
+    num_wasted_tokens: int
+
+
+def is_scored(trajectory: Trajectory) -> bool:
+    """Tell if a trajectory may be trained on: it ended as the policy or a limit had it, and has a reward."""
+    return trajectory.is_complete and trajectory.reward is not None
+
+
+def group_rows(trajectories: Sequence[Trajectory], *, divides_by_std: bool = False) -> list[TrainingRow]:
+    """Return the rows of one group, in the order of its trajectories and their paths.
+
+    A path's advantage is its reward (`Trajectory.reward_of`) less the mean of the scored trajectories' rewards, as
+    in GRPO; with `divides_by_std` also divided by their standard deviation, as DeepSeekMath (arXiv:2402.03300) has
+    it and Dr. GRPO (arXiv:2503.20783) has not. Paths that are not trainable, that nobody scored, or whose mask is
+    empty are left out.
+    """
+    scored = [trajectory for trajectory in trajectories if is_scored(trajectory)]
+    if not scored:
+        return []
+    rewards = np.array([trajectory.reward for trajectory in scored], np.float64)
+    baseline = float(rewards.mean())
+    scale = float(rewards.std()) + _STD_FLOOR if divides_by_std else 1.0
+    rows = []
+    for trajectory in scored:
+        for place, path in enumerate(trajectory.paths):
+            reward = trajectory.reward_of(place)
+            if reward is not None and path.is_trainable and path.response_mask.any():
+                rows.append(_row(trajectory, place, reward, (reward - baseline) / scale))
+    return rows
+
+
+def count_group(trajectories: Sequence[Trajectory], rows: Sequence[TrainingRow]) -> GroupCounts:
+    """Return the sums over a group's trajectories, of which `group_rows` made `rows`."""
+    scored = [trajectory for trajectory in trajectories if is_scored(trajectory)]
+    rewards = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
+    staleness = [trajectory.staleness or 0 for trajectory in scored]
+    num_sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+    return GroupCounts(
+        num_trajectories=len(trajectories),
+        num_scored=len(scored),
+        num_succeeded=sum(reward > 0 for reward in rewards),
+        num_mixed=sum(_is_mixed(trajectory) for trajectory in scored),
+        num_truncated=sum(trajectory.is_truncated for trajectory in scored),
+        num_stale_attempts=sum(trajectory.num_stale_attempts for trajectory in trajectories),
+        reward_sum=float(sum(rewards)),
+        reward_std=float(np.std(rewards)) if rewards else 0.0,
+        staleness_sum=sum(staleness),
+        staleness_max=max(staleness, default=0),
+        num_sampled_tokens=num_sampled,
+        num_wasted_tokens=num_sampled - sum(int(row.mask.sum()) for row in rows),
+    )
+
+
+def versions_of(path: TokenPath) -> IntArray:
+    """Return the weight version of every token of prompt and response; NO_VERSION where none was sampled."""
+    num_prompt = len(path.prompt_ids)
+    versions = np.full(num_prompt + len(path.response_ids), NO_VERSION, np.int32)
+    for span in path.weight_versions:
+        versions[num_prompt + span.start : num_prompt + span.end] = span.version
+    return versions
+
+
+def _row(trajectory: Trajectory, place: int, reward: float, advantage: float) -> TrainingRow:
+    path = trajectory.paths[place]
+    num_prompt = len(path.prompt_ids)
+    return TrainingRow(
+        group_id=trajectory.group_id,
+        task_id=trajectory.task_id,
+        sample_index=trajectory.sample_index,
+        place=place,
+        num_prompt=num_prompt,
+        input_ids=np.concatenate([path.prompt_ids, path.response_ids]),
+        mask=np.concatenate([np.zeros(num_prompt, np.bool_), path.response_mask]),
+        logprobs=np.concatenate([np.zeros(num_prompt, np.float32), path.logprobs]),
+        versions=versions_of(path),
+        reward=reward,
+        advantage=advantage,
+    )
+
+
+def _is_mixed(trajectory: Trajectory) -> bool:
+    return len({version for path in trajectory.paths for version in path.trained_versions}) > 1
