@@ -4,6 +4,7 @@ threads, and a garbage collector that lets the event loop run."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -276,6 +277,39 @@ def settle(outcome: asyncio.Future[Any], value: object, error: Exception | None)
 
 
 BLOCKED_S = 1.0
+
+
+class LoopThread:
+    """One event loop in a daemon thread of its own, for code that may block its loop, or whose tasks are its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have it called over there, after what was handed over before."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there any more
+            self._loop.call_soon_threadsafe(function)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine over there; a cancellation of the future is one of its. Raises RuntimeError after `stop`."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+            raise
+
+    def stop(self) -> None:
+        """Cancel what runs over there, and end the thread; does not wait for it. Idempotent."""
+        self.call(self._stopping.set)
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its exit cancels what still runs
+            runner.run(self._until_stopped())
+
+    async def _until_stopped(self) -> None:
+        await self._stopping.wait()
 
 
 class LoopWatch:

@@ -200,6 +200,12 @@ class ToolError(AgentLoopError):
     code = "tool_error"
 
 
+class ToolLost(AgentLoopError):
+    """A tool's part of a trajectory is gone, by no fault of the policy: the trajectory ends as `tool_failed`."""
+
+    code = "tool_lost"
+
+
 class RewardError(AgentLoopError):
     code = "reward_error"
 

@@ -237,27 +237,23 @@ class StopReason(StrEnum):
     INVALID_TASK = "invalid_task"  # unknown loop, tool or reward; nothing was sampled
     ENGINE_FAILED = "engine_failed"  # no replica could finish a turn within the retry budget
     LOOP_FAILED = "loop_failed"  # the user's loop raised
+    TOOL_FAILED = "tool_failed"  # a tool could not be opened for it, or was lost with its state
     STALE = "stale"  # its oldest tokens are older than the run allows
 
 
 FAILURES = frozenset(
-    {StopReason.INVALID_TASK, StopReason.ENGINE_FAILED, StopReason.LOOP_FAILED, StopReason.PROMPT_TOO_LONG}
+    {
+        StopReason.INVALID_TASK,
+        StopReason.ENGINE_FAILED,
+        StopReason.LOOP_FAILED,
+        StopReason.TOOL_FAILED,
+        StopReason.PROMPT_TOO_LONG,
+    }
 )
 """Stop reasons of trajectories that never look trainable."""
 
-TRUNCATIONS = frozenset(
-    {
-        StopReason.MAX_TURNS,
-        StopReason.MAX_TOOL_CALLS_PER_TURN,
-        StopReason.MAX_TOOL_CALLS,
-        StopReason.MAX_TOKENS_PER_TURN,
-        StopReason.MAX_SAMPLED_TOKENS,
-        StopReason.MAX_CONTEXT,
-        StopReason.TOOL_RESPONSE_TOO_LONG,
-        StopReason.DEADLINE,
-        StopReason.STALE,
-    }
-)
+_ENDS_OF_THEIR_OWN = {StopReason.COMPLETED, StopReason.MALFORMED_CALL, StopReason.CANCELLED}
+TRUNCATIONS = frozenset(StopReason) - FAILURES - _ENDS_OF_THEIR_OWN
 """Stop reasons of trajectories that a limit cut: the policy had not ended them."""
 
 
@@ -282,6 +278,7 @@ class RolloutTask:
     seed: int | None = None
     images: tuple[Image, ...] = ()  # those that `messages` show, each once
     template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
+    tool_setup: Mapping[str, JSON] = field(default_factory=dict)  # by tool: what its `open` finds, such as files
 
 
 class OnStale(StrEnum):

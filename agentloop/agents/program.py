@@ -21,7 +21,6 @@ import shlex
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from typing import IO, Any, Protocol, cast
 import orjson
 import structlog
 
-from agentloop.aio import in_daemon_thread, ordinary, settle
+from agentloop.aio import LoopThread, in_daemon_thread, ordinary, settle
 from agentloop.api import task_fields
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.plugins import resolve
@@ -144,12 +143,13 @@ class AgentProgram:
 
 def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Mapping[str, str]:
     """This process's environment and the session's: OPENAI_BASE_URL and _API_KEY, the same for ANTHROPIC, the
-    session's own URL as AGENTLOOP_SESSION_URL, and the task as JSON in AGENTLOOP_TASK, without its reference.
+    session's own URL as AGENTLOOP_SESSION_URL, and the task as JSON in AGENTLOOP_TASK, without its reference and
+    its `tool_setup`.
 
     Raises InvalidRequest for a task that an environment cannot hold.
     """
     document = task_fields(place.task)
-    del document["reference"]  # the policy may read the environment of its agent
+    del document["reference"], document["tool_setup"]  # the policy may read the environment of its agent
     task = orjson.dumps(document).decode()
     if len(task.encode()) > MAX_ENVIRONMENT_BYTES:
         raise InvalidRequest(f"the task is longer than the {MAX_ENVIRONMENT_BYTES} bytes that a variable holds")
@@ -170,13 +170,13 @@ class _OnLoopThread:
     def __init__(self, function: Callable[..., Awaitable[object]], grace_s: float) -> None:
         self._function = function
         self._grace_s = grace_s
-        self._thread: _LoopThread | None = None
-        self._given_up: list[_LoopThread] = []  # at most one for each job that ignored its cancellation
+        self._thread: LoopThread | None = None
+        self._given_up: list[LoopThread] = []  # at most one for each job that ignored its cancellation
 
     async def run(self, place: AgentPlace) -> object:
         """As `Runner.run`: a cancellation is passed on and waited for, but no longer than the grace."""
         if self._thread is None:
-            self._thread = _LoopThread()
+            self._thread = LoopThread("agents")
         thread = self._thread
         job = _Job(self._function, place)
         thread.call(job.start)
@@ -198,30 +198,6 @@ class _OnLoopThread:
                 thread.stop()
         self._thread = None
         self._given_up.clear()
-
-
-class _LoopThread:
-    """One event loop and its daemon thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
-        threading.Thread(target=self._serve, name="agents", daemon=True).start()
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Have it called over there, after what was handed over before."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs there any more
-            self._loop.call_soon_threadsafe(function)
-
-    def stop(self) -> None:
-        self.call(self._stopping.set)
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its exit cancels what still runs
-            runner.run(self._until_stopped())
-
-    async def _until_stopped(self) -> None:
-        await self._stopping.wait()
 
 
 class _Job:

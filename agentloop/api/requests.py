@@ -332,6 +332,7 @@ class TaskBody(Body):
     top_k: TopK = _TASK.top_k
     seed: Seed | None = None
     template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
+    tool_setup: dict[Name, Json] = Field(default_factory=dict, max_length=MAX_TASK_TOOLS)
 
     @property
     def first_image(self) -> str | None:

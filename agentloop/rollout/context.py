@@ -161,7 +161,8 @@ class LoopContext:
         self.spent_before_s = progress.spent_s
         self.num_tool_errors = progress.num_tool_errors
         self._num_resampled_before = progress.num_resampled_turns
-        self.generate_s, self.tool_s = progress.generate_s, progress.tool_s
+        self.generate_s = progress.generate_s
+        self.tool_s += progress.tool_s
         self._engine_before_s = progress.engine_s
         if self._guard is not None and progress.newest_version is not None:
             self._guard.learn(progress.newest_version)

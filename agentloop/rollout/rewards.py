@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from agentloop.aio import UserTasks, in_daemon_thread
 from agentloop.errors import InvalidRequest, RewardError, error_line
 from agentloop.plugins import resolve
+from agentloop.rollout.tool import ToolSession
 from agentloop.score import Score, resolved, score_of
 from agentloop.types import Message, RolloutTask, Trajectory
 
@@ -23,8 +24,9 @@ RewardFunction: TypeAlias = Callable[..., "float | Score | Awaitable[float | Sco
 """A function of the task and the main conversation's messages, called as `function(task, messages)`.
 
 One with a parameter named `trajectory` gets the record too, as it will be but for the score: its paths, and what
-the loop and the tools said of it. Synchronous functions run in a thread of their own, asynchronous ones on the
-worker's event loop.
+the loop and the tools said of it. One with a parameter named `tools` gets the trajectory's tool sessions by name,
+which are closed after it. Synchronous functions run in a thread of their own, asynchronous ones on the worker's
+loop, where alone a session's coroutines may be awaited.
 """
 
 _QUOTES_AND_SPACE = " \t\r\n\"'`\u201c\u201d\u2018\u2019"
@@ -88,7 +90,11 @@ _user_tasks = UserTasks("reward")
 
 
 async def score(
-    function: RewardFunction, task: RolloutTask, trajectory: Trajectory, timeout_s: float = 10.0
+    function: RewardFunction,
+    task: RolloutTask,
+    trajectory: Trajectory,
+    timeout_s: float = 10.0,
+    tools: Mapping[str, ToolSession] | None = None,
 ) -> tuple[Score | None, str | None]:
     """Return the score, `resolved`, or None and one line that says what failed: it raised, took too long, or gave
     what is no score of this trajectory.
@@ -96,7 +102,9 @@ async def score(
     Raises nothing but a cancellation. A synchronous function that overruns is abandoned in its thread: it takes
     no other call's place and does not hold up the end of the process.
     """
-    evaluation = asyncio.create_task(_evaluate(function, task, trajectory), name=f"reward {task.task_id}")
+    given: dict[str, object] = {"trajectory": trajectory, "tools": {} if tools is None else tools}
+    given = {name: value for name, value in given.items() if takes(function, name)}
+    evaluation = asyncio.create_task(_evaluate(function, task, trajectory, given), name=f"reward {task.task_id}")
     try:
         await asyncio.wait({evaluation}, timeout=timeout_s)
         if evaluation.done() and not evaluation.cancelled():
@@ -109,10 +117,9 @@ async def score(
 
 
 async def _evaluate(
-    function: RewardFunction, task: RolloutTask, trajectory: Trajectory
+    function: RewardFunction, task: RolloutTask, trajectory: Trajectory, given: Mapping[str, object]
 ) -> tuple[Score | None, str | None]:
     try:
-        given = {"trajectory": trajectory} if _takes_trajectory(function) else {}
         if inspect.iscoroutinefunction(function):
             value = await function(task, trajectory.messages, **given)
         else:
@@ -126,9 +133,9 @@ async def _evaluate(
         return None, error_line(error)
 
 
-def _takes_trajectory(function: RewardFunction) -> bool:
-    """Tell if a function has a parameter named so; one without a signature, as some builtins, has none."""
+def takes(function: RewardFunction, name: str) -> bool:
+    """Tell if a function has a parameter of that name; one without a signature, as some builtins, has none."""
     try:
-        return "trajectory" in inspect.signature(function).parameters
-    except ValueError:
+        return name in inspect.signature(function).parameters
+    except Exception:  # a signature may be user code too
         return False

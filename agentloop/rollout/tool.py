@@ -1,15 +1,16 @@
 """The Tool port, and `@tool`, which makes a tool of a function.
 
-A `Tool` is shared by a whole worker; `open_session` gives the part that belongs to one trajectory, created at
-its first call and closed when it ends, on every path. The toolbox (`toolbox.py`) owns deadlines, caps and
-concurrency: a tool itself only computes. A tool reports failure by raising `ToolError`: the policy reads it.
+A `Tool` is shared by a whole worker; `open_session` gives the part that belongs to one trajectory. It is created at
+its first call, or, where it has an `open`, before the loop begins; and it is closed when the trajectory ends, once,
+on every path. The toolbox (`toolbox.py`) owns deadlines, caps and concurrency: a tool itself only computes. A tool
+reports failure by raising `ToolError`: the policy reads it. `ToolLost` ends the trajectory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, overload, runtime_checkable
 
@@ -34,6 +35,8 @@ class ToolSpec:
     max_concurrency: int = 64
     score_timeout_s: float | None = None  # of its session's `score`; None: its sessions do not score
     has_state: bool = True  # what a session answers depends on its earlier calls; see SnapshotSession
+    open_timeout_s: float | None = None  # of its session's `open`; None: its sessions have none
+    close_timeout_s: float | None = None  # of its session's `close`; None: the toolbox's
 
     def definition(self) -> dict[str, JSON]:
         """The tool in the OpenAI function format: the one canonical form that templates see."""
@@ -49,10 +52,27 @@ class ToolSession(Protocol):
     """One trajectory's use of a tool; may hold state between calls."""
 
     async def call(self, arguments: Mapping[str, JSON]) -> str:
-        """The tool's answer. Raises ToolError with a message for the policy."""
+        """The tool's answer. Raises ToolError with a message for the policy, or ToolLost."""
 
     async def close(self) -> None:
-        """Free what the session holds. Called once, also after a timeout or a cancellation."""
+        """Free what the session holds. Called once, also after a timeout or a cancellation, and of a session whose
+        `open` failed or was cut short. A process that is killed calls nothing."""
+
+
+@runtime_checkable
+class OpeningSession(ToolSession, Protocol):
+    """A session that prepares itself for its task before the loop begins: files, a process, a container.
+
+    Its tool has an `open_timeout_s`. A session that takes the place of another after a timeout is opened too.
+    """
+
+    async def open(self, task: RolloutTask) -> None:
+        """Prepare; `task.tool_setup` has under the tool's name what the task brings for it. Called once, before
+        anything else.
+
+        Raises InvalidRequest for a task that it cannot be opened for, which ends as `invalid_task`. Whatever else
+        it raises, and a timeout, ends the trajectory as `tool_failed`: no fault of the policy, so without a reward.
+        """
 
 
 @runtime_checkable
@@ -71,15 +91,16 @@ class ScoringSession(ToolSession, Protocol):
 class SnapshotSession(ToolSession, Protocol):
     """A session whose state can be carried to another process, where its trajectory goes on if its worker dies.
 
-    A trajectory that called a tool which `has_state`, and whose session is none of these, begins at the start then.
-    Both are held to the tool's `timeout_s`, and what they raise has the same consequence.
+    The bytes are all of it: the earlier session is closed, or its process is dead. A trajectory that called a tool
+    which `has_state`, and whose session is none of these, begins at the start then, with sessions that are opened
+    anew; so does one whose session cannot be restored. Both are held to the tool's `timeout_s`.
     """
 
     async def snapshot(self) -> bytes:
         """Return the state after the calls so far, at most MAX_SNAPSHOT_BYTES. Called after each turn's calls."""
 
     async def restore(self, state: bytes) -> None:
-        """Take the place of the session that `state` is of. Called once, before any call."""
+        """Take the place of the session that `state` is of. Called once, after `open` and before any call."""
 
 
 class Tool(Protocol):
@@ -94,6 +115,14 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """Free what the tool itself holds. Idempotent."""
+
+
+@runtime_checkable
+class ToolSet(Protocol):
+    """Tools that come from one place, such as a server that lists them: a configuration names it like a tool."""
+
+    def tools(self) -> Sequence[Tool]:
+        """Return the tools, in the order of the place. Called once, before any event loop of theirs runs."""
 
 
 class FunctionTool:

@@ -1,12 +1,13 @@
 """The tool runtime: declared tools only, under deadlines, caps and bounds; every failure is a result.
 
 Ownership: a `Toolbox` belongs to a worker process and holds one object and one semaphore a tool. A `ToolScope`
-belongs to one trajectory and holds its sessions, opened at a tool's first call and closed by `close`.
+belongs to one trajectory and holds its sessions, made at a tool's first call or by `open`, and closed by `close`.
 
-Invariants: a call gives exactly one result, in call order, and no failure of a tool leaves `run`. A tool that
-outlives its timeout is cancelled; one that ignores that for `grace_s` is abandoned: its slot is free, its session
-is replaced, and the toolbox keeps its task (until it ends) so that it is neither lost nor unseen. The wait for a
-slot is not part of a call's timeout; it is bounded because every holder's time is.
+Invariants: a session that was made is closed once, in whatever way its trajectory ends. A call gives exactly one
+result, in call order, and no failure of a tool leaves `run`, but that it is lost, which ends the trajectory. A tool
+that outlives its timeout is cancelled; one that ignores that for `grace_s` is abandoned: its slot is free, its
+session is replaced, and the toolbox keeps its task (until it ends) so that it is neither lost nor unseen. The wait
+for a slot is not part of a call's timeout; it is bounded because every holder's time is.
 """
 
 from __future__ import annotations
@@ -20,9 +21,26 @@ from typing import Any, TypeAlias, cast
 import structlog
 
 from agentloop.aio import UserTasks, num_abandoned_threads
-from agentloop.errors import InvalidRequest, InvariantBroken, RewardError, ToolError, error_line, error_trace
+from agentloop.errors import (
+    AgentLoopError,
+    InvalidRequest,
+    InvariantBroken,
+    RewardError,
+    ToolError,
+    ToolLost,
+    error_line,
+    error_trace,
+)
 from agentloop.plugins import made, resolve
-from agentloop.rollout.tool import ScoringSession, SnapshotSession, Tool, ToolSession, ToolSpec
+from agentloop.rollout.tool import (
+    OpeningSession,
+    ScoringSession,
+    SnapshotSession,
+    Tool,
+    ToolSession,
+    ToolSet,
+    ToolSpec,
+)
 from agentloop.score import Score, score_of
 from agentloop.types import JSON, RolloutTask, ToolCall, ToolCallStatus, ToolResult
 
@@ -42,6 +60,7 @@ class _OpenSession:
     session: ToolSession
     num_running: int = 0
     is_retired: bool = False
+    opening: asyncio.Task[InvalidRequest | ToolLost | None] | None = None  # of its `open`; its result: what failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,7 @@ class _Answer:
 
     content: str
     is_error: bool = False
+    is_lost: bool = False  # the tool, for this trajectory
 
 
 class Toolbox:
@@ -77,6 +97,12 @@ class Toolbox:
         """The tools' canonical definitions, in the order of `names`. Raises InvalidRequest for an unknown one."""
         return [tool.spec.definition() for tool in self._declared(names).values()]
 
+    def own_s(self, names: Sequence[str]) -> float:
+        """Return the seconds that these tools may take beside a trajectory's own: to open, score and close."""
+        specs = [self._tools[name].spec for name in names if name in self._tools]
+        lives = [[spec.open_timeout_s, spec.score_timeout_s, spec.close_timeout_s] for spec in specs]
+        return sum(max((life[phase] or 0.0 for life in lives), default=0.0) for phase in range(3))
+
     def open(self, names: Sequence[str], trajectory_id: str, seed: int) -> ToolScope:
         """The tools of one trajectory, which must be closed. Raises InvalidRequest for an unknown name."""
         if self._closing is not None:
@@ -93,7 +119,7 @@ class Toolbox:
 
     async def _close_all(self) -> None:
         await asyncio.gather(*(scope.close() for scope in list(self._scopes)))
-        closes = (self.bounded_close(tool.close, tool=name) for name, tool in self._tools.items())
+        closes = (self.bounded_close(tool.close, None, tool=name) for name, tool in self._tools.items())
         await asyncio.gather(*closes)
         await self._user_tasks.stop_kept(self._grace_s)
 
@@ -123,8 +149,10 @@ class Toolbox:
         """Hold a task that nobody awaits any more until it ends."""
         self._user_tasks.keep(task)
 
-    async def bounded_close(self, close: Callable[[], Awaitable[None]], **about: str) -> None:
-        """Await a close within its deadline; a failing or hanging one is logged, never raised."""
+    async def bounded_close(
+        self, close: Callable[[], Awaitable[None]], timeout_s: float | None, **about: str
+    ) -> None:
+        """Await a close within its deadline (None: ours); a failing or hanging one is logged, never raised."""
 
         async def attempt() -> None:
             try:
@@ -136,7 +164,7 @@ class Toolbox:
 
         task = asyncio.create_task(attempt(), name="tool-close")
         try:
-            await asyncio.wait({task}, timeout=self._close_timeout_s)
+            await asyncio.wait({task}, timeout=self._close_timeout_s if timeout_s is None else timeout_s)
         finally:
             self.keep(task)
         if not task.done():
@@ -151,15 +179,49 @@ class ToolScope:
         self._tools = tools
         self._trajectory_id = trajectory_id
         self._seed = seed
+        self._task: RolloutTask | None = None  # that sessions are opened for
         self._sessions: dict[str, _OpenSession] = {}
         self._can_resume = True
+        self._lost: ToolLost | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def has_openings(self) -> bool:
+        """True if `open` has something to do."""
+        return any(tool.spec.open_timeout_s is not None for tool in self._tools.values())
 
     @property
     def can_resume(self) -> bool:
         """False once a session was opened whose state cannot be carried to another process."""
         return self._can_resume
+
+    async def open(self, task: RolloutTask) -> None:
+        """Open the sessions that have an `open`, side by side, each within its deadline. Called before the loop.
+
+        Raises InvalidRequest for a task that one of them refuses, and ToolLost if one cannot be opened.
+        """
+        self._task = task
+        tools = [tool for tool in self._tools.values() if tool.spec.open_timeout_s is not None]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._opened_in_turn(tool)) for tool in tools]
+        for opened in tasks:
+            if (error := opened.result()) is not None:
+                raise error
+
+    async def sessions(self) -> dict[str, ToolSession]:
+        """Return all sessions by tool, those too that were never called; they are open until `close`.
+
+        Raises InvalidRequest and ToolLost, as `open` does.
+        """
+        found: dict[str, ToolSession] = {}
+        for name, tool in self._tools.items():
+            open_ = self._made(tool)
+            error = open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
+            if error is not None:
+                raise error
+            found[name] = self._sessions[name].session
+        return found
 
     async def run(
         self, calls: Sequence[ToolCall], max_response_bytes: int, keep: KeepAnswers | None = None
@@ -170,28 +232,45 @@ class ToolScope:
         of them, the others one by one.
 
         A tool's failure, timeout or absence is a result with `is_error` and the content `Error: <message>`; only a
-        cancellation leaves, after which the calls in flight are cancelled too.
+        cancellation leaves, after which the calls in flight are cancelled too. Raises ToolLost, when all calls have
+        ended, if one of the tools is lost for this trajectory.
         """
         if self._closing is not None:
             raise InvariantBroken("the tool scope is closed")
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._result(call, max_response_bytes, keep)) for call in calls]
         results = [task.result() for task in tasks]
+        if self._lost is not None:
+            raise self._lost
         if keep is not None:
             await self._keep_states(results, keep)
         return results
 
     async def restore(self, states: Mapping[str, bytes]) -> None:
-        """Open the sessions that had these states, by tool. Raises ToolError, in whatever way it fails."""
-        for name, state in states.items():
-            session = self._opened(self._tools[name])
-            if isinstance(session, ToolError):
-                raise session
-            if not isinstance(session, SnapshotSession):
-                raise ToolError(f"a {type(session).__name__} has no restore()")
-            done = await self._bounded(name, session.restore(state))
-            if isinstance(done, ToolError):
-                raise done
+        """Bring sessions to these states, by tool.
+
+        Raises ToolError, in whatever way it fails: all sessions are new ones then, opened again. Raises as `open`
+        does, too.
+        """
+        try:
+            for name, state in states.items():
+                await self._restore(self._tools[name], state)
+        except ToolError:
+            await self._close_sessions()
+            if self._task is not None:
+                await self.open(self._task)
+            raise
+
+    async def _restore(self, tool: Tool, state: bytes) -> None:
+        open_ = self._made(tool)
+        if isinstance(open_, ToolLost):
+            raise ToolError(open_.message)
+        session = open_.session
+        if not isinstance(session, SnapshotSession):
+            raise ToolError(f"a {type(session).__name__} has no restore()")
+        done = await self._bounded(tool, lambda: session.restore(state), tool.spec.timeout_s)
+        if isinstance(done, AgentLoopError):
+            raise ToolError(done.message)
 
     async def score(self, task: RolloutTask) -> tuple[Score, str | None]:
         """Ask the sessions that score, side by side, each within its deadline: what they say, joined.
@@ -220,11 +299,46 @@ class ToolScope:
 
     async def _close_all(self) -> None:
         try:
-            await self._toolbox.stop(list(self._running), trajectory_id=self._trajectory_id)
-            opened, self._sessions = self._sessions, {}
-            await asyncio.gather(*(self._close_session(name, open_) for name, open_ in opened.items()))
+            await self._close_sessions()
         finally:
             self._toolbox.forget(self)
+
+    async def _close_sessions(self) -> None:
+        await self._toolbox.stop(list(self._running), trajectory_id=self._trajectory_id)
+        made, self._sessions = self._sessions, {}
+        await asyncio.gather(*(self._close_session(name, open_) for name, open_ in made.items()))
+
+    async def _opened_in_turn(self, tool: Tool) -> InvalidRequest | ToolLost | None:
+        async with self._toolbox.slot(tool.spec.name):
+            open_ = self._made(tool)
+            return open_ if isinstance(open_, ToolLost) else await self._opened(tool, open_)
+
+    async def _opened(self, tool: Tool, open_: _OpenSession) -> InvalidRequest | ToolLost | None:
+        """Wait until a session is open; whoever comes first opens it. Returns what failed."""
+        if tool.spec.open_timeout_s is None:
+            return None
+        if open_.opening is None:
+            opening = self._opening(tool, open_.session, tool.spec.open_timeout_s)
+            open_.opening = asyncio.create_task(opening, name=f"open {tool.spec.name} {self._trajectory_id}")
+            self._running.add(open_.opening)
+            open_.opening.add_done_callback(self._running.discard)
+        await asyncio.wait({open_.opening})
+        return ToolLost("the trajectory ended") if open_.opening.cancelled() else open_.opening.result()
+
+    async def _opening(
+        self, tool: Tool, session: ToolSession, timeout_s: float
+    ) -> InvalidRequest | ToolLost | None:
+        name, task = tool.spec.name, self._task
+        if task is None:
+            raise InvariantBroken("the tool scope was not opened")
+        if not isinstance(session, OpeningSession):
+            return ToolLost(f"tool {name!r} cannot be opened: a {type(session).__name__} has no open()")
+        done = await self._bounded(tool, lambda: session.open(task), timeout_s)
+        if isinstance(done, InvalidRequest):
+            return InvalidRequest(f"tool {name!r}: {done.message}", param="tool_setup")
+        if isinstance(done, AgentLoopError):
+            return ToolLost(f"tool {name!r} cannot be opened: {done.message}")
+        return None
 
     async def _score_of(self, tool: Tool, task: RolloutTask) -> Score | RewardError:
         """Return what one tool's session says, or why it says nothing: raising would end the others' scores."""
@@ -246,7 +360,10 @@ class ToolScope:
 
     async def _asked(self, tool: Tool, task: RolloutTask) -> Score | RewardError:
         try:
-            session = self._session(tool).session
+            open_ = self._session(tool)
+            if (error := await self._opened(tool, open_)) is not None:
+                return RewardError(error.message)
+            session = open_.session
             if not isinstance(session, ScoringSession):
                 return RewardError(f"a {type(session).__name__} has no score()")
             return score_of(await session.score(task))
@@ -265,37 +382,37 @@ class ToolScope:
         for name in dict.fromkeys(result.name for result in results if self._has_state(result.name)):
             state: bytes | None = None
             if (open_ := self._sessions.get(name)) is not None:
-                found = await self._snapshot(name, open_.session)
+                found = await self._snapshot(self._tools[name], open_.session)
                 if found is None:
                     self._can_resume = False
                     return
                 state = found
             keep(tuple(result for result in results if result.name == name), {name: state})
 
-    async def _snapshot(self, name: str, session: ToolSession) -> bytes | None:
+    async def _snapshot(self, tool: Tool, session: ToolSession) -> bytes | None:
         """Return a session's state; None if there is none to be had."""
         if not isinstance(session, SnapshotSession):
             return None
-        state = await self._bounded(name, session.snapshot())
+        state = await self._bounded(tool, session.snapshot, tool.spec.timeout_s)
         if isinstance(state, bytes) and len(state) <= MAX_SNAPSHOT_BYTES:
             return state
-        reason = str(state) if isinstance(state, ToolError) else f"{type(state).__name__} of any size"
-        _log.warning("no_snapshot", tool=name, trajectory_id=self._trajectory_id, error=reason)
+        reason = str(state) if isinstance(state, AgentLoopError) else f"{type(state).__name__} of any size"
+        _log.warning("no_snapshot", tool=tool.spec.name, trajectory_id=self._trajectory_id, error=reason)
         return None
 
-    def _opened(self, tool: Tool) -> ToolSession | ToolError:
+    def _made(self, tool: Tool) -> _OpenSession | ToolLost:
         try:
-            return self._session(tool).session
+            return self._session(tool)
         except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
-            return ToolError(error_line(error))
+            return ToolLost(f"tool {tool.spec.name!r} has no session: {error_line(error)}")
 
-    async def _bounded(self, name: str, work: Coroutine[Any, Any, Any]) -> Any:
-        """Return what a session's own method returns within the tool's time, or a ToolError."""
+    async def _bounded(self, tool: Tool, work: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float) -> Any:
+        """Return what a session's own method returns within this time, or an InvalidRequest or ToolError."""
+        name = tool.spec.name
         task = asyncio.create_task(self._caught(work), name=f"{name} {self._trajectory_id}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
-            timeout_s = self._tools[name].spec.timeout_s
             await asyncio.wait({task}, timeout=timeout_s)
             if task.done():
                 return ToolError("cancelled itself") if task.cancelled() else task.result()
@@ -306,11 +423,13 @@ class ToolScope:
                 task.cancel()
                 self._toolbox.keep(task)
 
-    async def _caught(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _caught(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         try:
-            return await work
+            return await work()
         except asyncio.CancelledError:
             raise
+        except InvalidRequest as error:
+            return error
         except BaseException as error:  # user code raises anything, and an exit would stop the event loop
             return ToolError(error_line(error))
 
@@ -326,11 +445,13 @@ class ToolScope:
             async with self._toolbox.slot(call.name):
                 started_s = time.monotonic()
                 answer = await self._run_tool(tool, call)
+        if answer.is_lost and self._lost is None:
+            self._lost = ToolLost(answer.content)
         text = f"Error: {answer.content}" if answer.is_error else answer.content
         content, is_truncated = capped(text, max_bytes)
         duration_s = time.monotonic() - started_s
         result = ToolResult(call.id, call.name, content, answer.is_error, is_truncated, duration_s)
-        if keep is not None and not self._has_state(call.name):
+        if keep is not None and not self._has_state(call.name) and not answer.is_lost:
             keep((result,), {})
         return result
 
@@ -343,10 +464,16 @@ class ToolScope:
         except BaseException as error:  # synchronous: a cancellation, too, is the tool's own
             return self._failure(spec, error)
         open_.num_running += 1
-        task = asyncio.create_task(self._call(open_.session, spec, call), name=f"{spec.name} {self._trajectory_id}")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task: asyncio.Task[_Answer] | None = None
         try:
+            if (failed := await self._opened(tool, open_)) is not None:  # in place of one that was too late
+                return _Answer(failed.message, is_error=True, is_lost=True)
+            if self._closing is not None:
+                return _Answer("cancelled", is_error=True)
+            name = f"{spec.name} {self._trajectory_id}"
+            task = asyncio.create_task(self._call(open_.session, spec, call), name=name)
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
             await asyncio.wait({task}, timeout=spec.timeout_s)
             if task.done():
                 return _Answer("cancelled", is_error=True) if task.cancelled() else task.result()
@@ -355,7 +482,7 @@ class ToolScope:
             return _Answer(f"timed out after {spec.timeout_s:g} s", is_error=True)
         finally:
             open_.num_running -= 1
-            if not task.done():  # we were cancelled, or it was abandoned
+            if task is not None and not task.done():  # we were cancelled, or it was abandoned
                 task.cancel()
                 self._toolbox.keep(task)
             if open_.is_retired and open_.num_running == 0:
@@ -374,6 +501,8 @@ class ToolScope:
         return _Answer(content)
 
     def _failure(self, spec: ToolSpec, error: BaseException) -> _Answer:
+        if isinstance(error, ToolLost):
+            return _Answer(f"tool {spec.name!r} is lost: {error.message}", is_error=True, is_lost=True)
         if isinstance(error, ToolError):
             return _Answer(error.message, is_error=True)
         # The policy learns the kind only: a message of unknown origin may hold paths, keys or other internals.
@@ -392,7 +521,9 @@ class ToolScope:
             del self._sessions[name]
 
     async def _close_session(self, name: str, open_: _OpenSession) -> None:
-        await self._toolbox.bounded_close(open_.session.close, tool=name, trajectory_id=self._trajectory_id)
+        timeout_s = self._tools[name].spec.close_timeout_s
+        close = open_.session.close
+        await self._toolbox.bounded_close(close, timeout_s, tool=name, trajectory_id=self._trajectory_id)
 
 
 async def _shielded(work: Coroutine[Any, Any, None], keeper: Toolbox) -> None:
@@ -436,7 +567,7 @@ def _mark(num_bytes: int) -> str:
 
 
 def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
-    """The tools that a configuration names: a key of `shipped` (name to import path) or an import path.
+    """The tools that a configuration names: keys of `shipped` (name to import path) and import paths.
 
     Raises InvalidRequest with param "tools".
     """
@@ -446,20 +577,26 @@ def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
                 f"unknown tool {name!r}. Shipped: {_listed(shipped)}; or an import path, package.module:attribute"
             )
             raise InvalidRequest(text, param="tools")
-    return [load_tool(shipped.get(name, name)) for name in names]
+    return [tool for name in names for tool in tools_at(shipped.get(name, name))]
 
 
-def load_tool(path: str) -> Tool:
-    """The tool at an import path: a Tool, or a class or function without arguments that makes one.
+def tools_at(path: str) -> list[Tool]:
+    """The tools at an import path: a Tool, a ToolSet, or a class or function without arguments that makes one.
 
     Raises InvalidRequest with param "tools".
     """
     found = resolve(path, param="tools")
+    refusal = f"{path!r} is neither a tool (see @tool) nor makes one"
     if not _is_tool(found) and callable(found):
-        found = made(found, f"{path!r} is neither a tool (see @tool) nor makes one", param="tools")
-    if not _is_tool(found):
-        raise InvalidRequest(f"{path!r} is neither a tool (see @tool) nor makes one", param="tools")
-    return cast(Tool, found)
+        found = made(found, refusal, param="tools")
+    if _is_tool(found):
+        return [cast(Tool, found)]
+    if isinstance(found, type) or not isinstance(found, ToolSet):
+        raise InvalidRequest(refusal, param="tools")
+    tools = made(found.tools, f"{path!r} has no tools", param="tools")
+    if not all(_is_tool(tool) for tool in tools):
+        raise InvalidRequest(f"{path!r} has something among its tools that is none", param="tools")
+    return list(tools)
 
 
 def _is_tool(found: object) -> bool:

@@ -25,8 +25,10 @@ from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
     DeadlineExceeded,
+    InvalidRequest,
     RewardError,
     ToolError,
+    ToolLost,
     error_line,
     error_trace,
 )
@@ -45,8 +47,9 @@ from agentloop.rendering import Renderer
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.loops import AgentLoop, ResumableLoop, load_loop
-from agentloop.rollout.rewards import RewardFunction, load_reward, score
+from agentloop.rollout.rewards import RewardFunction, load_reward, score, takes
 from agentloop.rollout.staleness_guard import StalenessGuard
+from agentloop.rollout.tool import ToolSession
 from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint
 from agentloop.score import Score, ended, scored
@@ -174,9 +177,7 @@ class TrajectoryRun:
         """Run the trajectory to its terminal record. Raises nothing but the cancellation of a shutdown."""
         try:
             if await self._loaded():
-                await self._drive()
-                self._settle()
-                await self._score()
+                await self._to_end()
             record = self._finished()
             decode(encode(record), Trajectory)  # what no store could hold must not be handed in
         except BaseException as error:
@@ -203,6 +204,9 @@ class TrajectoryRun:
             self._loop = await parts.loops.get(task.loop)
             if task.reward is not None:
                 self._reward_function = await parts.rewards.get(task.reward)
+            for name in task.tool_setup:
+                if name not in task.tools:
+                    raise InvalidRequest(f"{name!r} is none of the task's tools", param="tool_setup")
             scope = parts.toolbox.open(task.tools, assignment.assignment_id, trajectory_seed(assignment))
         except AgentLoopError as error:
             self._outcome = _Outcome(StopReason.INVALID_TASK, f"{error.code}: {error}")
@@ -212,19 +216,64 @@ class TrajectoryRun:
             self._guard = StalenessGuard(assignment.staleness, parts.newest)
         return True
 
-    async def _drive(self) -> None:
-        """Run the loop, let its environments score, and close its tools."""
+    async def _to_end(self) -> None:
+        """Run the trajectory and score it. Its tools are closed before its reward function runs, unless that is
+        to see them."""
         assert self._scope is not None, "not loaded"
+        function = self._reward_function
         try:
-            self._journal = await self._begun_journal(self._scope)
-            self._ctx = self._context(self._scope)
-            self._outcome = await self._looped(self._ctx)
-            if self._is_ended_well:
-                started = time.perf_counter()
-                self._tools_score, self._tools_problem = await self._scope.score(self._task)
-                self._reward_s = time.perf_counter() - started
+            await self._drive(self._scope)
+            self._settle()
+            if function is None or not takes(function, "tools"):
+                await self._scope.close()
+            await self._score(self._scope)
         finally:
             await self._scope.close()
+
+    async def _drive(self, scope: ToolScope) -> None:
+        """Open the tools, run the loop, and let its environments score."""
+        self._journal, opening_s = await self._begun_journal(), 0.0
+        if scope.has_openings or (self._journal is not None and self._journal.kept is not None):
+            started = time.perf_counter()
+            failed = await self._opened(scope)
+            if failed is not None:
+                self._outcome = failed
+                return
+            opening_s = time.perf_counter() - started
+        self._ctx = self._context(scope)
+        self._ctx.tool_s = opening_s
+        self._outcome = await self._looped(self._ctx)
+        if self._is_ended_well:
+            started = time.perf_counter()
+            self._tools_score, self._tools_problem = await scope.score(self._task)
+            self._reward_s = time.perf_counter() - started
+
+    async def _opened(self, scope: ToolScope) -> _Outcome | None:
+        """Open the tools, which the client's cancellation cuts short. Returns the outcome if that ends it."""
+        opening = asyncio.create_task(self._open(scope), name=f"open tools of {self._assignment.assignment_id}")
+        try:
+            await asyncio.wait({opening, self._cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                return _Outcome(StopReason.CANCELLED)
+            opening.result()
+        except InvalidRequest as error:
+            return _Outcome(StopReason.INVALID_TASK, f"{error.code}: {error}")
+        except ToolLost as error:
+            return _Outcome(StopReason.TOOL_FAILED, str(error))
+        finally:
+            opening.cancel()
+            await asyncio.wait({opening})
+        return None
+
+    async def _open(self, scope: ToolScope) -> None:
+        """Open the tools, and bring them to the state in which a lost worker left them, or begin again."""
+        await scope.open(self._task)
+        if self._journal is not None and self._journal.kept is not None:
+            try:
+                await scope.restore(self._journal.kept.states)
+            except ToolError as error:
+                self._log.warning("trajectory_begins_again", reason=f"its environment is lost: {error.message}")
+                self._journal.kept = None
 
     def _settle(self) -> None:
         """Apply the run's staleness policy to a complete trajectory. MASK leaves it its own end."""
@@ -235,7 +284,7 @@ class TrajectoryRun:
             elif acted is OnStale.DROP:
                 self._outcome = _Outcome(StopReason.STALE, "dropped: older than the run allows", is_dropped=True)
 
-    async def _score(self) -> None:
+    async def _score(self, scope: ToolScope) -> None:
         """Put the score of the loop, the tools and the task's reward function into the record.
 
         The reward function sees what the others said, and has the last word. Of a trajectory that failed, only the
@@ -251,15 +300,25 @@ class TrajectoryRun:
             problems.append(str(error))
         if self._reward_function is not None and self._is_ended_well:
             started = time.perf_counter()
-            found, problem = await score(
-                self._reward_function, self._task, record, self._parts.config.reward_timeout_s
-            )
+            found, problem = await self._said(self._reward_function, record, scope)
             self._reward_s += time.perf_counter() - started
             problems.append(problem)
             # Without its score there is no reward: what the others said may be of another scale.
             record = replace(record, reward=None) if found is None else scored(record, found)
         reward_error = "; ".join(problem for problem in problems if problem) or None
         self._record = replace(record, reward_error=reward_error)
+
+    async def _said(
+        self, function: RewardFunction, record: Trajectory, scope: ToolScope
+    ) -> tuple[Score | None, str | None]:
+        """Return what the reward function says, or None and why it says nothing."""
+        tools: dict[str, ToolSession] = {}
+        if takes(function, "tools"):
+            try:
+                tools = await scope.sessions()
+            except AgentLoopError as error:
+                return None, str(error)
+        return await score(function, self._task, record, self._parts.config.reward_timeout_s, tools)
 
     def _finished(self) -> Trajectory:
         """Return the terminal record; of a dropped trajectory nothing is kept."""
@@ -347,25 +406,15 @@ class TrajectoryRun:
             journal=self._journal,
         )
 
-    async def _begun_journal(self, scope: ToolScope) -> RunJournal | None:
-        """Begin the run's journal, and bring environments to the state in which a lost worker left them.
-
-        None: the loop could not resume, so nothing is journalled.
-        """
+    async def _begun_journal(self) -> RunJournal | None:
+        """Begin the run's journal. None: the loop could not resume, so nothing is journalled."""
         parts, task = self._parts, self._task
         if parts.journal is None or not isinstance(self._loop, ResumableLoop):
             return None
-        journal = await parts.journal.begin(
+        return await parts.journal.begin(
             self._assignment,
             lambda: fingerprint(task, parts.toolbox.definitions(task.tools), parts.renderer),
         )
-        if journal.kept is not None:
-            try:
-                await scope.restore(journal.kept.states)
-            except ToolError as error:
-                self._log.warning("trajectory_begins_again", reason=f"its environment is lost: {error.message}")
-                journal.kept = None
-        return journal
 
     async def forget(self) -> None:
         """Remove, soon, what was journalled of the trajectory, and of earlier runs of its sample."""
@@ -425,6 +474,8 @@ class TrajectoryRun:
                     await self._loop.run(self._task, ctx)
         except LimitReached as limit:
             return _Outcome(limit.reason)
+        except ToolLost as error:
+            return _Outcome(StopReason.TOOL_FAILED, str(error))
         except ContextLengthExceeded as error:
             return _Outcome(StopReason.PROMPT_TOO_LONG, str(error))
         except BaseException as error:  # an exit, or another's cancellation, must not leave the task

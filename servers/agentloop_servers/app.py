@@ -208,7 +208,9 @@ class AgentLoopWorkerDeployment:
         reporter = LeaseReporter(worker_id, client.workers.report_leases)
         if settings.isolation == "process":
             setup = Setup.of(config, run_dir, limits, takes_images=takes_images(config))
-            isolated = IsolatedRuns(setup, client.workers, clients.connect, reporter, journal=journal)
+            isolated = IsolatedRuns(
+                setup, client.workers, clients.connect, reporter, journal=journal, own_s=toolbox.own_s
+            )
             self._closing.push_async_callback(isolated.close)
         worker = Worker(
             worker_id,

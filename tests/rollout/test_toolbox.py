@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentloop.errors import InvalidRequest, InvariantBroken, ToolError
 from agentloop.rollout.tool import ToolSpec, tool
-from agentloop.rollout.toolbox import Toolbox, ToolScope, capped, load_tool, load_tools
+from agentloop.rollout.toolbox import Toolbox, ToolScope, capped, load_tools, tools_at
 from agentloop.types import JSON, ToolCall, ToolCallStatus, ToolResult
 
 MAX_BYTES = 16_384
@@ -520,9 +520,10 @@ def make_refusal() -> Any:
 
 
 def test_load_tool_takes_a_tool_or_what_makes_one() -> None:
-    assert load_tool(f"{__name__}:shout") is shout
-    assert load_tool(f"{__name__}:make_shout") is shout
-    assert load_tool("agentloop_tools.python:PythonTool").spec.name == "python"
+    assert tools_at(f"{__name__}:shout") == [shout]
+    assert tools_at(f"{__name__}:make_shout") == [shout]
+    [found] = tools_at("agentloop_tools.python:PythonTool")
+    assert found.spec.name == "python"
 
 
 @pytest.mark.parametrize(
@@ -536,13 +537,13 @@ def test_load_tool_takes_a_tool_or_what_makes_one() -> None:
 )
 def test_load_tool_refuses_the_rest(attribute: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text) as caught:
-        load_tool(f"{__name__}:{attribute}")
+        tools_at(f"{__name__}:{attribute}")
     assert caught.value.param == "tools"
 
 
 def test_a_factorys_own_refusal_passes_through() -> None:
     with pytest.raises(InvalidRequest, match="no key") as caught:
-        load_tool(f"{__name__}:make_refusal")
+        tools_at(f"{__name__}:make_refusal")
     assert caught.value.param == "key"
 
 

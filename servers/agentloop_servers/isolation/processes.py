@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -129,9 +129,12 @@ class IsolatedRuns:
         config: IsolationConfig = IsolationConfig(),
         *,
         journal: TurnJournal | None = None,
+        own_s: Callable[[Sequence[str]], float] = lambda tools: 0.0,
     ) -> None:
-        """`journal` is that of the folder in `setup`, `reporter` the worker's."""
+        """`journal` is that of the folder in `setup`, `reporter` the worker's; `own_s` says how many seconds tools
+        may take beside a trajectory's own."""
         self.config = config
+        self.own_s = own_s
         self.coordinator = coordinator
         self.connect = connect
         self.reporter = reporter
@@ -297,7 +300,8 @@ class ProcessRun:
     async def _next(self, child: _Child) -> Frame | None:
         """Return the next frame. Raises ProcessEnded for a process that must be killed."""
         loop, config = asyncio.get_running_loop(), self._runs.config
-        silence_s = self._assignment.task.limits.timeout_s + config.allowance_s
+        task = self._assignment.task
+        silence_s = task.limits.timeout_s + config.allowance_s + self._runs.own_s(task.tools)
         self._active_at = loop.time()
         reading = asyncio.create_task(next_frame(child.reader), name="frame")
         try:
