@@ -280,7 +280,7 @@ BLOCKED_S = 1.0
 
 
 class LoopThread:
-    """One event loop in a daemon thread of its own, for code that may block its loop, or whose tasks are its own."""
+    """One event loop in a daemon thread of its own, for code that may block its loop or keeps tasks of its own."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -293,7 +293,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function)
 
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine over there; a cancellation of the future is one of its. Raises RuntimeError after `stop`."""
+        """Run a coroutine over there; cancelling the future cancels it. Raises RuntimeError after `stop`."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:

@@ -1,0 +1,408 @@
+"""Tools of an MCP server: one `Tool` for each that the server lists, over stdio or streamable HTTP.
+
+    files = McpTools(["uvx", "mcp-server-git"], is_shared=False)      # a server process for each trajectory
+    search = McpTools("https://search.example/mcp", names=["search"])  # one connection for all
+
+Isolation it gives: none of its own; a server is code that the operator chose, and what it answers is text to the
+policy. A stdio server gets the few variables that the SDK passes on and those given as `env`, not the worker's.
+
+Ownership: the SDK's tasks run on one event loop in a thread of their own, so that a server which floods us holds up
+no turn. A connection is held by one task there, which enters and leaves it. A shared one that broke is made again,
+at most MAX_ATTEMPTS times in a round, and after a round that failed calls fail at once for AWAY_S. A trajectory's
+own connection is never made again: the state behind it is gone.
+
+A call that is cancelled or too late leaves its session usable. One whose connection breaks is repeated once if the
+server says that the tool only reads or is idempotent; any other ends its trajectory (`ToolLost`): nobody knows if
+it ran. `is_error` answers are the policy's to read. Source: the protocol of 2026-07-28 (SDK 2.3) and older ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx2
+import orjson
+import structlog
+from mcp import Client, MCPError, StdioServerParameters
+from mcp import Tool as ListedTool
+from mcp.client.streamable_http import streamable_http_client
+from mcp.types import CONNECTION_CLOSED, CallToolResult, EmbeddedResource, TextContent, TextResourceContents
+from pydantic import ValidationError
+
+from agentloop.aio import LoopThread
+from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line
+from agentloop.rollout import ToolSpec
+from agentloop.types import JSON, RolloutTask
+
+MAX_ATTEMPTS = 4  # to connect, in one round
+FIRST_PAUSE_S = 0.25  # between two attempts; doubled each time
+AWAY_S = 5.0  # after a round that failed: calls fail at once
+MAX_TOOLS = 512  # of one server
+LEAVE_S = 7.0  # the SDK asks a stdio server to end, then terminates it, then kills it: 2 s each
+
+_log = structlog.stdlib.get_logger(__name__)
+T = TypeVar("T")
+
+
+class ConnectionBroke(Exception):
+    """The server cannot be reached, or went away; the message is one line."""
+
+
+class McpTools:
+    """A server's tools, as a `ToolSet`: name it among a worker's tools. It is connected to where it is loaded."""
+
+    def __init__(
+        self,
+        server: str | Sequence[str],
+        *,
+        is_shared: bool = True,
+        names: Sequence[str] | None = None,
+        prefix: str = "",
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        call_timeout_s: float = 30.0,
+        connect_timeout_s: float = 20.0,
+        max_output_bytes: int = 65_536,
+        max_concurrency: int = 64,
+    ) -> None:
+        """`server` is a URL or a command line with its arguments; `env` is for the one, `headers` for the other.
+
+        Of what it lists only `names` are used, if given; `prefix` goes before each name that the policy sees. If it
+        is not shared, each trajectory has a connection of its own, for all of the tools, opened before its loop.
+        """
+        self.server = server
+        self._is_shared = is_shared
+        self._names = names
+        self._prefix = prefix
+        self._env = dict(env or {})
+        self._headers = dict(headers or {})
+        self._call_timeout_s = call_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._max_output_bytes = max_output_bytes
+        self._max_concurrency = max_concurrency
+        self._thread: LoopThread | None = None
+        self._shared = _Link(self)
+        self._own: dict[str, _Link] = {}  # by trajectory
+
+    @property
+    def label(self) -> str:
+        """The server, for people."""
+        return self.server if isinstance(self.server, str) else " ".join(self.server)
+
+    def tools(self) -> Sequence[McpTool]:
+        """List the server's tools, which takes a connection; a shared one stays. Blocks for as long.
+
+        Raises InvalidRequest with param "tools" if it cannot be reached, or lacks one of the names.
+        """
+        try:
+            listed = self._start(self._listed()).result(self._round_s + 2 * self._connect_timeout_s)
+        except (ConnectionBroke, TimeoutError, MCPError, ValidationError) as error:
+            self.stop()
+            raise InvalidRequest(f"MCP server {self.label!r}: {_line(error)}", param="tools") from error
+        by_name = {tool.name: tool for tool in listed}
+        if missing := [name for name in self._names or () if name not in by_name]:
+            self.stop()
+            raise InvalidRequest(f"MCP server {self.label!r} has no tool {missing[0]!r}", param="tools")
+        wanted = [by_name[name] for name in self._names] if self._names is not None else listed
+        return [McpTool(self, tool, self._spec(tool)) for tool in wanted]
+
+    def stop(self) -> None:
+        """Let go of the thread and of what runs there. Idempotent."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    async def close(self) -> None:
+        """Leave the shared connection. Idempotent."""
+        if self._thread is not None:
+            try:
+                await self.run(self._shared.leave())
+            finally:
+                self.stop()
+
+    def link(self, trajectory_id: str) -> _Link:
+        """Return the connection that a trajectory's tools use, with one more user."""
+        if self._is_shared:
+            return self._shared
+        link = self._own.setdefault(trajectory_id, _Link(self))
+        link.num_users += 1
+        return link
+
+    async def let_go(self, trajectory_id: str, link: _Link) -> None:
+        """Take a user off a trajectory's connection, which is left with the last one."""
+        link.num_users -= 1
+        if not self._is_shared and link.num_users == 0:
+            if self._own.get(trajectory_id) is link:
+                del self._own[trajectory_id]
+            await self.run(link.leave())
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the thread's loop; a cancellation reaches it."""
+        return await asyncio.wrap_future(self._start(work))
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        """Connect. What it raises on the way in or out is the SDK's."""
+        async with AsyncExitStack() as stack:
+            if isinstance(self.server, str):
+                timeout = httpx2.Timeout(self._connect_timeout_s, read=None)
+                http = await stack.enter_async_context(httpx2.AsyncClient(headers=self._headers, timeout=timeout))
+                client = Client(streamable_http_client(self.server, http_client=http))
+            else:
+                command, *arguments = self.server
+                client = Client(StdioServerParameters(command=command, args=arguments, env=self._env))
+            yield await stack.enter_async_context(client)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all trajectories use one connection."""
+        return self._is_shared
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """Seconds for one attempt to connect."""
+        return self._connect_timeout_s
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Seconds for one call on a connection."""
+        return self._call_timeout_s
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Any:
+        if self._thread is None:
+            self._thread = LoopThread("mcp")
+        return self._thread.run(work)
+
+    @property
+    def _round_s(self) -> float:
+        """Seconds that a round of attempts to connect takes at most."""
+        return float(MAX_ATTEMPTS * (self._connect_timeout_s + FIRST_PAUSE_S * 2**MAX_ATTEMPTS))
+
+    async def _listed(self) -> list[ListedTool]:
+        link = self._shared if self._is_shared else _Link(self)
+        client, found, cursor = await link.connected(), list[ListedTool](), None
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                while len(found) <= MAX_TOOLS:
+                    page = await client.list_tools(cursor=cursor)
+                    found += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        return found
+            raise ConnectionBroke(f"it lists more than {MAX_TOOLS} tools")
+        finally:
+            if not self._is_shared:
+                await link.leave()
+
+    def _spec(self, tool: ListedTool) -> ToolSpec:
+        beside_s = self._round_s if self._is_shared else 0.0  # to connect again, and to call again
+        return ToolSpec(
+            name=self._prefix + tool.name,
+            description=tool.description or "",
+            parameters=tool.input_schema,
+            timeout_s=2 * self._call_timeout_s + beside_s + 5.0,
+            max_output_bytes=self._max_output_bytes,
+            max_concurrency=self._max_concurrency,
+            has_state=not self._is_shared,
+            open_timeout_s=None if self._is_shared else self._connect_timeout_s + 5.0,
+            close_timeout_s=LEAVE_S,
+        )
+
+
+class McpTool:
+    """One tool of a server."""
+
+    def __init__(self, server: McpTools, listed: ListedTool, spec: ToolSpec) -> None:
+        self._server = server
+        self._spec = spec
+        self.listed_name = listed.name
+        hints = listed.annotations
+        self.can_repeat = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    def open_session(self, trajectory_id: str, seed: int) -> McpSession:
+        return McpSession(self._server, self, trajectory_id)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+
+class McpSession:
+    """One trajectory's use of one tool. All sessions of a trajectory on one server have one connection."""
+
+    def __init__(self, server: McpTools, tool: McpTool, trajectory_id: str) -> None:
+        self._server = server
+        self._tool = tool
+        self._trajectory_id = trajectory_id
+        self._link = server.link(trajectory_id)
+
+    async def open(self, task: RolloutTask) -> None:
+        """Connect, unless another of the server's tools has."""
+        try:
+            await self._server.run(self._link.connected())
+        except ConnectionBroke as error:
+            raise ToolLost(f"MCP server {self._server.label!r}: {error}") from error
+
+    async def call(self, arguments: Mapping[str, JSON]) -> str:
+        return await self._server.run(self._called(dict(arguments)))
+
+    async def close(self) -> None:
+        await self._server.let_go(self._trajectory_id, self._link)
+
+    async def _called(self, arguments: dict[str, JSON]) -> str:
+        try:
+            try:
+                result = await self._link.call(self._tool.listed_name, arguments)
+            except ConnectionBroke:
+                if not (self._tool.can_repeat and self._server.is_shared):
+                    raise
+                result = await self._link.call(self._tool.listed_name, arguments)
+        except ConnectionBroke as error:
+            raise ToolLost(f"MCP server {self._server.label!r}: {error}") from error
+        text = shown(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+
+class _Link:
+    """A connection that is made when it is needed. All of it runs on the thread's loop, but the count of users."""
+
+    def __init__(self, server: McpTools) -> None:
+        self.num_users = 0
+        self._server = server
+        self._client: Client | None = None
+        self._holder: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Event | None = None
+        self._turn: asyncio.Lock | None = None
+        self._is_left = self._was_made = False
+        self._away_until, self._reason = 0.0, ""
+
+    async def connected(self) -> Client:
+        """Return the client; whoever comes first connects. Raises ConnectionBroke."""
+        self._turn = self._turn or asyncio.Lock()
+        async with self._turn:
+            if self._client is not None and self._holder is not None and not self._holder.done():
+                return self._client
+            if self._is_left:
+                raise ConnectionBroke("the connection was closed")
+            if not self._server.is_shared and self._was_made:
+                raise ConnectionBroke("the trajectory's connection is gone, and its state with it")
+            if time.monotonic() < self._away_until:
+                raise ConnectionBroke(self._reason)
+            return await self._round()
+
+    async def call(self, name: str, arguments: dict[str, JSON]) -> CallToolResult:
+        """Call a tool. Raises ConnectionBroke, and ToolError where the call alone failed."""
+        client = await self.connected()
+        assert self._holder is not None, "connected"
+        calling = asyncio.create_task(client.call_tool(name, arguments), name=f"mcp {name}")
+        try:
+            ends: set[asyncio.Task[Any]] = {calling, self._holder}
+            done, _ = await asyncio.wait(
+                ends, timeout=self._server.call_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if calling in done:
+                return calling.result()
+            if not done:
+                raise ToolError(f"timed out after {self._server.call_timeout_s:g} s")
+            raise ConnectionBroke("the server went away during a call")
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise ToolError(_line(error)) from error
+            await self._drop()
+            raise ConnectionBroke("the server went away during a call") from error
+        except (OSError, httpx2.HTTPError, ExceptionGroup) as error:
+            await self._drop()
+            raise ConnectionBroke(_line(error)) from error
+        except ValidationError as error:
+            raise ToolError("the server's answer is not of the protocol") from error
+        finally:
+            calling.cancel()
+
+    async def leave(self) -> None:
+        """Close the connection; it is not made again. Idempotent."""
+        self._is_left = True
+        await self._drop()
+
+    async def _round(self) -> Client:
+        """Try to connect a few times; a trajectory's own connection once, within its deadline."""
+        pause_s, problem = FIRST_PAUSE_S, ""
+        for attempt in range(MAX_ATTEMPTS if self._server.is_shared else 1):
+            if attempt:
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+            try:
+                self._client = await self._made()
+            except ConnectionBroke as error:
+                problem = str(error)
+                _log.warning("mcp_not_connected", server=self._server.label, error=problem, attempt=attempt + 1)
+                continue
+            if self._was_made:
+                _log.info("mcp_connected_again", server=self._server.label)
+            self._was_made = True
+            return self._client
+        self._away_until, self._reason = time.monotonic() + AWAY_S, problem
+        raise ConnectionBroke(problem)
+
+    async def _made(self) -> Client:
+        ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._leaving = leaving = asyncio.Event()
+        self._holder = holder = asyncio.create_task(self._hold(ready, leaving), name="mcp connection")
+        ends: set[asyncio.Future[Any]] = {ready, holder}
+        await asyncio.wait(ends, timeout=self._server.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            return ready.result()
+        problem = f"no connection within {self._server.connect_timeout_s:g} s"
+        if holder.done() and not holder.cancelled():
+            problem = _line(holder.exception() or ConnectionBroke("it hung up"))
+        holder.cancel()
+        raise ConnectionBroke(problem)
+
+    async def _hold(self, ready: asyncio.Future[Client], leaving: asyncio.Event) -> None:
+        """Keep the connection open until it is to be left: the task that entered it must leave it."""
+        async with self._server.client() as client:
+            ready.set_result(client)
+            await leaving.wait()
+
+    async def _drop(self) -> None:
+        """Have the holder leave, or cancel it if that takes too long."""
+        holder, self._client = self._holder, None
+        if holder is None or self._leaving is None:
+            return
+        self._leaving.set()
+        await asyncio.wait({holder}, timeout=LEAVE_S - 1.0)
+        if not holder.done():
+            holder.cancel()
+        elif not holder.cancelled() and (error := holder.exception()) is not None:
+            _log.debug("mcp_connection_ended", server=self._server.label, error=_line(error))
+
+
+def shown(result: CallToolResult) -> str:
+    """Return an answer as text. A tool answers the policy in text, so images and sounds are named, not shown."""
+    texts = []
+    for block in result.content:
+        if isinstance(block, TextContent):
+            texts.append(block.text)
+        elif isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
+            texts.append(block.resource.text)
+        else:
+            what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or ""
+            texts.append(f"[{block.type} {what} is not shown: a tool's answer is text]".replace("  ", " "))
+    if not texts and result.structured_content is not None:
+        return orjson.dumps(result.structured_content).decode()
+    return "\n".join(texts)
+
+
+def _line(error: BaseException) -> str:
+    """Return one line about what is at the bottom of an error: the SDK wraps them in groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) if isinstance(error, ConnectionBroke) else error_line(error)
