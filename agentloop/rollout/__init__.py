@@ -19,7 +19,8 @@ from agentloop.rollout.tool import (
     tool,
     validated,
 )
-from agentloop.rollout.toolbox import Toolbox, load_tools
+from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import RunParts, TrajectoryRun, WorkerConfig, unmade_record
 from agentloop.rollout.turn_journal import TURNS_FOLDER, TurnJournal
 from agentloop.rollout.worker import Worker

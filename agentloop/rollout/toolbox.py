@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -31,14 +31,12 @@ from agentloop.errors import (
     error_line,
     error_trace,
 )
-from agentloop.plugins import made, resolve
 from agentloop.rollout.tool import (
     OpeningSession,
     ScoringSession,
     SnapshotSession,
     Tool,
     ToolSession,
-    ToolSet,
     ToolSpec,
 )
 from agentloop.score import Score, score_of
@@ -561,44 +559,3 @@ def capped(text: str, max_bytes: int) -> tuple[str, bool]:
 
 def _mark(num_bytes: int) -> str:
     return f"...[truncated {num_bytes} bytes]"
-
-
-# --- finding tools ----------------------------------------------------------------------------------------
-
-
-def load_tools(names: Sequence[str], shipped: Mapping[str, str]) -> list[Tool]:
-    """The tools that a configuration names: keys of `shipped` (name to import path) and import paths.
-
-    Raises InvalidRequest with param "tools".
-    """
-    for name in names:
-        if ":" not in name and name not in shipped:
-            text = (
-                f"unknown tool {name!r}. Shipped: {_listed(shipped)}; or an import path, package.module:attribute"
-            )
-            raise InvalidRequest(text, param="tools")
-    return [tool for name in names for tool in tools_at(shipped.get(name, name))]
-
-
-def tools_at(path: str) -> list[Tool]:
-    """The tools at an import path: a Tool, a ToolSet, or a class or function without arguments that makes one.
-
-    Raises InvalidRequest with param "tools".
-    """
-    found = resolve(path, param="tools")
-    refusal = f"{path!r} is neither a tool (see @tool) nor makes one"
-    if not _is_tool(found) and callable(found):
-        found = made(found, refusal, param="tools")
-    if _is_tool(found):
-        return [cast(Tool, found)]
-    if isinstance(found, type) or not isinstance(found, ToolSet):
-        raise InvalidRequest(refusal, param="tools")
-    tools = made(found.tools, f"{path!r} has no tools", param="tools")
-    if not all(_is_tool(tool) for tool in tools):
-        raise InvalidRequest(f"{path!r} has something among its tools that is none", param="tools")
-    return list(tools)
-
-
-def _is_tool(found: object) -> bool:
-    has_spec = not isinstance(found, type) and isinstance(getattr(found, "spec", None), ToolSpec)
-    return has_spec and all(callable(getattr(found, method, None)) for method in ("open_session", "close"))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from agentloop.errors import InvalidRequest, InvariantBroken, ToolError
 from agentloop.rollout.tool import ToolSpec, tool
-from agentloop.rollout.toolbox import Toolbox, ToolScope, capped, load_tools, tools_at
+from agentloop.rollout.tool_loading import load_tools, tools_at
+from agentloop.rollout.toolbox import Toolbox, ToolScope, capped
 from agentloop.types import JSON, ToolCall, ToolCallStatus, ToolResult
 
 MAX_BYTES = 16_384

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentloop.errors import InvalidRequest, ToolLost
-from agentloop.rollout.toolbox import Toolbox, ToolScope, tools_at
+from agentloop.rollout.tool_loading import tools_at
+from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.types import RolloutTask, ToolCall, ToolResult
 from agentloop_tools.mcp import McpTools
 from tests.support.fleet.worker import task

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import ToolError
-from agentloop.rollout.toolbox import Toolbox, load_tools
+from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.toolbox import Toolbox
 from agentloop.types import ToolCall
 from agentloop_tools import SHIPPED_TOOLS
 from agentloop_tools.python import MAX_SOURCE_BYTES, PythonSession, PythonTool, with_value_printed

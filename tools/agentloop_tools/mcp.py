@@ -8,7 +8,7 @@ policy. A stdio server gets the few variables that the SDK passes on and those g
 
 Ownership: the SDK's tasks run on one event loop in a thread of their own, so that a server which floods us holds up
 no turn. A connection is held by one task there, which enters and leaves it. A shared one that broke is made again,
-at most MAX_ATTEMPTS times in a round, and after a round that failed calls fail at once for AWAY_S. A trajectory's
+at most MAX_CONNECTS times in a round, and after a round that failed calls fail at once for AWAY_S. A trajectory's
 own connection is never made again: the state behind it is gone.
 
 A call that is cancelled or too late leaves its session usable. One whose connection breaks is repeated once if the
@@ -38,7 +38,7 @@ from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line
 from agentloop.rollout import ToolSpec
 from agentloop.types import JSON, RolloutTask
 
-MAX_ATTEMPTS = 4  # to connect, in one round
+MAX_CONNECTS = 4  # to connect, in one round
 FIRST_PAUSE_S = 0.25  # between two attempts; doubled each time
 AWAY_S = 5.0  # after a round that failed: calls fail at once
 MAX_TOOLS = 512  # of one server
@@ -180,7 +180,7 @@ class McpTools:
     @property
     def _round_s(self) -> float:
         """Seconds that a round of attempts to connect takes at most."""
-        return float(MAX_ATTEMPTS * (self._connect_timeout_s + FIRST_PAUSE_S * 2**MAX_ATTEMPTS))
+        return float(MAX_CONNECTS * (self._connect_timeout_s + FIRST_PAUSE_S * 2**MAX_CONNECTS))
 
     async def _listed(self) -> list[ListedTool]:
         link = self._shared if self._is_shared else _Link(self)
@@ -335,7 +335,7 @@ class _Link:
     async def _round(self) -> Client:
         """Try to connect a few times; a trajectory's own connection once, within its deadline."""
         pause_s, problem = FIRST_PAUSE_S, ""
-        for attempt in range(MAX_ATTEMPTS if self._server.is_shared else 1):
+        for attempt in range(MAX_CONNECTS if self._server.is_shared else 1):
             if attempt:
                 await asyncio.sleep(pause_s)
                 pause_s *= 2

@@ -13,7 +13,8 @@ from agentloop.api import FrontPort
 from agentloop.clock import RealClock
 from agentloop.engine import Engine
 from agentloop.fleet import FleetConfig
-from agentloop.rollout.toolbox import Toolbox, load_tools
+from agentloop.rollout.tool_loading import load_tools
+from agentloop.rollout.toolbox import Toolbox
 from agentloop.rollout.trajectory_run import WorkerConfig
 from agentloop.rollout.worker import Worker
 from agentloop.storage.trajectory_store import TrajectoryStore
