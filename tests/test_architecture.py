@@ -201,6 +201,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.host",
         "agentloop_servers.local",
         "agentloop_servers.locks",
+        "agentloop_tools",
     },
 }
 
@@ -340,6 +341,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.public_port",
         "agentloop_servers.sizing",
         "agentloop_tools",
+        "agentloop.rollout.tool_loading",
     ),
     "a plain synchronous object, held by the one that waits and acts": (
         "agentloop.fleet.starts",

@@ -5,3 +5,5 @@ SHIPPED_TOOLS: dict[str, str] = {
     "python": "agentloop_tools.python:PythonTool",
 }
 """Names a configuration may use, to import paths: naming one imports only its own dependencies."""
+
+__all__ = ["SHIPPED_TOOLS", "sandbox"]

@@ -32,6 +32,7 @@ from agentloop_servers.config import ServiceConfig, located, model_sizes
 from agentloop_servers.engine_config import EngineEntry
 from agentloop_servers.environments import check_environment
 from agentloop_servers.host import NICENESS
+from agentloop_tools import sandbox
 
 MIN_FREE_MEMORY_GIB = 4.0  # two CPU replicas of the shipped policy with their engines' Python processes
 MIN_FREE_DISK_GIB = 1.0
@@ -123,6 +124,7 @@ def examine() -> list[Check]:
         _probed("memory", _memory),
         _probed("disk", _disk),
         _probed("sandbox", _sandbox),
+        _probed("shell sandbox", _shell, is_needed=False),
         _ray_token(),
         _ray_niceness(),
         _probed("a free port", _port),
@@ -216,6 +218,11 @@ def _sandbox() -> tuple[bool, str]:
     ):
         answer = session.feed_run("6 * 7")
     return answer == 42, f"pydantic-monty {version} computes 6 * 7 = {answer}"
+
+
+def _shell() -> tuple[bool, str]:
+    why_not = sandbox.refusal()
+    return why_not is None, why_not or "bubblewrap isolates commands: the shell tool runs here"
 
 
 def _port() -> tuple[bool, str]:
