@@ -71,11 +71,13 @@ class FolderUse:
     num_bytes: int
     is_too_deep: bool
 
-    def excess(self, limits: SandboxLimits) -> str | None:
-        """Say what there is too much of; None: of nothing."""
-        if self.num_files > limits.max_files or self.is_too_deep:
+    def excess(self, limits: SandboxLimits, began: FolderUse | None = None) -> str | None:
+        """Say what there is too much of, and more than when a command `began`; None: of nothing."""
+        began = FolderUse(0, 0, is_too_deep=False) if began is None else began
+        is_deeper = self.is_too_deep and not began.is_too_deep
+        if self.num_files > max(limits.max_files, began.num_files) or is_deeper:
             return f"{FOLDER} holds more than {limits.max_files} files, or folders deeper than {MAX_DEPTH}"
-        if self.num_bytes > limits.max_folder_bytes:
+        if self.num_bytes > max(limits.max_folder_bytes, began.num_bytes):
             return f"{FOLDER} holds more than {limits.max_folder_bytes >> 20} MiB"
         return None
 
@@ -252,9 +254,7 @@ async def _watch(pid: int, folder: Path, limits: SandboxLimits, began: FolderUse
 def _excess(pid: int, folder: Path, limits: SandboxLimits, began: FolderUse) -> str | None:
     if resident_bytes(pid) > limits.max_memory_bytes:
         return f"its processes used more than {limits.max_memory_bytes >> 20} MiB of memory"
-    use = folder_use(folder, limits)
-    has_grown = use.num_files > began.num_files or use.num_bytes > began.num_bytes or not began.is_too_deep
-    return use.excess(limits) if has_grown else None
+    return folder_use(folder, limits).excess(limits, began)
 
 
 def resident_bytes(pid: int) -> int:
