@@ -1,14 +1,16 @@
-"""What others do, on vLLM as it comes: its one-phase packed NCCL path, and stop-the-world (abort, update, resend).
+"""What others do, on an engine as it comes: its own one-phase path, and stop-the-world (abort, update, resend).
 
-The engine has the sizes of ours and nothing of our code in it. Both ways send the tensors of the trainer process
-that our variants use. vLLM's NCCL wrapper needs NCCL 2.29.7 or newer (VLLM_NCCL_SO_PATH) and delivers zeros without
-a word on an older one: `delivered` compares greedy tokens with those of an engine that had these weights.
+Here is vLLM's path, which is packed NCCL; SGLang's is in `baselines_sglang.py`. The engine has the sizes of ours
+and nothing of our code in it. Both ways send the tensors of the trainer process that our variants use. vLLM's NCCL
+wrapper needs NCCL 2.29.7 or newer (VLLM_NCCL_SO_PATH) and delivers zeros without a word on an older one:
+`delivered` compares greedy tokens with those of an engine that had these weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,79 @@ class PlainUpdate:
     gaps_ms: tuple[float, ...]
 
 
-class PlainVllm:
+class PlainEngine(ABC):
+    """An engine as it comes, with its own way of updating weights."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start it."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End it. Idempotent."""
+
+    @abstractmethod
+    async def connect(self, trainer: TrainerProcess) -> None:
+        """Open what its updates travel through."""
+
+    @abstractmethod
+    def stream(self, request_id: str, prompt: tuple[int, ...]) -> AsyncIterator[Piece]:
+        """Tokens as they come, until an abort or the end of the context."""
+
+    @abstractmethod
+    async def greedy(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[tuple[int, ...]]:
+        """The most probable continuations."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End one request."""
+
+    @abstractmethod
+    async def pause(self, *, is_aborting: bool, is_cache_cleared: bool) -> None:
+        """Stop: requests are frozen, or aborted."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    async def transfer(self, trainer: TrainerProcess) -> None:
+        """Take the trainer's tensors; it is paused."""
+
+    async def load(self, trainer: TrainerProcess, version: int) -> None:
+        """Bring it to `version` while nothing runs."""
+        await trainer.ask(SetVersion(version))
+        await self.pause(is_aborting=False, is_cache_cleared=True)
+        await self.transfer(trainer)
+        await self.resume()
+
+    async def update(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
+        """The documented way with requests in flight: pause in place, transfer, resume. Their KV is kept."""
+        await trainer.ask(SetVersion(version))
+        times = [time.perf_counter()]
+        await self.pause(is_aborting=False, is_cache_cleared=False)
+        times.append(time.perf_counter())
+        await self.transfer(trainer)
+        times.append(time.perf_counter())
+        await self.resume()
+        times.append(time.perf_counter())
+        return await _measured(flight, times)
+
+    async def update_by_resending(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
+        """Stop the world: abort all, update, send each again with its prompt and its tokens so far."""
+        await trainer.ask(SetVersion(version))
+        times = [time.perf_counter()]
+        await self.pause(is_aborting=True, is_cache_cleared=True)
+        times.append(time.perf_counter())
+        await self.transfer(trainer)
+        times.append(time.perf_counter())
+        await self.resume()
+        await flight.restart()
+        times.append(time.perf_counter())
+        return await _measured(flight, times)
+
+
+class PlainVllm(PlainEngine):
     """An AsyncLLM with vLLM's own weight transfer."""
 
     def __init__(self, config: VllmConfig) -> None:
@@ -58,13 +132,10 @@ class PlainVllm:
         await trainer.ask(NativeConnect(free_port("127.0.0.1")), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
 
     async def stream(self, request_id: str, prompt: tuple[int, ...]) -> AsyncIterator[Piece]:
-        """Tokens as they come, until an abort or the end of the context."""
         async for output in self._llm.generate(*self._request(request_id, prompt, None)):
             yield Piece(tuple(output.outputs[0].token_ids))
 
     async def greedy(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[tuple[int, ...]]:
-        """The most probable continuations."""
-
         async def one(number: int, prompt: tuple[int, ...]) -> tuple[int, ...]:
             request = self._request(f"greedy-{number}", prompt, num_tokens)
             return tuple(
@@ -76,37 +147,15 @@ class PlainVllm:
     async def abort(self, request_id: str) -> None:
         await self._llm.abort([request_id])
 
-    async def load(self, trainer: TrainerProcess, version: int) -> None:
-        """Bring it to `version` while nothing runs."""
-        await trainer.ask(SetVersion(version))
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-        await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
+    async def pause(self, *, is_aborting: bool, is_cache_cleared: bool) -> None:
+        mode = "abort" if is_aborting else "keep"
+        await self._llm.pause_generation(mode=mode, clear_cache=is_cache_cleared)
+
+    async def resume(self) -> None:
         await self._llm.resume_generation()
 
-    async def update(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
-        """vLLM's documented way with requests in flight: pause(keep), transfer, resume. Their KV is kept."""
-        await trainer.ask(SetVersion(version))
-        times = [time.perf_counter()]
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
-        times.append(time.perf_counter())
+    async def transfer(self, trainer: TrainerProcess) -> None:
         await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
-        times.append(time.perf_counter())
-        await self._llm.resume_generation()
-        times.append(time.perf_counter())
-        return await _measured(flight, times)
-
-    async def update_by_resending(self, trainer: TrainerProcess, flight: Flight, version: int) -> PlainUpdate:
-        """Stop the world: abort all, update, send each again with its prompt and its tokens so far."""
-        await trainer.ask(SetVersion(version))
-        times = [time.perf_counter()]
-        await self._llm.pause_generation(mode="abort", clear_cache=True)
-        times.append(time.perf_counter())
-        await trainer.ask(NativeSend(), timeout_s=NATIVE_TIMEOUT_S, serve=self.serve)
-        times.append(time.perf_counter())
-        await self._llm.resume_generation()
-        await flight.restart()
-        times.append(time.perf_counter())
-        return await _measured(flight, times)
 
     async def serve(self, call: Call) -> None:
         """What vLLM's trainer side asks of the engine."""

@@ -33,7 +33,7 @@ from tests.benchmarks.cpu_seconds import CpuSeconds
 from tests.benchmarks.gpu_load import Planned
 
 OURS = ("kv_events_config", "worker_extension_cls")
-WARM_UP = (64, 8)  # requests and tokens
+WARM_UP_TOKENS = 16  # of each of the most that are asked for at once, as the service is warmed up
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,9 @@ async def run(options: argparse.Namespace) -> list[BareRun]:
     try:
         plans = {at_once: path.read_text().splitlines() for at_once, path in options.plan}
         freeze_gc()
-        num_requests, num_tokens = WARM_UP
-        some = [Planned.from_json(line).prompt_ids for line in next(iter(plans.values()))[:num_requests]]
-        calls = (engine.sample(f"warm-{n}", ids[::-1], num_tokens) for n, ids in enumerate(some))
+        most = max(plans)
+        some = [Planned.from_json(line).prompt_ids for line in plans[most][:most]]
+        calls = (engine.sample(f"warm-{n}", ids[::-1], WARM_UP_TOKENS) for n, ids in enumerate(some))
         await asyncio.gather(*calls)
         for at_once, lines in plans.items():
             found.append(await run_plan(engine, [Planned.from_json(line) for line in lines], at_once))

@@ -1,7 +1,7 @@
 """A trainer in a process of its own: seeded tensors on its device, told over a pipe what to do with them.
 
-It sends with our `WeightSender`, or with vLLM's own trainer side, whose calls to the engine travel back over the
-same pipe (`Call`) while the asker waits. One command at a time; each has a deadline.
+It sends with our `WeightSender`, or in the engine's own way, whose calls to the engine travel back over the same
+pipe (`Call`) while the asker waits. One command at a time; each has a deadline.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class TrainerConfig:
     dtype: str
     transport: str
     version: int
+    engine: str = "vllm"  # whose own way NativeConnect and NativeSend are
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class NativeConnect:
-    """Open vLLM's packed NCCL group with one engine worker."""
+    """Open what the engine's own updates travel through, with one engine worker."""
 
     port: int
 
 
 @dataclass(frozen=True, slots=True)
 class NativeSend:
-    """One update by vLLM's own trainer engine: start, broadcast, finish."""
+    """One update in the engine's own way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ class _Trainer:
 
     def __init__(self, pipe: Connection, config: TrainerConfig) -> None:
         self._pipe = pipe
+        self._config = config
         self._shape = SHAPES[config.shape]
         self._device = torch.device(config.device)
         if self._device.type == "cuda":
@@ -212,6 +214,14 @@ class _Trainer:
         return self._sender.offer(outgoing)
 
     def _connect(self, port: int) -> None:
+        if self._config.engine == "sglang":
+            from tests.benchmarks.baselines_sglang import SglangSender  # noqa: PLC0415
+
+            # On CPU the broadcast, by gloo, is the one that works between any two processes.
+            is_shared = self._config.transport == "ipc"
+            self._native = SglangSender(self._tensors, _PipeClient(self._pipe).call, is_shared=is_shared)
+            self._native.connect(port)
+            return
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
 
@@ -222,28 +232,29 @@ class _Trainer:
 
 
 class _PipeClient:
-    """vLLM's weight-sync client, over the pipe."""
+    """Calls of the engine over the pipe; vLLM's weight-sync client."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()  # vLLM calls from two threads, in turns
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", init_info)
+        self.call("init_weight_transfer_engine", init_info)
 
     def shutdown_weight_transfer_engine(self) -> None:
-        self._call("shutdown_weight_transfer_engine", None)
+        self.call("shutdown_weight_transfer_engine", None)
 
     def start_weight_update(self) -> None:
-        self._call("start_weight_update", None)
+        self.call("start_weight_update", None)
 
     def update_weights(self, update_info: Any) -> None:
-        self._call("update_weights", update_info)
+        self.call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update", weight_version)
+        self.call("finish_weight_update", weight_version)
 
-    def _call(self, verb: str, payload: Any) -> None:
+    def call(self, verb: str, payload: Any) -> None:
+        """Wait for the engine to have done it. Raises RuntimeError."""
         with self._lock:
             self._pipe.send(Call(verb, payload))
             answer = self._pipe.recv()

@@ -98,7 +98,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(staged, Staged):
         found["Throughput while staging"] = _throughput(staged.staging)
         found["Updates in a row"] = _consecutive(staged.consecutive)
-        found["Prefilled again, from vLLM's counters"] = _prefilled(staged)
+        if staged.recomputed != PrefillCounts():  # SGLang has none
+            found["Prefilled again, from vLLM's counters"] = _prefilled(staged)
     link = results.get("link")
     if isinstance(link, LinkSpeed):
         rows = [("NCCL broadcast, GPU to GPU", link.broadcast_gbps), ("copy within a GPU", link.copy_gbps)]

@@ -9,7 +9,9 @@
 on an engine of its own, one after the other:
 - `staged`: two phases, KV kept. Also throughput while staging, 20 updates in a row, and vLLM's prefill counters;
 - `one-phase`: ours with `weight_staging` none;
-- `native`: vLLM's packed NCCL path (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); `resend`: abort, update, send again.
+- `native`: the engine's own path. Of vLLM packed NCCL (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); of SGLang
+  `update_weights_from_distributed` (nccl), or `update_weights_from_tensor` (ipc). `resend`: abort, update by that
+  path, send again.
 A variant that fails is named, and the others still run; the exit status is then 1. `gap` is what a request sees:
 from its last token under the old weights to its first under the new ones. `transfer` of a baseline is its whole
 update, loading included.
@@ -33,7 +35,8 @@ import torch
 from agentloop.types import KVPolicy
 from agentloop_servers.engines.sglang import SglangConfig
 from agentloop_servers.engines.vllm.config import VllmConfig
-from tests.benchmarks.baselines import PlainUpdate, PlainVllm, agreement, delivered
+from tests.benchmarks.baselines import PlainEngine, PlainUpdate, PlainVllm, agreement, delivered
+from tests.benchmarks.baselines_sglang import PlainSglang
 from tests.benchmarks.link_speed import measure
 from tests.benchmarks.report import finish
 from tests.benchmarks.shapes import SHAPES, random_prompts, write_model_folder
@@ -147,10 +150,9 @@ async def _staging(site: EngineSite, flight: Flight, window_s: float) -> Staging
     )
 
 
-async def plain(config: VllmConfig, trainer: TrainerProcess, options: argparse.Namespace, bench: Bench) -> None:
+async def plain(engine: PlainEngine, trainer: TrainerProcess, options: argparse.Namespace, bench: Bench) -> None:
     """Both baselines, on one engine."""
     probes = random_prompts(SHAPES[options.shape], PROBE_PROMPTS, options.prompt_tokens, seed=1)
-    engine = PlainVllm(config)
     try:
         await engine.start()
         await engine.connect(trainer)
@@ -207,14 +209,18 @@ class Bench:
         """All variants. Raises TimeoutError at the deadline, with `results` as far as it came."""
         options = self._options
         device = {"nccl": "cuda:1", "ipc": "cuda:0"}.get(options.transport, options.device)
-        config = TrainerConfig(options.shape, device, options.dtype, options.transport, version=PROBE_VERSION)
+        config = TrainerConfig(
+            options.shape, device, options.dtype, options.transport, version=PROBE_VERSION, engine=options.engine
+        )
         async with asyncio.timeout(options.deadline_s):
             if "link" in options.variants:
                 self.results["link"] = await asyncio.to_thread(measure)
             with TrainerProcess(config) as trainer:
                 await self._ours(trainer)
-                if {"native", "resend"} & set(options.variants) and isinstance(self._config, VllmConfig):
-                    await self._attempt("native", plain(self._config, trainer, options, self))
+                if {"native", "resend"} & set(options.variants):
+                    began_at = time.perf_counter()
+                    await self._attempt("native", plain(_plain_engine(self._config), trainer, options, self))
+                    _say(f"baselines: done after {time.perf_counter() - began_at:.0f} s")
 
     async def _ours(self, trainer: TrainerProcess) -> None:
         for name, staging, run in (("staged", "auto", staged), ("one-phase", "none", one_phase)):
@@ -239,6 +245,10 @@ class Bench:
         except Exception as error:
             self.results.setdefault(name, Failed(repr(error)))
             _say(f"{name}: FAILED: {error!r}")
+
+
+def _plain_engine(config: VllmConfig | SglangConfig) -> PlainEngine:
+    return PlainVllm(config) if isinstance(config, VllmConfig) else PlainSglang(config)
 
 
 def _engine_config(options: argparse.Namespace, folder: Path) -> VllmConfig | SglangConfig:
@@ -306,13 +316,11 @@ def _options() -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    has_baselines = options.transport == "nccl" and options.engine == "vllm"
+    has_baselines = options.transport == "nccl" or options.engine == "sglang"
     usual = "link,staged,one-phase,native,resend" if has_baselines else "staged,one-phase"
     options.variants = (options.variants or usual).split(",")
     if options.transport == "nccl" and torch.cuda.device_count() < 2:
         parser.error("nccl needs two GPUs: the trainer has one of its own")
-    if options.engine == "sglang" and {"native", "resend"} & set(options.variants):
-        parser.error("the baselines are vLLM's")
     if not {"staged", "one-phase"} & set(options.variants) and {"native", "resend"} & set(options.variants):
         parser.error("a baseline is checked against one of our variants in the same run")
     return options

@@ -22,10 +22,14 @@ def sampled_logprobs(
     prompt_ids: Sequence[int],
     reply_ids: Sequence[int],
     allowed: BoolArray,
+    *,
+    slack: float = 0.0,
 ) -> FloatArray:
     """The logprob of every id after `prompt_ids` and `reply_ids`; minus infinity for what cannot be sampled.
 
-    `logits` are the model's, one an id; `allowed` are the ids that the turn's constraint allows.
+    `logits` are the model's, one an id; `allowed` are the ids that the turn's constraint allows. Every cut lies
+    `slack` nats lower, or higher if that is negative, and what is nearer than that to an id does not count before
+    it; the likeliest id stays.
     """
     logits = np.where(allowed, logits.astype(np.float64), -np.inf)
     for token_id, bias in sampling.logit_bias:
@@ -42,12 +46,19 @@ def sampled_logprobs(
     if sampling.temperature == 0:
         return log_softmax(logits)
     logits = logits / sampling.temperature
-    with np.errstate(divide="ignore"):
-        logits = np.where(logits >= logits.max() + np.log(sampling.min_p), logits, -np.inf)
+    largest = logits.max()
+    if sampling.min_p:
+        logits = np.where(logits >= min(largest + np.log(sampling.min_p) - slack, largest), logits, -np.inf)
     if sampling.top_k:
-        logits = np.where(logits >= np.sort(logits)[-sampling.top_k], logits, -np.inf)
+        logits = np.where(logits >= min(np.sort(logits)[-sampling.top_k] - slack, largest), logits, -np.inf)
     if sampling.top_p < 1:
         order = np.argsort(-logits, kind="stable")
-        mass = np.exp(log_softmax(logits))[order].cumsum()
-        logits[order[1:][mass[:-1] >= sampling.top_p]] = -np.inf
+        ordered, mass = -logits[order], np.exp(log_softmax(logits))[order].cumsum()
+        num_before = np.arange(len(order))
+        if slack > 0:  # ids that are `slack` likelier at least
+            num_before = np.searchsorted(ordered, ordered - slack, side="left")
+        elif slack < 0:
+            num_before = np.searchsorted(ordered, ordered - slack, side="right") - 1
+        before = np.concatenate(([0.0], mass))[num_before]
+        logits[order[1:][before[1:] >= sampling.top_p * np.exp(slack)]] = -np.inf
     return log_softmax(logits)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agentloop.parsers.by_name import get_parser
-from agentloop.sampling import LogprobsMode, TurnSampling, turn_sampling
+from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.types import Constraint, ConstraintKind, FloatArray, GenerateRequest, Generation
 from tests.contract.cases import EngineCase
 from tests.contract.driving import Reading, generated
@@ -67,7 +66,9 @@ async def test_raw_logprobs_come_beside_those_of_the_distribution(case: EngineCa
     assert max(forced.raw_logprobs) < -0.1
     assert min(forced.logprobs) > -1e-3
     cool = await one(case, prompt, {"temperature": 0.5, "top_k": 1})
-    assert cool.logprobs == pytest.approx([0.0] * len(cool.token_ids), abs=1e-5)
+    # In bfloat16 several ids may tie for the first place, and share it.
+    shares = [-math.log(count) for count in range(1, 2 if case.logit_error < STRICT else 4)]
+    assert all(min(abs(logprob - share) for share in shares) < 1e-5 for logprob in cool.logprobs)
     assert min(cool.raw_logprobs) < -0.05  # a trained policy may be certain of most of its likeliest tokens
 
 
@@ -102,30 +103,32 @@ def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: 
     found = np.array(
         [
             [
-                sampled_logprobs(logits[at], cuts, prompt, ids[:at], allowed[at])[token_id]
-                for cuts in cuts_within(told, float(within[at] - STRICT))
+                sampled_logprobs(logits[at], told, prompt, ids[:at], allowed[at], slack=slack)[token_id]
+                for slack in slacks(float(within[at] - STRICT))
             ]
             for at, token_id in enumerate(ids)
         ]
     )
-    sampled, low, high = found[:, 0], found.min(axis=1), found.max(axis=1)
+    # A token may be cut by the higher cuts; those that leave it say what its logprob may be.
+    low = np.where(np.isfinite(found), found, np.inf).min(axis=1)
+    high = found.max(axis=1)
+    sampled = np.where(np.isfinite(found[:, 0]), found[:, 0], high)
     raw = [log_softmax(logits[at])[token_id] for at, token_id in enumerate(ids)]
     logprobs = np.array(answer.logprobs)
-    assert ((logprobs > low - within) & (logprobs < high + within)).all(), what
+    is_off = (logprobs <= low - within) | (logprobs >= high + within)
+    off = [(logprobs[at], low[at], high[at], within[at]) for at in np.flatnonzero(is_off)]
+    assert not off, f"{what}: recorded, lowest, highest, bound: {off}"
     assert (np.abs(np.array(answer.raw_logprobs) - raw) < bound(case, logits, 1.0)).all(), what
     return float(np.abs(sampled - raw).max())
 
 
-def cuts_within(told: TurnSampling, error: float) -> tuple[TurnSampling, ...]:
-    """Return the sampling, and the same with its cuts as far off as an error of the logits can put a token across.
+def slacks(error: float) -> tuple[float, float, float]:
+    """Return how far the cuts may lie from where they are, in nats: not at all, and to either side.
 
-    A token that is at a cut is on one side in one arithmetic and on the other side in another, and what is kept is
-    then divided by another sum. Without an error all three are one.
+    An error of the logits puts a token that is at a cut on one side in one arithmetic and on the other side in
+    another, and what is kept is then divided by another sum. A token and what it is compared with may both be off.
     """
-    factor = math.exp(2 * error)
-    wider = replace(told, min_p=told.min_p / factor, top_p=min(told.top_p * factor, 1.0))
-    narrower = replace(told, min_p=min(told.min_p * factor, 1.0), top_p=told.top_p / factor)
-    return told, wider, narrower
+    return 0.0, 2 * error, -2 * error
 
 
 def bound(case: EngineCase, logits: FloatArray, stretch: float) -> FloatArray:

@@ -180,7 +180,9 @@ async def check(options: argparse.Namespace, work: Path) -> tuple[Outcome, Updat
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.device_count()  # remembered from here on; the variable is for the service
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(options.tp * options.dp)))
+        mine = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = mine.split(",") if mine else [str(number) for number in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[: options.tp * options.dp])
     facts = {"max_context_tokens": CONTEXT_TOKENS, "dtype": options.dtype}
     old = write_policy(shape, tensors, work / "v0", **facts)
     set_version(shape, tensors, 1)

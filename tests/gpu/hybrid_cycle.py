@@ -188,15 +188,22 @@ async def run(options: argparse.Namespace) -> list[Cycle]:
     run_dir = options.work / "run"
     run_dir.mkdir()
     cycles: list[Cycle] = []
+    began_at = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - began_at:6.1f} s  {what}", file=sys.stderr, flush=True)
+
     async with (
         asyncio.timeout(options.deadline_s),
         running_service(config, run_dir) as url,
         RolloutClient(url) as client,
     ):
+        say("the service is ready")
         for level in LEVELS:
             for _ in range(NUM_CYCLES):
                 cycles.append(await cycle(client, trainer, options, level, version=len(cycles) + 1))
-                print(cycles[-1], file=sys.stderr, flush=True)
+                say(str(cycles[-1]))
+    say("the service has ended")
     return cycles
 
 

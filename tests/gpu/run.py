@@ -42,6 +42,16 @@ GATE = "quiet"
 PRECOMPILE_S = 60.0
 LEAST_S = 2.0  # of the time that is left, for another part to begin
 TINY = "examples/tiny_policy/v1"
+WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0",
+}
+"""Variables that keep every library from NVLink multicast: a program that ends in its middle can put the GPUs of a
+host, which others may share, out of service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +231,10 @@ def ratios(run: Run, part: str) -> str:
 
 # --- parts -------------------------------------------------------------------------------------------------------
 
+TENSOR_PARALLEL = (
+    ("CONTRACT_TENSOR_PARALLEL", "2"),
+    ("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0"),  # others are on the GPUs
+)
 CONTINUATION = ("--engine", "{lane}", "--device", "{device}")
 
 PARTS = (
@@ -276,7 +290,7 @@ PARTS = (
             *("--engine", "{lane}", "--device", "{device}", "--shape", "small", "--kv-gib", "8"),
             out="hybrid",
         ),
-        200,
+        300,
         cycled,
     ),
     Part(
@@ -345,7 +359,7 @@ PARTS = (
         suite_counts,
         min_gpus=2,
         is_default=False,
-        env=(("CONTRACT_TENSOR_PARALLEL", "2"),),
+        env=TENSOR_PARALLEL,
     ),
     Part(
         "sampling-tp2",
@@ -355,7 +369,7 @@ PARTS = (
         suite_counts,
         min_gpus=2,
         is_default=False,
-        env=(("CONTRACT_TENSOR_PARALLEL", "2"),),
+        env=TENSOR_PARALLEL,
     ),
     Part(
         "transports",
@@ -371,21 +385,20 @@ PARTS = (
         "what requests see of an update over CUDA IPC, 4B shape, CUDA graphs",
         module(
             "tests.benchmarks.weight_updates",
-            *("--graphs", "--shape", "qwen3-4b", "--transport", "ipc"),
+            *("--engine", "{lane}", "--graphs", "--shape", "qwen3-4b", "--transport", "ipc"),
             out="gap-ipc",
         ),
         560,
         last_line,
         is_alone=True,
         is_default=False,
-        lanes=("vllm",),
     ),
     Part(
         "gap-nccl",
         "the same over NCCL",
         module(
             "tests.benchmarks.weight_updates",
-            *("--graphs", "--shape", "qwen3-4b", "--transport", "nccl"),
+            *("--engine", "{lane}", "--graphs", "--shape", "qwen3-4b", "--transport", "nccl"),
             out="gap-nccl",
         ),
         560,
@@ -393,7 +406,6 @@ PARTS = (
         is_alone=True,
         min_gpus=2,
         is_default=False,
-        lanes=("vllm",),
     ),
     Part(
         "residency",
@@ -479,7 +491,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 def environment(part: Part) -> dict[str, str]:
     """The part's own: every id of a process tree is its own, and tools find the sandbox's binary."""
-    found = {**os.environ, **dict(part.env)}
+    found = {**os.environ, **WITHOUT_MULTICAST, **dict(part.env)}
     if "MONTY_BIN" not in found:  # packages that were unpacked into a folder have their programs beside it
         places = (Path(entry) / "bin" / "monty" for entry in sys.path)
         binary = next((place for place in places if place.is_file()), None)

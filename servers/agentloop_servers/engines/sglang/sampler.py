@@ -7,10 +7,11 @@ prompt out, seeds count in its deterministic mode only, and a logprob is that of
 truncation. So SGLang is asked for nothing but a batch of logits, and everything else is done here, in the order
 of `SamplingParams`.
 
-One uniform number a row is drawn, by a hash of the request's seed and the token's place; the token is where it
-falls in the running sum of the row's weights. Weights are whole numbers, so sums are exact: what has no weight is
-never sampled, and every tensor-parallel rank, which sees the same logits, finds the same token without asking the
-others.
+Two uniform numbers a row are drawn, by a hash of the request's seed and the token's place: the first falls into a
+block of ids, in the running sum of the blocks' shares, the second onto an id of that block. So the vocabulary is
+read whole four times a step (its softmax, its largest, the blocks' sums), and running sums are short. They are of
+whole numbers, and exact: what has no share is never sampled, and every tensor-parallel rank, which sees the same
+logits, finds the same token without asking the others.
 
 A request's history (which ids it has, how often) is kept on the device beside its row and grows as tokens are
 sampled: with overlapped scheduling the scheduler's own record is a token behind.
@@ -36,8 +37,9 @@ Constrain = Callable[[torch.Tensor], None]
 _Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 _NUM_STEPS_KEPT = 3  # SGLang overlaps two
-_WEIGHT_BITS = 36  # of the likeliest id; sums of 2^17 ids stay exact in 53 bits
-_ROWS_AT_ONCE = 128  # of the drawing, whose whole numbers take 16 bytes an id
+_BLOCK_IDS = 512  # a block's; of 2^17 ids there are then half as many blocks
+_BLOCK_BITS = 44  # of all blocks' shares together, as whole numbers
+_ID_BITS = 40  # of a block's likeliest id; sums over a block stay exact in 53 bits
 
 
 class Row:
@@ -182,17 +184,19 @@ class BatchSampler:
         if batch.truncated is not None:
             scaled = scaled.clone() if scaled is logits else scaled
             scaled[batch.truncated] = _truncated(scaled[batch.truncated], batch)
-        if not batch.has_drawn:
-            token_ids = own.argmax(1)
-        else:
-            token_ids = _draw(scaled, self._uniforms)
-            if batch.has_greedy:
-                token_ids = torch.where(batch.is_greedy, own.argmax(1), token_ids)
+        softmax = _Softmax(scaled)
+        token_ids = softmax.likeliest[:, 0]  # nothing is cut from a greedy row
+        if batch.has_drawn:
+            drawn = _draw(softmax.shares, self._uniforms)
+            token_ids = torch.where(batch.is_greedy, token_ids, drawn) if batch.has_greedy else drawn
         for row in batch.rows:
             row.num_sampled += 1
         for place, row in batch.adjusted:
             row.add(token_ids[place : place + 1])
-        return self._with_logprobs(batch, logits, scaled, token_ids)
+        raw = None
+        if self._mode is not LogprobsMode.SAMPLED:
+            raw = softmax if scaled is logits else _Softmax(logits)
+        return self._with_logprobs(batch, softmax, raw, token_ids)
 
     @staticmethod
     def _own_logits(logits: torch.Tensor, batch: _RowTensors, constrain: Constrain | None) -> torch.Tensor:
@@ -207,20 +211,31 @@ class BatchSampler:
         return own
 
     def _with_logprobs(
-        self, batch: _RowTensors, logits: torch.Tensor, scaled: torch.Tensor, token_ids: torch.Tensor
+        self, batch: _RowTensors, sampled: _Softmax, raw: _Softmax | None, token_ids: torch.Tensor
     ) -> SampledBatch:
         chosen = token_ids[:, None]
-        if self._mode is LogprobsMode.RAW:
-            scaled = logits
-        total = scaled.logsumexp(1, keepdim=True)
-        logprobs = scaled.gather(1, chosen) - total
-        tops, top_ids = scaled.topk(batch.num_tops, 1)
-        tops = tops - total
-        if self._mode is LogprobsMode.BOTH:
-            raw = logits.gather(1, chosen) - logits.logsumexp(1, keepdim=True)
-            tops = torch.cat((raw, tops), 1)
+        told = raw if raw is not None and self._mode is LogprobsMode.RAW else sampled
+        tops, top_ids = told.logits.topk(batch.num_tops, 1)
+        tops = tops - told.total
+        if raw is not None and self._mode is LogprobsMode.BOTH:
+            tops = torch.cat((raw.logprobs(chosen), tops), 1)
             top_ids = torch.cat((torch.full_like(chosen, RAW_TOKEN_ID), top_ids), 1)
-        return SampledBatch(token_ids, logprobs[:, 0], tops, top_ids)
+        return SampledBatch(token_ids, told.logprobs(chosen)[:, 0], tops, top_ids)
+
+
+class _Softmax:
+    """The distribution of logits `[n, vocabulary]`, float32."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+        self.shares = logits.softmax(1)
+        largest, self.likeliest = logits.max(1, keepdim=True)  # [n, 1] both
+        # The largest share is no smaller than one of all ids: its logarithm is as exact as a sum's would be.
+        self.total = largest - self.shares.gather(1, self.likeliest).log()  # [n, 1]: the log of the sum of exp
+
+    def logprobs(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logprobs of ids `[n, k]`."""
+        return self.logits.gather(1, ids) - self.total
 
 
 def _to_device(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
@@ -229,11 +244,12 @@ def _to_device(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tens
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _uniforms(batch: _RowTensors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return a number in [0, 1) for each row, by its seed and the place of its next token."""
+def _uniforms(batch: _RowTensors) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Return two numbers in [0, 1) for each row, by its seed and the place of its next token."""
     places = np.fromiter((row.num_sampled for row in batch.rows), np.uint64, len(batch.rows))
+    draws = places[:, None] * np.uint64(2) + np.arange(2, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        mixed = _mixed(batch.seeds + places * np.uint64(0x9E3779B97F4A7C15))
+        mixed = _mixed(batch.seeds[:, None] + draws * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -293,14 +309,23 @@ def _truncated(logits: torch.Tensor, batch: _RowTensors) -> torch.Tensor:
     return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(is_out, -torch.inf))
 
 
-def _draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return one id a row, by its softmax; `uniforms` are `[n]` in [0, 1), float64."""
-    drawn = []
-    for start in range(0, len(logits), _ROWS_AT_ONCE):
-        rows = logits[start : start + _ROWS_AT_ONCE]
-        weights = (rows - rows.amax(1, keepdim=True)).exp().double().mul_(2.0**_WEIGHT_BITS).long()
-        sums = weights.cumsum(1)
-        total = sums[:, -1]
-        point = (uniforms[start : start + _ROWS_AT_ONCE] * total).long()
-        drawn.append(torch.searchsorted(sums, torch.minimum(point, total - 1)[:, None], right=True)[:, 0])
-    return torch.cat(drawn)
+def _draw(shares: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return one id a row; `shares` are `[n, vocabulary]`, `uniforms` `[n, 2]` in [0, 1), float64."""
+    size = shares.shape[1]
+    num_whole = size // _BLOCK_IDS
+    sums = shares[:, : num_whole * _BLOCK_IDS].unflatten(1, (num_whole, _BLOCK_IDS)).sum(2)
+    if num_whole * _BLOCK_IDS < size:
+        sums = torch.cat((sums, shares[:, num_whole * _BLOCK_IDS :].sum(1, keepdim=True)), 1)
+    block = _fall(sums.double() * 2.0**_BLOCK_BITS, uniforms[:, :1])
+    ids = block * _BLOCK_IDS + torch.arange(_BLOCK_IDS, device=shares.device)
+    inside = shares.gather(1, ids.clamp(max=size - 1)).double().masked_fill_(ids >= size, 0)
+    place = _fall(inside * (2.0**_ID_BITS / inside.amax(1, keepdim=True)), uniforms[:, 1:])
+    return (block * _BLOCK_IDS + place)[:, 0]
+
+
+def _fall(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the place `[n, 1]` where a number in [0, 1) falls in the running sum of a row's weights `[n, m]`."""
+    sums = weights.long().cumsum(1)
+    total = sums[:, -1:]
+    point = (uniform * total).long()
+    return torch.searchsorted(sums, torch.minimum(point, total - 1), right=True)

@@ -102,6 +102,23 @@ def test_tokens_come_as_often_as_their_logprobs_say(name: str) -> None:
     assert np.abs(counts - num_draws * shares).max() < 5 * np.sqrt(num_draws * shares.max())
 
 
+def test_ids_of_every_block_come_as_often_as_their_logprobs_say() -> None:
+    """A vocabulary of two whole blocks and a part of one, with ids of no share at the blocks' edges."""
+    size, num_draws = 2 * 512 + 276, 20_000
+    edges = [0, 511, 512, 1023, 1024, size - 1]
+    torch.manual_seed(6)
+    logits = torch.randn(size)
+    logits[edges[::2]] = -torch.inf
+    logits[edges[1::2]] = 6.0
+    rows = [Row(SAMPLINGS["plain"], PROMPT, size, CPU, seed) for seed in range(num_draws)]
+    sampled = sample(BatchSampler(LogprobsMode.SAMPLED), logits.expand(num_draws, -1), rows)
+    counts, shares = np.bincount(sampled.token_ids.numpy(), minlength=size), logits.double().softmax(0).numpy()
+    assert counts[edges[::2]].sum() == 0
+    assert np.abs(counts[edges[1::2]] - num_draws * shares[edges[1::2]]).max() < 5 * np.sqrt(num_draws * 0.2)
+    by_block = [np.add.reduceat(each, [0, 512, 1024]) for each in (counts, num_draws * shares)]
+    assert np.abs(by_block[0] - by_block[1]).max() < 5 * np.sqrt(num_draws / 4)
+
+
 def test_a_seeded_row_draws_the_same_wherever_it_stands() -> None:
     torch.manual_seed(2)
     steps = [torch.randn(SIZE) for _ in range(5)]
