@@ -77,57 +77,43 @@ def vllm_config(config: ServiceConfig, entry: EngineEntry | None = None) -> Vllm
     """Return the configuration of a vLLM replica of this service."""
     entry = config.entries[0] if entry is None else entry
     return VllmConfig(
-        model=str(config.model_path()),
-        initial_version=config.model_version if entry.load_format == "auto" else None,
-        load_format=entry.load_format,
-        dtype=entry.dtype,
-        max_model_len=config.max_context_tokens(entry),
-        max_num_seqs=entry.num_seats,
-        block_size=entry.block_size,
-        device=entry.device,
-        kv_cache_memory_bytes=None if entry.kv_cache_mib is None else entry.kv_cache_mib * 2**20,
-        gpu_memory_utilization=entry.gpu_memory_utilization,
-        tensor_parallel_size=entry.tensor_parallel_size,
+        **_common_fields(config, entry),
         data_parallel_size=entry.data_parallel_size,
-        tells_cache=config.num_replicas > 1 if entry.tells_cache is None else entry.tells_cache,
         expert_parallel=entry.expert_parallel,
-        can_sleep=config.can_sleep,
-        weight_staging=config.weight_staging(entry),
-        lora_rank=entry.lora_rank,
-        enforce_eager=entry.enforce_eager,
-        logprobs_mode=LogprobsMode(entry.logprobs_mode),
+        tells_cache=config.num_replicas > 1 if entry.tells_cache is None else entry.tells_cache,
         num_threads=entry.num_threads or 1,
-        stage_timeout_s=entry.stage_timeout_s,
-        commit_timeout_s=entry.commit_timeout_s,
-        pace=ReportPace(entry.report_interval_s, entry.report_tokens),
     )
 
 
 def sglang_config(config: ServiceConfig, entry: EngineEntry | None = None) -> SglangConfig:
     """Return the configuration of a SGLang replica of this service."""
     entry = config.entries[0] if entry is None else entry
-    return SglangConfig(
-        model=str(config.model_path()),
-        initial_version=config.model_version if entry.load_format == "auto" else None,
-        load_format=entry.load_format,
-        device=entry.device,
-        dtype=entry.dtype,
-        max_model_len=config.max_context_tokens(entry),
-        max_num_seqs=entry.num_seats,
-        block_size=entry.block_size,
-        kv_cache_memory_bytes=None if entry.kv_cache_mib is None else entry.kv_cache_mib * 2**20,
-        gpu_memory_utilization=entry.gpu_memory_utilization,
-        tensor_parallel_size=entry.tensor_parallel_size,
-        can_sleep=config.can_sleep,
-        weight_staging=config.weight_staging(entry),
-        lora_rank=entry.lora_rank,
-        enforce_eager=entry.enforce_eager,
-        attention_backend=entry.attention_backend,
-        logprobs_mode=LogprobsMode(entry.logprobs_mode),
-        stage_timeout_s=entry.stage_timeout_s,
-        commit_timeout_s=entry.commit_timeout_s,
-        pace=ReportPace(entry.report_interval_s, entry.report_tokens),
-    )
+    return SglangConfig(**_common_fields(config, entry), attention_backend=entry.attention_backend)
+
+
+def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
+    """Return the fields of `EngineConfig`."""
+    return {
+        "model": str(config.model_path()),
+        "initial_version": config.model_version if entry.load_format == "auto" else None,
+        "load_format": entry.load_format,
+        "device": entry.device,
+        "dtype": entry.dtype,
+        "max_model_len": config.max_context_tokens(entry),
+        "max_num_seqs": entry.num_seats,
+        "block_size": entry.block_size,
+        "kv_cache_memory_bytes": None if entry.kv_cache_mib is None else entry.kv_cache_mib * 2**20,
+        "gpu_memory_utilization": entry.gpu_memory_utilization,
+        "tensor_parallel_size": entry.tensor_parallel_size,
+        "can_sleep": config.can_sleep,
+        "weight_staging": config.weight_staging(entry),
+        "lora_rank": entry.lora_rank,
+        "enforce_eager": entry.enforce_eager,
+        "logprobs_mode": LogprobsMode(entry.logprobs_mode),
+        "stage_timeout_s": entry.stage_timeout_s,
+        "commit_timeout_s": entry.commit_timeout_s,
+        "pace": ReportPace(entry.report_interval_s, entry.report_tokens),
+    }
 
 
 def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agentloop_servers.engines.common.adapters import AdapterFolder
 from agentloop_servers.engines.common.calls import Call, Calls, EngineRequests
+from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.engines.common.constraints import ConstraintTrials, structural_tag
 from agentloop_servers.engines.common.engine import ProcessEngine
 from agentloop_servers.engines.common.kv_feed import (
@@ -14,7 +15,7 @@ from agentloop_servers.engines.common.kv_feed import (
     replay_endpoint,
 )
 from agentloop_servers.engines.common.process import EngineProcess, EngineStats, engine_call, one_line
-from agentloop_servers.engines.common.weights import EngineWeights, ServedAdapter, WeightSettings, Workers, no_label
+from agentloop_servers.engines.common.weights import EngineWeights, ServedAdapter, Workers, no_label
 
 __all__ = [
     "AdapterFolder",
@@ -28,8 +29,8 @@ __all__ = [
     "KVBatch",
     "KVEventFeed",
     "ProcessEngine",
+    "ProcessEngineConfig",
     "ServedAdapter",
-    "WeightSettings",
     "Workers",
     "engine_call",
     "kv_endpoint",

@@ -15,7 +15,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from agentloop.checks import check_request
 from agentloop.engine import (
@@ -42,43 +42,29 @@ from agentloop.errors import (
     WeightUpdateFailed,
 )
 from agentloop.images import Image, ImageTokens
-from agentloop.request_watch import ReportPace, RequestWatch, StreamPace
+from agentloop.request_watch import RequestWatch, StreamPace
 from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import LogprobsMode
 from agentloop.types import GenerateRequest, Generation, KVPolicy, Load, PauseMode
 from agentloop_servers.engines.common.calls import Call, Calls
+from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.engines.common.constraints import ConstraintTrials
 from agentloop_servers.engines.common.process import EngineProcess, one_line
 from agentloop_servers.engines.common.weights import EngineWeights
 
-
-class EngineSettings(Protocol):
-    """The part of an engine's configuration that all engines have."""
-
-    @property
-    def initial_version(self) -> int | None: ...
-    @property
-    def drain_timeout_s(self) -> float: ...
-    @property
-    def can_sleep(self) -> bool: ...
-    @property
-    def lora_rank(self) -> int | None: ...
-    @property
-    def logprobs_mode(self) -> LogprobsMode: ...
-    @property
-    def pace(self) -> ReportPace: ...
+ConfigT = TypeVar("ConfigT", bound=ProcessEngineConfig)
+ProcessT = TypeVar("ProcessT", bound=EngineProcess)
 
 
-class ProcessEngine(ABC):
+class ProcessEngine(ABC, Generic[ConfigT, ProcessT]):
     """The Engine port. `start` takes 15 to 60 s; `close` ends the engine's processes."""
 
     stream_pace = StreamPace()
     """Of many streams tokens are looked at from time to time (`add_so_far`), as of requests that are not streamed:
     an output for each token of each of them would take the engine and its readers more than the sampling."""
 
-    def __init__(self, settings: EngineSettings, process: EngineProcess, weights: EngineWeights) -> None:
-        self._settings = settings
-        self._engine_process = process
+    def __init__(self, config: ConfigT, process: ProcessT, weights: EngineWeights) -> None:
+        self._config = config
+        self._process = process
         self._served_weights = weights
         self._info: EngineInfo | None = None
         self._lifecycle = EngineLifecycle(has_begun=lambda: self._calls.num_admitted > 0)
@@ -152,23 +138,23 @@ class ProcessEngine(ABC):
             raise Conflict("an engine is started once")
         await self._served_weights.check()
         try:
-            await self._engine_process.start()
+            await self._process.start()
             await self._served_weights.start()
             self._info = await self.came_up()
         except BaseException:
             await self.close()
             raise
-        self._lifecycle.started(self._settings.initial_version)
+        self._lifecycle.started(self._config.initial_version)
 
     async def close(self) -> None:
         if self._lifecycle.close("the engine was closed"):
             await self._calls.end_all(EngineLost("the engine was closed"))
-            await self._engine_process.close()
+            await self._process.close()
         self._served_weights.close()
 
     async def check_health(self) -> None:
         self._lifecycle.require_alive()
-        await self._engine_process.check_health()
+        await self._process.check_health()
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -177,7 +163,7 @@ class ProcessEngine(ABC):
         raise UnsupportedParameter(f"the engine ({self.info.name}) takes no images", param="images")
 
     async def generate(self, request: GenerateRequest, on_progress: OnProgress | None = None) -> Generation:
-        told = SampledTokens(self._settings.logprobs_mode)
+        told = SampledTokens(self._config.logprobs_mode)
         with self._registered(request) as call:
 
             def look(start: int) -> Delta:
@@ -187,7 +173,7 @@ class ProcessEngine(ABC):
             with self._watched(request, on_progress, look, partial(self.abort, request.request_id)) as watch:
                 async with contextlib.aclosing(self._outputs(call, is_streamed=False)) as outputs:
                     output = await watch.in_time(anext(outputs, None))
-        return watch.finished(self.finished(call, output, SampledTokens(self._settings.logprobs_mode)))
+        return watch.finished(self.finished(call, output, SampledTokens(self._config.logprobs_mode)))
 
     async def stream(
         self, request: GenerateRequest, on_progress: OnProgress | None = None
@@ -206,7 +192,7 @@ class ProcessEngine(ABC):
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream a request of which the process makes one output: its tokens are looked at meanwhile."""
-        told, num_sent = SampledTokens(self._settings.logprobs_mode), 0
+        told, num_sent = SampledTokens(self._config.logprobs_mode), 0
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             ending = asyncio.create_task(self._last_output(call), name="streamed request")
             try:
@@ -223,7 +209,7 @@ class ProcessEngine(ABC):
             finally:
                 ending.cancel()
                 await asyncio.gather(ending, return_exceptions=True)  # it ends the request
-        whole = SampledTokens(self._settings.logprobs_mode)
+        whole = SampledTokens(self._config.logprobs_mode)
         generation = self.finished(call, output, whole)
         if len(whole) > num_sent:
             yield whole.since(num_sent)
@@ -237,7 +223,7 @@ class ProcessEngine(ABC):
         self, request: GenerateRequest, on_progress: OnProgress | None
     ) -> AsyncGenerator[Delta | Generation, None]:
         """Stream a request with a piece for each output of the process."""
-        sampled, num_sent, output = SampledTokens(self._settings.logprobs_mode), 0, None
+        sampled, num_sent, output = SampledTokens(self._config.logprobs_mode), 0, None
         with self._registered(request) as call, self._watched(request, on_progress) as watch:
             async with contextlib.aclosing(self._outputs(call, is_streamed=True)) as outputs:
                 while True:
@@ -261,7 +247,7 @@ class ProcessEngine(ABC):
         look: Callable[[int], Delta] | None = None,
         end: Callable[[], Awaitable[None]] | None = None,
     ) -> RequestWatch:
-        return RequestWatch(request, self._lifecycle, self._settings.pace, on_progress, look=look, end=end)
+        return RequestWatch(request, self._lifecycle, self._config.pace, on_progress, look=look, end=end)
 
     @contextlib.contextmanager
     def _registered(self, request: GenerateRequest) -> Iterator[Call]:
@@ -306,7 +292,7 @@ class ProcessEngine(ABC):
             await self._calls.abort(self._calls.all())
         if mode is PauseMode.WAIT:
             try:
-                async with asyncio.timeout(self._settings.drain_timeout_s):
+                async with asyncio.timeout(self._config.drain_timeout_s):
                     await lifecycle.drained()
             except TimeoutError as error:
                 raise DeadlineExceeded("requests in flight did not end in time for a pause") from error
@@ -318,16 +304,16 @@ class ProcessEngine(ABC):
     async def _freeze(self, *, is_cache_cleared: bool) -> None:
         if not self.is_paused:
             self._lifecycle.freezing()
-            await self._engine_process.pause(is_cache_cleared=is_cache_cleared)
+            await self._process.pause(is_cache_cleared=is_cache_cleared)
         elif is_cache_cleared and not self.asleep:
-            await self._engine_process.clear_cache()
+            await self._process.clear_cache()
 
     async def resume(self) -> None:
         lifecycle = self._lifecycle
         async with lifecycle.control:
             lifecycle.check_resume()
             if lifecycle.phase in (EnginePhase.FREEZING, EnginePhase.PAUSED):
-                await self._engine_process.resume()
+                await self._process.resume()
             lifecycle.resumed()
             self._calls.wake_all()
 
@@ -358,8 +344,8 @@ class ProcessEngine(ABC):
 
     async def sleep(self, level: int) -> None:
         """As the port says. Raises InvalidRequest for level 2 of an engine with adapters."""
-        self._lifecycle.check_sleep(level, can_sleep=self._settings.can_sleep)
-        if level == 2 and self._settings.lora_rank is not None:
+        self._lifecycle.check_sleep(level, can_sleep=self._config.can_sleep)
+        if level == 2 and self._config.lora_rank is not None:
             raise InvalidRequest(
                 "base weights are not pushed to an engine with adapters: use level 1", param="level"
             )
@@ -368,22 +354,22 @@ class ProcessEngine(ABC):
             if not self._lifecycle.has_to_sleep(level):
                 return
             await self._served_weights.release()
-            await self._engine_process.sleep(level, self.asleep)
+            await self._process.sleep(level, self.asleep)
             self._lifecycle.slept(level)
-            self._engine_process.feed.clear()
+            self._process.feed.clear()
 
     async def wake(self, tags: frozenset[MemoryTag] = ALL_MEMORY) -> None:
         async with self._lifecycle.control:
             wanted = self._lifecycle.wakeable(tags)
             if wanted:
-                await self._engine_process.wake(wanted)
+                await self._process.wake(wanted)
                 self._lifecycle.woken(wanted)
 
     # --- observation --------------------------------------------------------------------------------------
 
     def load(self) -> Load:
         """Requests are counted here, so the sum is exact; how many wait in the process is its last report."""
-        num_admitted, stats = self._calls.num_admitted, self._engine_process.stats()
+        num_admitted, stats = self._calls.num_admitted, self._process.stats()
         num_queued = min(stats.num_waiting, num_admitted)
         num_held_tokens = self._calls.num_held_tokens if len(self._calls) > num_admitted else 0
         return Load(
@@ -400,4 +386,4 @@ class ProcessEngine(ABC):
 
     def kv_events(self) -> AsyncIterator[KVEvent]:
         self._lifecycle.require_alive()
-        return self._engine_process.feed.subscribe()
+        return self._process.feed.subscribe()

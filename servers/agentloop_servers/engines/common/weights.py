@@ -19,6 +19,7 @@ import structlog
 from agentloop import codec
 from agentloop.engine import CommitReport, HeldIn, PushSource, StageReport, TensorNames, WeightUpdate
 from agentloop.errors import CheckpointUnreadable, EngineError, InvalidRequest, InvariantBroken
+from agentloop_servers.engines.common.config import ProcessEngineConfig
 from agentloop_servers.weight_transfer import (
     CheckedFolder,
     ServedForm,
@@ -68,23 +69,6 @@ class ServedAdapter(Protocol):
         """Remove our files. Idempotent."""
 
 
-class WeightSettings(Protocol):
-    """The part of an engine's configuration that its updates need; the fields are described there."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def initial_version(self) -> int | None: ...  # None: started with random weights
-    @property
-    def weight_staging(self) -> str: ...
-    @property
-    def control_timeout_s(self) -> float: ...
-    @property
-    def stage_timeout_s(self) -> float: ...
-    @property
-    def commit_timeout_s(self) -> float: ...
-
-
 async def no_label(version: int) -> None:
     """Do nothing: for engines that keep no label of their weights."""
 
@@ -94,13 +78,13 @@ class EngineWeights:
 
     def __init__(
         self,
-        settings: WeightSettings,
+        config: ProcessEngineConfig,
         workers: Workers,
         *,
         adapter: ServedAdapter | None = None,
         label: Callable[[int], Awaitable[None]] = no_label,
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._workers = workers
         self._adapter = adapter
         self._label = label
@@ -112,21 +96,21 @@ class EngineWeights:
 
     async def check(self) -> None:
         """Look at the model folder, before the engine is started. Raises CheckpointUnreadable."""
-        is_dummy = self._settings.initial_version is None
-        self._form = await asyncio.to_thread(ServedForm, self._settings.model, is_dummy=is_dummy)
+        is_dummy = self._config.initial_version is None
+        self._form = await asyncio.to_thread(ServedForm, self._config.model, is_dummy=is_dummy)
 
     async def start(self) -> None:
         """Let the workers of an engine that is up get ready, and label the version that it was started with."""
         loaded = None
-        if self._settings.initial_version is not None:
-            loaded = CheckedFolder(self._settings.model, self._served_form().tensors)
-        setup = StagingSetup(loaded, self._settings.weight_staging, self._settings.stage_timeout_s)
+        if self._config.initial_version is not None:
+            loaded = CheckedFolder(self._config.model, self._served_form().tensors)
+        setup = StagingSetup(loaded, self._config.weight_staging, self._config.stage_timeout_s)
         await self._workers.on_workers("weights_prepare", codec.encode(setup))
         if self._adapter is not None:
             await self._adapter.start()
-        if self._settings.initial_version is not None:
-            await self._label(self._settings.initial_version)
-            self._committed = self._settings.initial_version
+        if self._config.initial_version is not None:
+            await self._label(self._config.initial_version)
+            self._committed = self._config.initial_version
 
     def close(self) -> None:
         """Idempotent; the engine may be gone."""
@@ -163,7 +147,7 @@ class EngineWeights:
         of unknown state."""
         number, update = staged
         version = update.version
-        async with asyncio.timeout(self._settings.commit_timeout_s):
+        async with asyncio.timeout(self._config.commit_timeout_s):
             # Side by side: the label counts from the next token on, and there is none before the resume.
             report, _ = await asyncio.gather(self._swap(number, update), self._label(version))
             if self._committed is not None and version <= self._committed:
@@ -214,7 +198,7 @@ class EngineWeights:
     async def _stage_tensors(self, order: StageOrder) -> StageReport:
         is_held = False
         try:
-            async with asyncio.timeout(self._settings.stage_timeout_s):
+            async with asyncio.timeout(self._config.stage_timeout_s):
                 await self._workers.on_workers("weights_stage", codec.encode(order))
                 while True:
                     answers = await self._workers.on_workers("weights_poll", order.number)
@@ -227,7 +211,7 @@ class EngineWeights:
                         return merge_stage_reports([stage.report for stage in stages if stage.report is not None])
                     await asyncio.sleep(STAGE_POLL_S)
         except TimeoutError as error:
-            raise CheckpointUnreadable(f"not received within {self._settings.stage_timeout_s:g} s") from error
+            raise CheckpointUnreadable(f"not received within {self._config.stage_timeout_s:g} s") from error
         finally:
             if not is_held and self._workers.is_up:
                 await asyncio.shield(self._drop(order.number))
@@ -236,10 +220,10 @@ class EngineWeights:
         """Have the workers give a stage up. An engine that does not answer holds no lock for it: the next order
         meets the same silence."""
         try:
-            async with asyncio.timeout(self._settings.control_timeout_s):
+            async with asyncio.timeout(self._config.control_timeout_s):
                 await self._workers.on_workers("weights_drop", number)
         except TimeoutError:
-            _log.error("stage_not_dropped", number=number, waited_s=self._settings.control_timeout_s)
+            _log.error("stage_not_dropped", number=number, waited_s=self._config.control_timeout_s)
 
     async def _stage_adapter(self, directory: str) -> StageReport:
         if self._adapter is None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentloop.errors import CheckpointUnreadable
-from agentloop.request_watch import ReportPace
-from agentloop.sampling import LogprobsMode
-from agentloop_servers.engines.common import replay_endpoint
+from agentloop_servers.engines.common import ProcessEngineConfig, replay_endpoint
 
 _SPARE_CONTEXT_TOKENS = 8
 """SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""
@@ -21,41 +18,14 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class SglangConfig:
-    """One engine. `initial_version` is the version `model`'s weights are; None exactly with dummy weights."""
+class SglangConfig(ProcessEngineConfig):
+    """One SGLang engine. `block_size` is SGLang's page size; sleep needs torch_memory_saver."""
 
-    model: str  # a Hugging Face folder
-    initial_version: int | None
-    load_format: str = "auto"
-    device: str = "cuda"
-    dtype: str = "bfloat16"
-    max_model_len: int = 4096
-    max_num_seqs: int = 128
-    block_size: int = 16  # SGLang's page size
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    can_sleep: bool = False  # its memory can be given back; needs torch_memory_saver
-    weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
-    lora_rank: int | None = None  # None: it serves no adapters
-    enforce_eager: bool = False  # no CUDA graphs
     attention_backend: str | None = None  # None: "triton", on CPU "torch_native"; others need packages of their own
-    seed: int = 0
-    control_timeout_s: float = 60.0  # pause, resume
-    drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
-    commit_timeout_s: float = 300.0
-    stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
-    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    pace: ReportPace = field(default_factory=ReportPace)  # of reports on requests under way
     progress_tokens: int = 16  # sampled between two outputs of a request that is not streamed, or of many streams
 
     def __post_init__(self) -> None:
-        if (self.load_format == "dummy") != (self.initial_version is None):
-            raise ValueError("initial_version is None exactly when load_format is 'dummy'")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device is 'cpu' or 'cuda', not {self.device!r}")
-        if self.device == "cpu" and self.can_sleep:
-            raise ValueError("memory cannot be given back on CPU")
+        ProcessEngineConfig.__post_init__(self)  # `super()` does not know a dataclass with slots
         if self.dtype not in _DTYPE_BYTES:
             raise ValueError(f"dtype is one of {', '.join(_DTYPE_BYTES)}, not {self.dtype!r}")
         if self.device == "cuda" and self.dtype == "float32":
@@ -66,16 +36,6 @@ class SglangConfig:
             raise ValueError("lora_rank is None: adapters are served by vLLM only")
         if self.progress_tokens < 1:
             raise ValueError(f"progress_tokens is {self.progress_tokens}, not positive")
-
-    @property
-    def can_constrain(self) -> bool:
-        """True if all that is needed to constrain is there: the model's tokenizer, and xgrammar."""
-        return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
-
-    @property
-    def num_workers(self) -> int:
-        """The number of processes that hold weights."""
-        return self.tensor_parallel_size
 
 
 def prepare_environment(config: SglangConfig) -> None:

@@ -35,13 +35,12 @@ WARM_UP_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 4  # of the prompt and sampled: together less than any block, so that no KV of it stays
 
 
-class SglangEngine(ProcessEngine):
+class SglangEngine(ProcessEngine[SglangConfig, SglangProcess]):
     """One SGLang engine. `start` takes 20 to 60 s; `close` ends its processes."""
 
     def __init__(self, config: SglangConfig) -> None:
-        self._config = config
-        self._process = SglangProcess(config)
-        super().__init__(config, self._process, EngineWeights(config, self._process))
+        process = SglangProcess(config)
+        super().__init__(config, process, EngineWeights(config, process))
 
     async def came_up(self) -> EngineInfo:
         await self._warm_up()

@@ -4,69 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentloop.images import MAX_IMAGES
-from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
-from agentloop_servers.engines.common import replay_endpoint
+from agentloop_servers.engines.common import ProcessEngineConfig, replay_endpoint
 
 WORKER_EXTENSION = "agentloop_servers.weight_transfer.vllm_worker.WeightWorker"
 
 
 @dataclass(frozen=True, slots=True)
-class VllmConfig:
-    """One engine. `initial_version` is the version `model`'s weights are; None exactly with dummy weights."""
+class VllmConfig(ProcessEngineConfig):
+    """One vLLM engine. On CPU `kv_cache_memory_bytes` is required, and `enforce_eager` always on."""
 
-    model: str  # a Hugging Face folder
-    initial_version: int | None
-    load_format: str = "auto"
     device: str = "cpu"  # "cpu" or "cuda": which build of vLLM is installed
-    dtype: str = "bfloat16"
-    max_model_len: int = 4096
-    max_num_seqs: int = 128
     block_size: int = 32  # on CPU a multiple of 32
-    kv_cache_memory_bytes: int | None = None  # required on CPU
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     expert_parallel: bool = False
-    can_sleep: bool = False  # its memory can be given back; CUDA only
-    weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
-    lora_rank: int | None = None  # the largest; None: no adapters
-    enforce_eager: bool = False  # always on on CPU
-    seed: int = 0
     num_threads: int = 1  # CPU only
     tells_cache: bool = True  # by KV events
-    control_timeout_s: float = 60.0  # pause, resume
-    drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
-    commit_timeout_s: float = 300.0
-    stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
-    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
-    pace: ReportPace = field(default_factory=ReportPace)  # of reports on requests under way
 
     def __post_init__(self) -> None:
-        if (self.load_format == "dummy") != (self.initial_version is None):
-            raise ValueError("initial_version is None exactly when load_format is 'dummy'")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device is 'cpu' or 'cuda', not {self.device!r}")
+        ProcessEngineConfig.__post_init__(self)  # `super()` does not know a dataclass with slots
         if self.device == "cpu" and self.block_size % 32:
             raise ValueError(f"block_size on CPU is a multiple of 32, not {self.block_size}")
         if self.device == "cpu" and self.kv_cache_memory_bytes is None:
             # vLLM would reserve a share of all memory, 92 % unless told otherwise.
             raise ValueError("kv_cache_memory_bytes is required on CPU")
-        if self.device == "cpu" and self.can_sleep:
-            # vLLM would only log a warning, and keep everything.
-            raise ValueError("memory cannot be given back on CPU")
-
-    @property
-    def can_constrain(self) -> bool:
-        """True if all that vLLM needs to constrain is there: the model's tokenizer, and xgrammar."""
-        return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
 
     @property
     def has_vision(self) -> bool:

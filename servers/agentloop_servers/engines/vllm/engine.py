@@ -25,15 +25,14 @@ from agentloop_servers.engines.vllm.process import VllmProcess
 from agentloop_servers.engines.vllm.weights import LoraAdapters, vllm_weights
 
 
-class VllmEngine(ProcessEngine):
+class VllmEngine(ProcessEngine[VllmConfig, VllmProcess]):
     """One vLLM engine. `start` takes 15 to 40 s on CPU; `close` ends its processes."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self._config = config
-        self._process = VllmProcess(config)
-        self._adapters = LoraAdapters(config, self._process) if config.lora_rank is not None else None
+        process = VllmProcess(config)
+        self._adapters = LoraAdapters(config, process) if config.lora_rank is not None else None
         self._images: VllmImages | None = None
-        super().__init__(config, self._process, vllm_weights(config, self._process, self._adapters))
+        super().__init__(config, process, vllm_weights(config, process, self._adapters))
 
     async def came_up(self) -> EngineInfo:
         self._images = VllmImages(self._process.llm)

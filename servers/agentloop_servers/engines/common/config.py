@@ -1,0 +1,58 @@
+"""The part of an engine's configuration that all engines have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from agentloop.request_watch import ReportPace
+from agentloop.sampling import LogprobsMode
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEngineConfig:
+    """One engine. `initial_version` is the version `model`'s weights are; None exactly with dummy weights."""
+
+    model: str  # a Hugging Face folder
+    initial_version: int | None
+    load_format: str = "auto"
+    device: str = "cuda"  # or "cpu"
+    dtype: str = "bfloat16"
+    max_model_len: int = 4096
+    max_num_seqs: int = 128
+    block_size: int = 16  # of the KV cache, in tokens
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    can_sleep: bool = False  # its memory can be given back; CUDA only
+    weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
+    lora_rank: int | None = None  # the largest; None: no adapters
+    enforce_eager: bool = False  # no CUDA graphs
+    seed: int = 0
+    control_timeout_s: float = 60.0  # pause, resume
+    drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
+    commit_timeout_s: float = 300.0
+    stage_timeout_s: float = 600.0  # of a push, from the connection to the last byte
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    pace: ReportPace = field(default_factory=ReportPace)  # of reports on requests under way
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no engine can do."""
+        if (self.load_format == "dummy") != (self.initial_version is None):
+            raise ValueError("initial_version is None exactly when load_format is 'dummy'")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device is 'cpu' or 'cuda', not {self.device!r}")
+        if self.device == "cpu" and self.can_sleep:
+            # vLLM would only log a warning, and keep everything.
+            raise ValueError("memory cannot be given back on CPU")
+
+    @property
+    def can_constrain(self) -> bool:
+        """True if all that is needed to constrain is there: the model's tokenizer, and xgrammar."""
+        return (Path(self.model) / "tokenizer.json").is_file() and find_spec("xgrammar") is not None
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes that hold weights."""
+        return self.tensor_parallel_size
