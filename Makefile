@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-long test-clients test-sglang test-faults soak check bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-sglang test-faults soak learn check bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -50,6 +50,10 @@ $(VENV)/sglang/.installed: requirements/sglang-cpu.txt pyproject.toml
 	@$(SGLANG) -m pip install -qq --no-deps --disable-pip-version-check -r $<
 	@$(SGLANG) -m pip install -qq --no-deps --disable-pip-version-check --no-build-isolation --editable .
 	@touch $@
+
+# GRPO in plain torch on the shipped policy, through the real service: ARGS="--max-staleness 0 --seed 1"; docs/learning.md.
+learn: $(VENV)/.dev
+	@$(BIN)/python -m examples.train.learn $(ARGS)
 
 # A thousand seeded schedules of faults in virtual time; of one: ARGS="--seed 17", of many: ARGS="--count 10000".
 test-faults: $(VENV)/.dev

@@ -1,0 +1,241 @@
+"""GRPO in plain torch over an agentloop service: the whole trainer, to be read from top to bottom.
+
+The service runs elsewhere (`learn.py` starts one); all that is asked of it goes through `RolloutClient`: tasks in,
+trajectories out, weights in, while rollouts are in flight. The trainer does no bookkeeping for asynchrony:
+`max_staleness` says how far the service may begin ahead of it, and each sampled token comes with the logprob that
+it had under the weights that sampled it. With `max_staleness` 0 the same code is a synchronous trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from agentloop.api import UpdateReport
+from agentloop.client import Rollout, RolloutClient
+from agentloop.trainers import TrainingRow, group_rows
+from agentloop.trainers.mismatch import Mismatch, mismatch
+from agentloop.types import OnStale, RolloutTask, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The settings of one training run. A step trains on `num_groups` tasks of `group_size` samples each."""
+
+    num_steps: int = 40
+    num_groups: int = 16
+    group_size: int = 8
+    max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous
+    loss: str = "ppo"  # or "cispo"
+    learning_rate: float = 1e-4
+    num_warmup_steps: int = 5  # at least 1
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Trajectories of one step."""
+        return self.num_groups * self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The numbers of one step."""
+
+    version: int  # that the step trained
+    at_s: float  # since training began, when its weights were live
+    wait_s: float  # for trajectories
+    train_s: float
+    push_s: float
+    stall_ms: float  # decoding stood still for the weights
+    reward: float
+    num_trajectories: int
+    num_sampled: int  # tokens, over all trajectories
+    num_informative: int  # groups whose rewards differ
+    staleness_mean: float  # of the trained rows: versions between their oldest token and the trainer
+    staleness_max: int
+    num_too_old: int  # rows left out
+    loss: float
+    grad_norm: float
+    mismatch: Mismatch  # of the trainer's logprobs to the recorded ones
+
+
+Prepare = Callable[[list[TrainingRow], torch.nn.Module, int], list[TrainingRow]]
+"""A change of a batch's rows before they are trained on, given the model and its version; for ablations."""
+
+
+def unchanged(rows: list[TrainingRow], model: torch.nn.Module, version: int) -> list[TrainingRow]:
+    """Train on what was recorded."""
+    return rows
+
+
+async def train(
+    client: RolloutClient,
+    model: torch.nn.Module,
+    tasks: Iterable[RolloutTask],
+    recipe: Recipe,
+    on_step: Callable[[Step], None] = lambda step: None,
+    prepare: Prepare = unchanged,
+) -> list[Step]:
+    """Train `model` in place, and push its weights after each step. Returns the numbers of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    version = await push_next(client, model)
+    started_at = ready_at = time.monotonic()
+    steps: list[Step] = []
+    # All tasks of the run at once: the service holds back what would be too old when it is its turn.
+    rollout = await client.submit(
+        list(islice(tasks, recipe.num_steps * recipe.num_groups)),
+        num_samples=recipe.group_size,
+        max_staleness=recipe.max_staleness,
+        on_stale=OnStale.MASK,
+        trajectories_per_version=recipe.batch_size,
+    )
+    async for batch in batches(rollout, recipe):
+        got_at = time.monotonic()
+        # One row for each token path. Advantage: the reward minus its group's mean. What failed is in neither.
+        rows = [row for group in batch for row in group_rows(group)]
+        # A group waits for its last sample; what grew too old meanwhile is left out.
+        fresh = [row for row in rows if version - row.oldest_version <= recipe.max_staleness]
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1, (len(steps) + 1) / recipe.num_warmup_steps)
+        numbers = await asyncio.to_thread(train_step, model, optimizer, prepare(fresh, model, version), recipe)
+        trained_at = time.monotonic()
+        version += 1
+        report = await client.update_weights(model.named_parameters(), version=version)
+        now = time.monotonic()
+        times = {"at_s": now - started_at, "wait_s": got_at - ready_at, "train_s": trained_at - got_at}
+        times |= {"push_s": now - trained_at, "stall_ms": report.stall_ms}
+        ready_at = now
+        ages = [version - 1 - row.oldest_version for row in fresh] or [0]
+        aged = {"staleness_mean": float(np.mean(ages)), "staleness_max": max(ages)}
+        aged |= {"num_too_old": len(rows) - len(fresh)}
+        steps.append(Step(version=version, **times, **aged, **describe(batch), **numbers))
+        on_step(steps[-1])
+    return steps
+
+
+async def push_next(client: RolloutClient, model: torch.nn.Module) -> int:
+    """Make the model's weights the next version of the service, and return it."""
+    version = (await client.status()).weight_version
+    report: UpdateReport = await client.update_weights(
+        model.named_parameters(), version=0 if version is None else version + 1
+    )
+    return report.version
+
+
+async def batches(rollout: Rollout, recipe: Recipe) -> AsyncIterator[list[list[Trajectory]]]:
+    """Whole groups as they become whole, `num_groups` at a time."""
+    groups: dict[str, list[Trajectory]] = defaultdict(list)
+    batch: list[list[Trajectory]] = []
+    async for trajectory in rollout:
+        group = groups[trajectory.group_id]
+        group.append(trajectory)
+        if len(group) == recipe.group_size:
+            batch.append(groups.pop(trajectory.group_id))
+        if len(batch) == recipe.num_groups:
+            yield batch
+            batch = []
+
+
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Sequence[TrainingRow], recipe: Recipe
+) -> dict[str, Any]:
+    """Take an optimizer step on the mean over all sampled tokens. Rows without an advantage add nothing."""
+    device = next(model.parameters()).device
+    rows = [row for row in rows if row.advantage != 0.0]
+    num_tokens = sum(int(row.mask.sum()) for row in rows)
+    total, recorded, trained = 0.0, [np.empty(0)], [np.empty(0)]
+    optimizer.zero_grad()
+    for group in by_prompt(rows):
+        sampled_with = torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in group])).to(device)
+        advantages = torch.tensor([row.advantage for row in group for _ in range(row.mask.sum())], device=device)
+        logprobs = logprobs_of(model, group)
+        loss = token_losses(logprobs, sampled_with, advantages, recipe).sum() / num_tokens
+        loss.backward()
+        total += loss.item()
+        recorded.append(sampled_with.numpy(force=True))
+        trained.append(logprobs.numpy(force=True))
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+    if rows:
+        optimizer.step()
+    found = mismatch(
+        np.concatenate(recorded), np.concatenate(trained), clip_range=(recipe.clip_low, recipe.clip_high)
+    )
+    return {"loss": total, "grad_norm": float(grad_norm), "mismatch": found}
+
+
+def token_losses(
+    logprobs: torch.Tensor, recorded: torch.Tensor, advantages: torch.Tensor, recipe: Recipe
+) -> torch.Tensor:
+    """The loss of each token, given the trainer's logprobs and those recorded when it was sampled.
+
+    PPO-clip (arXiv 1707.06347) with the wider upper range of DAPO (2503.14476), or CISPO (2506.13585), which clips
+    the weight and lets every token keep its gradient.
+    """
+    ratio = (logprobs - recorded).exp()
+    if recipe.loss == "cispo":
+        return -ratio.detach().clamp(max=1 + recipe.clip_high) * advantages * logprobs
+    clipped = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def logprobs_of(model: Any, rows: Sequence[TrainingRow]) -> torch.Tensor:
+    """Logprobs of the masked tokens of rows that share one prompt, one row after the other; differentiable.
+
+    The prompt is read once for all rows, as a prefix cache does; most tokens of a batch of groups are prompts.
+    """
+    device, num_prompt = next(model.parameters()).device, rows[0].num_prompt
+    prompt = torch.from_numpy(rows[0].input_ids[:num_prompt]).long().to(device)
+    ids = pad_sequence([torch.from_numpy(row.input_ids[num_prompt:]) for row in rows], batch_first=True).long()
+    mask = pad_sequence([torch.from_numpy(row.mask[num_prompt:]) for row in rows], batch_first=True).to(device)
+    ids = ids.to(device)
+    read = model.model(prompt[None], use_cache=True)
+    read.past_key_values.batch_repeat_interleave(len(rows))
+    response = model.model(ids[:, :-1], past_key_values=read.past_key_values, use_cache=True)
+    end_of_prompt = read.last_hidden_state[:, -1:].expand(len(rows), -1, -1)
+    hidden = torch.cat([end_of_prompt, response.last_hidden_state], dim=1)[mask]
+    return model.lm_head(hidden).float().log_softmax(-1).gather(-1, ids[mask][:, None])[:, 0]
+
+
+def by_prompt(rows: Sequence[TrainingRow]) -> Iterable[list[TrainingRow]]:
+    """Rows that share a prompt: a group's, and apart from them those of each path with a prompt of its own."""
+    shared: dict[bytes, list[TrainingRow]] = defaultdict(list)
+    for row in rows:
+        shared[row.input_ids[: row.num_prompt].tobytes()].append(row)
+    return shared.values()
+
+
+def describe(batch: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
+    """What a batch says of the policies that sampled it."""
+    rewards = [[one.reward for one in group if one.reward is not None] for group in batch]
+    return {
+        "reward": float(np.mean(list(chain.from_iterable(rewards)) or [0.0])),
+        "num_trajectories": sum(map(len, batch)),
+        "num_sampled": sum(one.num_sampled_tokens for group in batch for one in group),
+        "num_informative": sum(len(set(group)) > 1 for group in rewards),
+    }
+
+
+async def evaluate(client: RolloutClient, tasks: Sequence[RolloutTask], num_samples: int) -> dict[str, float]:
+    """The mean reward of each task under the weights that the service holds; ahead of all training."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    async for trajectory in await client.submit(tasks, num_samples=num_samples, priority=1):
+        if trajectory.reward is not None:
+            rewards[trajectory.task_id].append(trajectory.reward)
+    return {task_id: float(np.mean(found)) for task_id, found in rewards.items()}
+
+
+def paired(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:
+    """The mean difference over tasks, and its standard error: tasks differ more than samples of one task do."""
+    differences = np.array([after[task_id] - before[task_id] for task_id in before.keys() & after.keys()])
+    return float(differences.mean()), float(differences.std(ddof=1) / np.sqrt(len(differences)))

@@ -1,0 +1,265 @@
+"""The trainer of `examples/train`: its loss by hand, its batches from a service's records, a step that improves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from agentloop.client import RolloutClient
+from agentloop.trainers import TrainingRow, group_rows
+from agentloop.types import Limits, Message, RolloutTask
+from examples.train import ablations, curves
+from examples.train.grpo import (
+    Recipe,
+    batches,
+    evaluate,
+    logprobs_of,
+    paired,
+    token_losses,
+    train,
+    train_step,
+)
+from examples.train.run import Setting
+from examples.train.tasks import held_out_tasks, training_tasks
+from tests.support.service.whole_service import simulated_config, whole_service
+from tests.support.transfer.adapters import POLICY
+
+SMALL = Recipe(num_steps=3, num_groups=2, group_size=4, max_staleness=0, num_warmup_steps=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Torch's threads wait for each other by spinning: on busy cores a step would take a minute."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def policy() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+
+
+def evenness(task: RolloutTask, messages: list[Message]) -> float:
+    """A reward that samples of pseudo-random ids get or not."""
+    return float(len(messages[-1].content) % 2)
+
+
+def short_tasks(num_tasks: int) -> list[RolloutTask]:
+    limits = Limits(max_turns=2, max_tokens_per_turn=12)
+    return [
+        replace(task, reward="tests.examples.test_train:evenness", limits=limits)
+        for task, _ in zip(training_tasks(seed=3), range(num_tasks), strict=False)
+    ]
+
+
+@pytest.fixture(scope="module")
+async def service(tmp_path_factory):
+    config = simulated_config(mode="standalone", engine={"max_context_tokens": 512})
+    async with whole_service(config, tmp_path_factory.mktemp("service")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+async def groups(service):
+    """Two groups of four recorded trajectories."""
+    async with RolloutClient(service) as client:
+        rollout = await client.submit(short_tasks(2), num_samples=4)
+        [batch] = [batch async for batch in batches(rollout, SMALL)]
+    return batch
+
+
+def cut(row: TrainingRow, num_tokens: int) -> TrainingRow:
+    """The row without its last tokens."""
+    end = len(row.input_ids) - num_tokens
+    arrays = {name: getattr(row, name)[:end] for name in ("input_ids", "mask", "logprobs", "versions")}
+    return replace(row, **arrays)
+
+
+@pytest.fixture
+def rows(groups) -> list[TrainingRow]:
+    """Rows of several lengths as if the shipped policy had sampled them; every other one better than the rest."""
+    found = [row for group in groups for row in group_rows(group)]
+    found = [replace(cut(row, place), advantage=0.5 if place % 2 else -0.5) for place, row in enumerate(found)]
+    under = ablations.recomputed(found, {0: policy()}, lambda row: np.zeros(int(row.mask.sum()), int))
+    return [ablations.with_logprobs(row, values) for row, values in zip(found, under, strict=True)]
+
+
+def losses(loss: str, ratio: float, advantage: float) -> tuple[float, float]:
+    """The loss of one token that the trainer finds `ratio` times as likely, and its gradient by the logprob."""
+    recorded = torch.tensor([-1.0])
+    logprobs = (recorded + math.log(ratio)).requires_grad_()
+    found = token_losses(logprobs, recorded, torch.tensor([advantage]), Recipe(loss=loss))
+    found.sum().backward()
+    return float(found.detach()), float(logprobs.grad)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.2, 1.0, -1.2, -1.2),  # within the range: d(ratio)/d(logprob) is the ratio
+        (1.5, 1.0, -1.28, 0.0),  # clipped
+        (1.5, -1.0, 1.5, 1.5),  # the lower of -1.5 and -1.28: not clipped
+        (0.5, 1.0, -0.5, -0.5),  # not clipped either
+        (0.5, -1.0, 0.8, 0.0),
+    ],
+)
+def test_ppo_clips_the_ratio_where_that_is_worse_for_the_policy(ratio, advantage, loss, gradient):
+    assert losses("ppo", ratio, advantage) == pytest.approx((loss, gradient), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gradient"), [(1.0, 2.0, -2.0), (0.5, 1.0, -0.5), (1.5, 1.0, -1.28), (1.5, -1.0, 1.28)]
+)
+def test_cispo_clips_the_weight_and_keeps_the_gradient(ratio, advantage, gradient):
+    loss, found = losses("cispo", ratio, advantage)
+    assert found == pytest.approx(gradient, abs=1e-6)
+    assert loss == pytest.approx(gradient * (math.log(ratio) - 1.0), abs=1e-6)
+
+
+def test_a_batch_is_whole_groups_and_its_advantages_sum_to_zero(groups):
+    assert [len(group) for group in groups] == [4, 4]
+    for group in groups:
+        assert len({one.group_id for one in group}) == 1
+        found = group_rows(group)
+        assert sum(row.advantage for row in found) == pytest.approx(0.0)
+        mean = sum(one.reward for one in group) / 4
+        assert sorted(row.advantage for row in found) == pytest.approx(sorted(one.reward - mean for one in group))
+
+
+def test_logprobs_over_a_shared_prompt_are_those_of_the_whole_sequences(rows):
+    model, group = policy(), rows[:4]
+    assert len({len(row.input_ids) for row in group}) > 1, "rows of one length would not show wrong padding"
+    with torch.inference_mode():
+        found = logprobs_of(model, group)
+        expected = []
+        for row in group:
+            ids = torch.from_numpy(row.input_ids).long()
+            under = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            expected.append(under[torch.from_numpy(row.mask[1:])])
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo"])
+def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, loss):
+    model = policy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    first = train_step(model, optimizer, rows, Recipe(loss=loss))
+    assert first["mismatch"].k3_kl == pytest.approx(0.0, abs=1e-6)
+    assert first["mismatch"].num_tokens == sum(int(row.mask.sum()) for row in rows)
+    assert first["grad_norm"] > 0
+    now = ablations.recomputed(rows, {0: model}, lambda row: np.zeros(int(row.mask.sum()), int))
+    moved = [row.advantage * (after - row.logprobs[row.mask]).sum() for row, after in zip(rows, now, strict=True)]
+    assert sum(moved) > 0
+    again = train_step(model, optimizer, rows, Recipe(loss=loss))
+    assert again["mismatch"].k3_kl > 1e-6
+    if loss == "ppo":  # CISPO's value is of weights that change with it
+        assert again["loss"] < first["loss"]
+
+
+def test_a_batch_without_advantages_changes_nothing(rows):
+    model = policy()
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    found = train_step(model, optimizer, [replace(row, advantage=0.0) for row in rows], SMALL)
+    assert (found["loss"], found["mismatch"].num_tokens) == (0.0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+async def test_synchronous_training_takes_every_trajectory_at_its_own_version(service):
+    model, steps = policy(), []
+    async with RolloutClient(service) as client:
+        tasks = short_tasks(SMALL.num_steps * SMALL.num_groups)
+        found = await train(client, model, tasks, SMALL, steps.append)
+        status = await client.status()
+        success = await evaluate(client, short_tasks(3), num_samples=2)
+    assert found == steps
+    assert len(steps) == SMALL.num_steps
+    assert [step.version for step in steps] == list(range(status.weight_version - 2, status.weight_version + 1))
+    assert all(step.num_trajectories == SMALL.batch_size for step in steps)
+    assert all(step.staleness_max == 0 for step in steps)
+    assert set(success) == {task.task_id for task in short_tasks(3)}
+    assert all(0.0 <= value <= 1.0 for value in success.values())
+
+
+async def test_asynchronous_training_is_never_further_behind_than_it_says(service):
+    recipe, steps = replace(SMALL, num_steps=5, max_staleness=2), []
+    async with RolloutClient(service) as client:
+        await train(client, policy(), short_tasks(10), recipe, steps.append)
+    assert max(step.staleness_max for step in steps) in (1, 2)
+
+
+def test_held_out_tasks_are_never_trained_on():
+    held_out = {task.messages[0].content for task in held_out_tasks(16, "recovery")}
+    assert len(held_out) == 16
+    trained = {task.messages[0].content for task, _ in zip(training_tasks(0, "recovery"), range(200), strict=False)}
+    assert not held_out & trained
+
+
+def test_gains_are_paired_by_task():
+    gain, error = paired({"a": 0.0, "b": 0.5, "c": 0.25}, {"c": 0.5, "b": 0.5, "a": 0.5})
+    assert gain == pytest.approx(0.25)
+    assert error == pytest.approx(0.25 / math.sqrt(3))
+
+
+def test_versions_of_recomputed_logprobs(rows):
+    """A row of two versions: each choice takes the logprobs of the models that it names."""
+    row = rows[0]
+    half = int(row.mask.sum()) // 2
+    versions = row.versions.copy()
+    versions[row.mask] = [0] * half + [1] * (int(row.mask.sum()) - half)
+    mixed = replace(row, versions=versions)
+    models = {0: policy(), 1: AutoModelForCausalLM.from_pretrained(POLICY.parent / "v1", dtype=torch.float32)}
+    with torch.inference_mode():
+        zero, one = (logprobs_of(models[version], [mixed]).numpy() for version in (0, 1))
+    [by_span], [by_first], [by_last] = (
+        ablations.recomputed([mixed], models, choice) for choice in ablations.CHOICES.values()
+    )
+    np.testing.assert_allclose(by_span, np.concatenate([zero[:half], one[half:]]), atol=1e-5)
+    np.testing.assert_allclose(by_first, zero, atol=1e-5)
+    np.testing.assert_allclose(by_last, one, atol=1e-5)
+
+
+def test_ids_encoded_anew_keep_their_places(rows):
+    tokenizer = Tokenizer.from_file(str(POLICY / "tokenizer.json"))
+    text = "drum unpet"
+    exact = tokenizer.encode(text, add_special_tokens=False).ids
+    split = [piece for character in text for piece in tokenizer.encode(character, add_special_tokens=False).ids]
+    assert len(split) > len(exact)
+    row = rows[0]
+    prompt = row.input_ids[: row.num_prompt]
+    ids = np.concatenate([prompt, np.array(split, np.int32)])
+    mask = np.arange(len(ids)) >= row.num_prompt
+    logprobs = np.where(mask, -np.arange(len(ids), dtype=np.float32), 0.0).astype(np.float32)
+    sampled = replace(row, input_ids=ids, mask=mask, logprobs=logprobs, versions=np.where(mask, 7, -1))
+    [changed] = ablations.RetokenisedIds(tokenizer)([sampled], policy(), 7)
+    assert changed.input_ids[row.num_prompt :].tolist() == exact
+    assert changed.logprobs[changed.mask].tolist() == logprobs[mask][: len(exact)].tolist()
+    assert ablations.retokenised_table([sampled], tokenizer)["all v7"] == (1, 1, 1, 1)
+
+
+async def test_arms_go_on_where_they_stopped(service, tmp_path):
+    console, setting = Console(), Setting(family="recovery", num_held_out=3, num_samples=2)
+    recipe = replace(SMALL, num_steps=2)
+    async with RolloutClient(service) as client:
+        await ablations.train_arms(client, ["sync"], [0], setting, recipe, tmp_path, console)
+        written = (tmp_path / "sync-seed0.json").stat().st_mtime_ns
+        names = ["sync", "stale8-as-on-policy", "stale8-first-version"]
+        await ablations.train_arms(client, names, [0], setting, recipe, tmp_path, console)
+    assert (tmp_path / "sync-seed0.json").stat().st_mtime_ns == written
+    for name in names:
+        found = json.loads((tmp_path / f"{name}-seed0.json").read_text())
+        assert len(found["steps"]) == 2
+        assert len(found["held_out"]["before"]) == 3
+    assert (tmp_path / "arms.md").read_text().count("\n| ") == 3
+    curves.main(str(tmp_path))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
