@@ -5,24 +5,24 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-long test-clients test-sglang test-faults soak learn check bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults soak learn check bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
 
 # Side by side what runs in one process, and engines of one thread; Ray, whose services take both cores, alone.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not long" $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not long" $(ARGS)
-	$(BIN)/python -m pytest -m "ray and not clients and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not trainers and not long" $(ARGS)
+	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long" $(ARGS)
 
 # What proves at length, about ten minutes, what changes rarely; `make test` has a short form of most of it.
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "long and not clients" $(ARGS)
+	$(BIN)/python -m pytest -m "long and not clients and not trainers" $(ARGS)
 
 # Needs no engine and no Ray: two to four minutes on two cores.
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not long and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long and not slow" $(ARGS)
 
 # Agents of other people's making, each in an environment of its own, against the service: `make test-clients`.
 # Those of the npm registry name one version, which pins the one package it depends on; `npm` must be there.
@@ -37,6 +37,17 @@ $(VENV)/clients/%/.installed: requirements/clients/%.txt
 
 $(VENV)/clients/%/.installed: requirements/clients/%.npm
 	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(@D) $$(cat $<)
+	@touch $@
+
+# Real trainers on the real service, each in an environment of its own, and what resolves beside the client. Needs the
+# package index; on a machine without a GPU the lock's torch is the lane's CPU build.
+TRAINERS := $(basename $(notdir $(wildcard requirements/trainers/*.txt)))
+test-trainers: $(VENV)/.dev $(TRAINERS:%=$(VENV)/trainers/%/.installed)
+	$(BIN)/python -m pytest -m trainers $(ARGS)
+
+$(VENV)/trainers/%/.installed: requirements/trainers/%.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --no-deps --disable-pip-version-check -r $<
 	@touch $@
 
 # The contract of an engine over SGLang's own code on a CPU, which no wheel of it is built for, in an environment of its
@@ -99,6 +110,8 @@ lock:
 	$(COMPILE) --python-version 3.11 $(GPU_HOST) --extra vllm pyproject.toml > requirements/vllm.txt
 	$(RESOLVE) --python-version 3.12 $(GPU_HOST) --extra sglang pyproject.toml > requirements/sglang.txt
 	$(RESOLVE) --python-version 3.11 --override requirements/overrides-sglang-cpu.txt --extra serve --extra export --group build pyproject.toml requirements/sglang-cpu.in | sed 's/+cpu$$//' > requirements/sglang-cpu.txt
+	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt -c requirements/cpu.txt --extra trl pyproject.toml | sed 's/+cpu$$//' > requirements/trainers/trl.txt
+	$(COMPILE) --python-version 3.11 --override requirements/overrides-cpu.txt pyproject.toml requirements/trainers/verl.in | sed 's/+cpu$$//' > requirements/trainers/verl.txt
 	for client in requirements/clients/*.in; do $(COMPILE) --python-version 3.11 $$client > $${client%.in}.txt; done
 
 clean:

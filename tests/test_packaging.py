@@ -60,7 +60,7 @@ def test_the_lock_pins_everything_exactly_and_names_no_local_version():
 
 def test_the_engines_are_extras():
     assert f"sglang=={SGLANG_VERSION}" in EXTRAS["sglang"]
-    assert set(EXTRAS) == {"serve", "export", "cpu", "vllm", "sglang", "renderers", "mcp"}
+    assert set(EXTRAS) == {"serve", "export", "cpu", "vllm", "sglang", "renderers", "mcp", "trl"}
     assert not any("vllm" in one or "sglang" in one or "torch" in one for one in PROJECT["dependencies"])
 
 
@@ -105,7 +105,13 @@ def test_the_command_says_what_it_lacks_without_the_service():
 def test_everything_imported_is_declared():
     declared = {
         re.split(r"[\[<>=]", one)[0] for one in (*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values()))
-    } | {"vllm", "transformers", "xgrammar", "httpx2"}  # an engine brings two of these, and mcp the last
+    } | {
+        *BROUGHT_BY_TRAINERS,
+        "vllm",
+        "transformers",
+        "xgrammar",
+        "httpx2",
+    }  # engines bring two of these, mcp the last
     for file in (*ROOT.glob("agentloop/**/*.py"), *ROOT.glob("servers/**/*.py"), *ROOT.glob("tools/**/*.py")):
         for name in _imported(file) - set(sys.stdlib_module_names):
             if not name.startswith("agentloop"):
@@ -113,6 +119,7 @@ def test_everything_imported_is_declared():
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "ray": "ray"}
+BROUGHT_BY_TRAINERS = {"datasets", "verl", "transfer-queue"}  # verl's own users have verl: no extra of ours
 BROUGHT_ALONG = {"pydantic_core", "yarl", "aiohappyeyeballs"}  # by pydantic and by aiohttp
 
 

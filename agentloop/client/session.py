@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-import openai
 import structlog
 from pydantic import BaseModel, ValidationError
 
@@ -31,6 +30,9 @@ from agentloop.codec import MSGPACK
 from agentloop.errors import AgentLoopError, InvalidRequest, error_line
 from agentloop.score import Score, checked, resolved
 from agentloop.types import Trajectory
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 A = TypeVar("A", bound=BaseModel)
 
@@ -57,7 +59,7 @@ class AgentSession:
         self._max_retries = max_retries
         self._timeout_s = timeout_s
         self._place: NewSessionAnswer | None = None
-        self._openai: openai.AsyncOpenAI | None = None
+        self._openai: AsyncOpenAI | None = None
         self._is_finished = False
 
     async def __aenter__(self) -> AgentSession:
@@ -99,10 +101,12 @@ class AgentSession:
         return self._opened.api_key
 
     @property
-    def openai(self) -> openai.AsyncOpenAI:
+    def openai(self) -> AsyncOpenAI:
         """An OpenAI client bound to the session. It is closed with the context."""
         if self._openai is None:
-            self._openai = openai.AsyncOpenAI(
+            from openai import AsyncOpenAI  # noqa: PLC0415 - a second to import, for those who use it
+
+            self._openai = AsyncOpenAI(
                 api_key=self.api_key,
                 base_url=self.base_url,
                 max_retries=self._max_retries,

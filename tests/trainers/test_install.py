@@ -2,21 +2,22 @@
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.trainers
 
 ROOT = Path(__file__).parents[2]
 UV = [sys.executable, "-m", "uv"]
 PROGRAM = """
 import sys
+import agentloop.trainers.trl  # TRL itself is imported where a run starts
 from agentloop.client import RolloutClient, load_tasks
+from agentloop.trainers import group_rows
 
 RolloutClient("http://127.0.0.1:8000").session()
-print(sorted({"ray", "tokenizers", "fastapi", "torch", "pyarrow"} & set(sys.modules)))
+print(sorted({"ray", "tokenizers", "fastapi", "torch", "pyarrow", "typer", "trl", "openai"} & set(sys.modules)))
 """
 TRAINERS = {  # as of November 2026, with the Python each asks for
     "trl==1.16.0": "3.11",
@@ -25,6 +26,7 @@ TRAINERS = {  # as of November 2026, with the Python each asks for
     "skyrl==0.4.0": "3.12",
     "areal==1.0.4": "3.11",
     "nemo-gym==0.4.0": "3.12",
+    "nemo-gym==0.7.0": "3.13.14",
     "verifiers==0.4.0": "3.11",
 }
 
@@ -44,11 +46,33 @@ def test_the_client_works_alone_in_an_empty_environment(tmp_path: Path, resoluti
     assert run(python, "-I", "-c", PROGRAM).strip() == "[]"
 
 
+SERVICE_CONFLICTS = {"openrlhf==0.11.2": "ray", "areal==1.0.4": "rich"}  # the service, not the client
+
+
+def resolve(trainer: str, tmp_path: Path, *extras: str) -> subprocess.CompletedProcess[str]:
+    wanted = tmp_path / "wanted.in"
+    wanted.write_text(trainer)
+    version = ("--python-version", TRAINERS[trainer], "--python-platform", "x86_64-manylinux_2_35")
+    command = [*UV, "pip", "compile", "--quiet", "--no-header", "--no-annotate", *version, *extras]
+    return subprocess.run(
+        [*command, "pyproject.toml", str(wanted)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=ROOT,
+    )
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_client_resolves_beside(trainer: str, tmp_path: Path) -> None:
-    base = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    wanted = tmp_path / "wanted.in"
-    wanted.write_text("\n".join([*base, trainer]))
-    version = ("--python-version", TRAINERS[trainer], "--python-platform", "x86_64-manylinux_2_35")
-    pins = run(*UV, "pip", "compile", "--quiet", "--no-header", "--no-annotate", *version, str(wanted))
-    assert trainer in pins.splitlines()
+    done = resolve(trainer, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert trainer in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("trainer", SERVICE_CONFLICTS)
+def test_the_service_does_not_beside(trainer: str, tmp_path: Path) -> None:
+    done = resolve(trainer, tmp_path, "--extra", "serve")
+    assert done.returncode != 0
+    assert SERVICE_CONFLICTS[trainer] in done.stderr
