@@ -59,7 +59,9 @@ class PlainSglang(PlainEngine):
 
     async def close(self) -> None:
         """End its processes; its own way would end the trainer's too."""
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            vars(engine.tokenizer_manager)["_subprocess_watchdog"].stop()  # it would end this process with them
         for child in self._children:
             child.terminate()
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._children, ENDED_TIMEOUT_S)

@@ -218,6 +218,7 @@ class Bench:
             with TrainerProcess(config) as trainer:
                 await self._ours(trainer)
                 if {"native", "resend"} & set(options.variants):
+                    report(options, self.results)  # an SGLang that fails may take this process with it
                     began_at = time.perf_counter()
                     await self._attempt("native", plain(_plain_engine(self._config), trainer, options, self))
                     _say(f"baselines: done after {time.perf_counter() - began_at:.0f} s")
@@ -326,6 +327,12 @@ def _options() -> argparse.Namespace:
     return options
 
 
+def report(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Print the tables and write the JSON file."""
+    title = f"Weight updates, {options.engine}, {options.shape}, {options.dtype}"
+    finish(title, tables(results), results, options.out)
+
+
 def main() -> None:
     """Print the tables and write the JSON file, whatever was found."""
     options = _options()
@@ -340,7 +347,7 @@ def main() -> None:
         except TimeoutError:
             is_late = True
             _say(f"FAILED: not done within {options.deadline_s:g} s")
-    finish(f"Weight updates, {options.shape}, {options.dtype}", tables(bench.results), bench.results, options.out)
+    report(options, bench.results)
     sys.exit(is_late or any(is_bad(result) for result in bench.results.values()))
 
 
