@@ -21,6 +21,7 @@ FORBIDDEN = {
 MAY_IMPORT_ENGINES = {
     "agentloop_servers.engines.sglang",
     "agentloop_servers.engines.vllm",
+    "agentloop_servers.recompute",
     "agentloop_servers.weight_transfer",
 }
 
@@ -54,6 +55,7 @@ ARROWS: dict[str, set[str]] = {
     "agentloop.trajectory": set(),
     "agentloop.simulation": set(),
     "agentloop.client": {"agentloop.api"},
+    "agentloop.trainers": {"agentloop.api", "agentloop.client"},
     "agentloop.rendering": {"agentloop.parsers"},
     "agentloop.storage": {"agentloop.api"},
     "agentloop.export": {"agentloop.storage"},
@@ -165,6 +167,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.http",
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
+    "agentloop_servers.recompute": set(),
     "agentloop_servers.deadlines": {
         "agentloop.api",
         "agentloop.fleet",
@@ -196,6 +199,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop.export",
         "agentloop.storage",
         "agentloop.rendering",
+        "agentloop.trainers",
         "agentloop_servers.chat_format",
         "agentloop_servers.config",
         "agentloop_servers.engine_config",
@@ -407,6 +411,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop.agents.runner",
         "agentloop_servers.cli",
         "agentloop_servers.cli.__main__",
+        "agentloop_servers.cli.check_logprobs",
         "agentloop_servers.cli.doctor",
         "agentloop_servers.cli.run",
     ),

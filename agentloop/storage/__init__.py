@@ -5,11 +5,12 @@ from __future__ import annotations
 from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.retention import RetentionPolicy, Unfinished
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
-from agentloop.storage.summary import StaleSummary, Summary, summarize, version_key
+from agentloop.storage.summary import MIXED, StaleSummary, Summary, summarize, version_key
 from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, STORE_NAME, TrajectoryReader, TrajectoryStore
 
 __all__ = [
     "MAX_COMMIT_BATCH",
+    "MIXED",
     "STORE_NAME",
     "BatchWriter",
     "DiskRoom",

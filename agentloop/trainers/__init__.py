@@ -1,11 +1,25 @@
 """The way from the service to a trainer: rows of finished groups, and adapters to trainers people use.
 
-`batches` is what every adapter needs; `trl` and `verl` are the adapters, imported by name because each needs its
-trainer installed. Nothing here samples or keeps weights: that is the service's.
+`batches` is what every adapter needs, `mismatch` compares recorded logprobs with the trainer's; `trl` and `verl` are the
+adapters, imported by name because each needs its trainer installed. Nothing here samples or keeps weights: that is the
+service's.
 """
 
 from __future__ import annotations
 
 from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
+from agentloop.trainers.mismatch import CLIP_RANGE, MAX_K3, PERCENTILES, Mismatch, MismatchMonitor, mismatch
 
-__all__ = ["GroupCounts", "TrainingRow", "count_group", "group_rows", "is_scored"]
+__all__ = [
+    "CLIP_RANGE",
+    "MAX_K3",
+    "PERCENTILES",
+    "GroupCounts",
+    "Mismatch",
+    "MismatchMonitor",
+    "TrainingRow",
+    "count_group",
+    "group_rows",
+    "is_scored",
+    "mismatch",
+]

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+
+from agentloop_servers.recompute import ReferenceModel
 
 POLICY = Path(__file__).parents[2] / "examples" / "tiny_policy"
 
@@ -18,8 +19,9 @@ torch.set_num_threads(1)  # threads that wait for each other on busy cores take 
 
 
 @cache
-def model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def reference(folder: Path) -> ReferenceModel:
+    """The checkpoint in float32 on the CPU, once a process."""
+    return ReferenceModel(folder, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,7 @@ class Difference:
 
 def logprobs(token_ids: list[int], folder: Path) -> np.ndarray:
     """The logprob of each id given those before it, at temperature 1, by the model in `folder`; 0 for the first."""
-    with torch.inference_mode():
-        logits = model(folder)(torch.tensor([token_ids])).logits[0]
-    chosen = torch.log_softmax(logits.float(), dim=-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])
-    return np.concatenate([[0.0], chosen[:, 0].numpy()])
+    return np.concatenate([[0.0], reference(folder).logprobs(token_ids)])
 
 
 def difference(row: Mapping[str, Any]) -> Difference:

@@ -13,10 +13,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import orjson
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from agentloop import codec
 from agentloop.api import QueueStatus, ServiceStatus, UpdateReport
 from agentloop.client import RolloutClient
 from agentloop.engine import MemoryTag
@@ -24,7 +26,9 @@ from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.export import export
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.storage import STORE_NAME
+from agentloop.trainers import MAX_K3
 from agentloop.types import KVPolicy, OnStale, StalenessLimit
+from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, parse_versions, tables
 from agentloop_servers.cli.doctor import doctor
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
@@ -58,6 +62,22 @@ class Format(StrEnum):
 
     PARQUET = "parquet"
     JSONL = "jsonl"
+
+
+class Device(StrEnum):
+    """Devices that `check-logprobs` computes on; auto is CUDA where there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Precision(StrEnum):
+    """Types that `check-logprobs` computes in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
@@ -172,6 +192,40 @@ def export_run(
         target = out if out is not None else store.parent / f"trajectories.{format.value}"
         num_rows = export(store, target, format.value, rollout_id, mask_constrained=mask_constrained)
     _console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)
+
+
+@app.command("check-logprobs")
+def check_run(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
+    model: Annotated[Path, typer.Option(help="The checkpoint of the run's oldest version that has no other.")],
+    model_version: Annotated[
+        list[str] | None, typer.Option(help="N=DIR: the checkpoint of version N; may be repeated.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.AUTO,
+    dtype: Annotated[Precision, typer.Option(help="What to compute in: your trainer's.")] = Precision.FLOAT32,
+    trajectories: Annotated[int, typer.Option(min=1, help="Look at no more than these, chosen at random.")] = 1000,
+    max_k3: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if the k3-KL by span is above it.")] = MAX_K3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Compare a run's recorded logprobs with those of the checkpoints that sampled them."""
+    with _clear_errors(), Console(stderr=True).status("loading") as progress:
+        store, versions = _store_of(run), parse_versions(model_version or [])
+        load = load_reference(device.value, dtype.value)
+        found = check_logprobs(
+            store, model, versions, load, max_trajectories=trajectories, on_progress=progress.update
+        )
+    if as_json:
+        typer.echo(orjson.dumps(codec.to_builtins(found)))
+    else:
+        console = _console()
+        for table in tables(found):
+            console.print(table)
+        for reason, num_tokens in found.left_out.items():
+            console.print(f"left out: {num_tokens:,} tokens, {reason}", highlight=False)
+        line = f"{found.num_trajectories:,} of {found.num_stored:,} trajectories, {dtype.value}"
+        console.print(line, highlight=False)
+    if found.k3_by_span is None or found.k3_by_span > max_k3:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -27,7 +27,7 @@ from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
 from agentloop.types import GenerateRequest, KVPolicy, Message, PauseMode, SamplingParams
 from agentloop_servers.engines.vllm.config import VllmConfig
 from agentloop_servers.engines.vllm.engine import VllmEngine
-from tests.servers.recompute import POLICY, model
+from tests.servers.recompute import POLICY, reference
 from tests.support.transfer.stock_reload import EXTENSION, STOCK, UNPROVEN
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -81,7 +81,11 @@ async def share_of_wrong_tokens(engine: VllmEngine, checkpoint: str) -> float:
         sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
         ids = (await engine.generate(GenerateRequest(f"greedy-{number}", prompt, sampling))).token_ids
         with torch.inference_mode():
-            logits = model(POLICY / checkpoint)(torch.tensor([[*prompt, *ids[:-1]]])).logits[0, len(prompt) - 1 :]
+            logits = (
+                reference(POLICY / checkpoint)
+                .model(torch.tensor([[*prompt, *ids[:-1]]]))
+                .logits[0, len(prompt) - 1 :]
+            )
         chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
         is_wrong += (logits.max(dim=1).values - chosen > TIE).tolist()
     return float(np.mean(is_wrong))

@@ -1,0 +1,326 @@
+"""The check of a run's logprobs: recorded ones against those of the checkpoints that sampled them.
+
+Each token is computed again under the version that its span names; for trajectories of several versions also as if
+all of it were of the oldest, or the newest: what a trainer that keeps one version for a trajectory would see. How
+many trajectories a decode and an encode would change stands beside it. Left out, and counted by reason, is what no
+plain softmax can give again: see `docs/logprobs.md`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from agentloop.errors import InvalidRequest
+from agentloop.export import read_all
+from agentloop.plugins import resolve
+from agentloop.sampling import LogprobsMode, TurnSampling
+from agentloop.storage import MIXED, TrajectoryReader, version_key
+from agentloop.trainers import Mismatch, mismatch
+from agentloop.types import FloatArray, IntArray, TokenPath, Trajectory, Turn, clip_spans
+
+REFERENCE = "agentloop_servers.recompute:ReferenceModel"
+MAX_VERSION_ROWS = 8  # of the retokenising table; more versions are counted together
+_SEED = 0  # of the choice among more trajectories than are asked for
+
+_PLAIN = TurnSampling()
+
+
+class Reference(Protocol):
+    """A checkpoint that computes logprobs: `recompute.ReferenceModel`."""
+
+    def logprobs(
+        self, token_ids: npt.ArrayLike, places: npt.ArrayLike, temperatures: npt.ArrayLike
+    ) -> npt.NDArray[np.float32]:
+        """Return the logprobs of the ids at `places`."""
+
+
+LoadReference = Callable[[Path], Reference]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPath:
+    """The tokens of one path that a plain softmax can give again; its arrays but `ids` have one entry for each."""
+
+    ids: IntArray  # prompt and response
+    places: IntArray  # in `ids`
+    recorded: FloatArray
+    temperatures: FloatArray
+    versions: npt.NDArray[np.int64]  # as the spans name them
+    of_trajectory: tuple[int, ...]  # all of the trajectory's, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchRow:
+    """One line of the table: under which version the tokens were computed again, and the distance."""
+
+    under: str
+    distance: Mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class RetokenizedRow:
+    """Trajectories and turns of one version whose ids a decode and an encode would change."""
+
+    version: str
+    num_trajectories: int
+    num_changed: int
+    num_turns: int
+    num_turns_changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobCheck:
+    """The outcome of a check. `left_out` counts tokens by reason; `retokenized` is empty without a tokenizer."""
+
+    num_trajectories: int  # looked at
+    num_stored: int
+    rows: tuple[MismatchRow, ...]
+    left_out: Mapping[str, int]
+    retokenized: tuple[RetokenizedRow, ...]
+
+    @property
+    def k3_by_span(self) -> float | None:
+        """The k3-KL of all compared tokens under the versions that their spans name; None without any."""
+        return self.rows[0].distance.k3_kl if self.rows else None
+
+
+def load_reference(device: str, dtype: str) -> LoadReference:
+    """Return what loads a checkpoint into transformers. Raises InvalidRequest where torch or transformers lack."""
+    make = cast(Callable[..., Reference], resolve(REFERENCE, param="model"))
+    return lambda folder: make(folder, device=device, dtype=dtype)
+
+
+def parse_versions(named: Sequence[str]) -> dict[int, Path]:
+    """Read `N=DIR` for each. Raises InvalidRequest."""
+    found: dict[int, Path] = {}
+    for one in named:
+        number, _, folder = one.partition("=")
+        if not number.isdecimal() or not folder:
+            raise InvalidRequest(f"a version is N=DIR, not {one!r}", param="model_version")
+        found[int(number)] = Path(folder)
+    return found
+
+
+def check_logprobs(
+    store: Path,
+    model: Path,
+    by_version: Mapping[int, Path],
+    load: LoadReference,
+    *,
+    max_trajectories: int,
+    on_progress: Callable[[str], None] = lambda line: None,
+) -> LogprobCheck:
+    """Compare a stored run with its checkpoints; `model` is that of the oldest version that `by_version` lacks.
+
+    One checkpoint is in memory at a time. Of more than `max_trajectories` some are chosen, the same ones each time.
+    Raises InvalidRequest, CheckpointUnreadable, and what the loading raises.
+    """
+    for folder in (model, *by_version.values()):
+        if not folder.is_dir():
+            raise InvalidRequest(f"{folder} is no folder", param="model")
+    records, num_stored = _chosen(store, max_trajectories)
+    unnamed = sorted({version for record in records for version in record.versions} - set(by_version))
+    checkpoints = {**dict.fromkeys(unnamed[:1], model), **by_version}
+    left_out: Counter[str] = Counter()
+    paths = [path for record in records for path in _compared(record, checkpoints, left_out)]
+    recomputed: list[dict[int, npt.NDArray[np.float32]]] = [{} for _ in paths]
+    for version in sorted({version for path in paths for version in path.of_trajectory}):
+        reference = load(checkpoints[version])
+        wanted = [place for place, path in enumerate(paths) if version in path.of_trajectory]
+        for number, place in enumerate(wanted):
+            on_progress(f"version {version}: {number} of {len(wanted)} paths")
+            path = paths[place]
+            recomputed[place][version] = reference.logprobs(path.ids, path.places, path.temperatures)
+        del reference
+    return LogprobCheck(
+        num_trajectories=len(records),
+        num_stored=num_stored,
+        rows=tuple(_rows(paths, recomputed)),
+        left_out=dict(sorted((+left_out).items())),
+        retokenized=retokenized(records, model),
+    )
+
+
+def _chosen(store: Path, max_trajectories: int) -> tuple[list[Trajectory], int]:
+    """Return the trajectories to look at, by reservoir sampling, and how many with sampled tokens there are."""
+    rng, chosen, num_seen = random.Random(_SEED), list[Trajectory](), 0
+    reader = TrajectoryReader(store)
+    try:
+        for record in read_all(reader):
+            if not record.versions:
+                continue
+            num_seen += 1
+            if len(chosen) < max_trajectories:
+                chosen.append(record)
+            elif (place := rng.randrange(num_seen)) < max_trajectories:
+                chosen[place] = record
+    finally:
+        reader.close()
+    return chosen, num_seen
+
+
+def _compared(
+    record: Trajectory, checkpoints: Mapping[int, Path], left_out: Counter[str]
+) -> Iterator[ComparedPath]:
+    """Give a trajectory's paths, without what cannot be compared, which is counted."""
+    missing = [version for version in record.versions if version not in checkpoints]
+    reason = (
+        "images" if any(path.images for path in record.paths) else "no checkpoint of a version" if missing else ""
+    )
+    if reason:
+        left_out[reason] += record.num_sampled_tokens
+        return
+    for path in record.paths:
+        first_own = max(path.num_shared - len(path.prompt_ids), 0)
+        pieces = [piece for turn in path.own_turns for piece in _pieces(path, turn, first_own, left_out)]
+        if pieces:
+            places, recorded, temperatures, versions = (
+                np.concatenate(column) for column in zip(*pieces, strict=True)
+            )
+            ids = np.concatenate([path.prompt_ids, path.response_ids])
+            yield ComparedPath(ids, places, recorded, temperatures, versions, record.versions)
+
+
+def _pieces(
+    path: TokenPath, turn: Turn, first_own: int, left_out: Counter[str]
+) -> Iterator[tuple[npt.NDArray[np.generic], ...]]:
+    """Give places, logprobs, temperatures and versions of the comparable tokens of one turn, span by span."""
+    sampling = turn.sampling or _PLAIN
+    logprobs, temperature, start = path.logprobs, 1.0, max(turn.start, first_own)
+    if sampling.logprobs_mode is LogprobsMode.BOTH and path.raw_logprobs is not None:
+        logprobs = path.raw_logprobs
+    elif sampling.logprobs_mode is LogprobsMode.SAMPLED:
+        if reason := _bent(sampling):
+            left_out[reason] += turn.end - start
+            return
+        temperature = sampling.temperature or 1.0  # at 0 the logprob is that of the softmax at 1
+        num_constrained = max(turn.start + sampling.num_constrained(turn.end - turn.start) - start, 0)
+        left_out["constrained"] += num_constrained
+        start += num_constrained
+    for span in clip_spans(path.weight_versions, start, turn.end):
+        at = np.arange(start + span.start, start + span.end)
+        yield (
+            at + len(path.prompt_ids),
+            logprobs[at],
+            np.full(len(at), temperature, np.float32),
+            np.full(len(at), span.version, np.int64),
+        )
+
+
+def _bent(sampling: TurnSampling) -> str:
+    """Say what bends a whole turn's distribution away from a softmax at its temperature; empty: nothing does."""
+    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    if cuts and sampling.temperature > 0:
+        return "truncated (top_p, top_k, min_p)"
+    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty - 1)
+    return "penalties" if any(penalties) else ""
+
+
+def _rows(
+    paths: Sequence[ComparedPath], recomputed: Sequence[Mapping[int, npt.NDArray[np.float32]]]
+) -> Iterator[MismatchRow]:
+    """Give the lines of the table: all tokens by span, then those of mixed trajectories in three ways."""
+    mixed = [place for place, path in enumerate(paths) if len(path.of_trajectory) > 1]
+    lines: list[tuple[str, Sequence[int], Callable[[ComparedPath], npt.NDArray[np.int64]]]] = [
+        ("its span's version", range(len(paths)), lambda path: path.versions)
+    ]
+    if mixed:
+        lines += [
+            ("its span's version, in mixed trajectories", mixed, lambda path: path.versions),
+            (
+                "its trajectory's first version",
+                mixed,
+                lambda path: np.full_like(path.versions, path.of_trajectory[0]),
+            ),
+            (
+                "its trajectory's last version",
+                mixed,
+                lambda path: np.full_like(path.versions, path.of_trajectory[-1]),
+            ),
+        ]
+    for under, chosen, version_of in lines:
+        ours = [paths[place].recorded for place in chosen]
+        theirs = [_under(version_of(paths[place]), recomputed[place]) for place in chosen]
+        if ours:
+            yield MismatchRow(under, mismatch(np.concatenate(ours), np.concatenate(theirs)))
+
+
+def _under(
+    versions: npt.NDArray[np.int64], recomputed: Mapping[int, npt.NDArray[np.float32]]
+) -> npt.NDArray[np.float32]:
+    """Return for each token its logprob under the version named for it."""
+    found = np.empty(len(versions), np.float32)
+    for version, logprobs in recomputed.items():
+        np.copyto(found, logprobs, where=versions == version)
+    return found
+
+
+def retokenized(records: Sequence[Trajectory], model: Path) -> tuple[RetokenizedRow, ...]:
+    """Count, by version, whose sampled ids change when each turn is decoded and encoded again.
+
+    Control tokens are decoded and found again. Empty without a tokenizer.json in the folder.
+    """
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        return ()
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def is_changed(ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        return bool(tokenizer.encode(text, add_special_tokens=False).ids != ids)
+
+    rows: dict[str, RetokenizedRow] = {}
+    is_many = len({version_key(record) for record in records}) > MAX_VERSION_ROWS
+    for record in records:
+        turns = [path.response_ids[turn.start : turn.end] for path in record.paths for turn in path.own_turns]
+        num_changed = sum(is_changed(ids.tolist()) for ids in turns)
+        key = version_key(record)
+        for name in ("all", "one version" if is_many and key != MIXED else key):
+            row = rows.get(name, RetokenizedRow(name, 0, 0, 0, 0))
+            rows[name] = replace(
+                row,
+                num_trajectories=row.num_trajectories + 1,
+                num_changed=row.num_changed + (num_changed > 0),
+                num_turns=row.num_turns + len(turns),
+                num_turns_changed=row.num_turns_changed + num_changed,
+            )
+    return tuple(rows[name] for name in sorted(rows, key=lambda name: (name == "all", not name.isdigit(), name)))
+
+
+def tables(check: LogprobCheck) -> Iterator[Table]:
+    """Give the outcome as tables of a terminal."""
+    names = ("tokens", "mean |diff|", "max", "k3-KL", "ESS", "ratio <0.5", "outside 0.8-1.28", "p1 - p99")
+    distances = Table("logprob of the token under", *names, box=None)
+    for row in check.rows:
+        one = row.distance
+        shares = (f"{one.ess:.4f}", f"{one.share_below_half:.2%}", f"{one.share_outside:.2%}")
+        spread = f"{one.ratio_percentiles[0]:.3f} - {one.ratio_percentiles[-1]:.3f}"
+        numbers = (f"{one.num_tokens:,}", f"{one.mean_abs_diff:.6f}", f"{one.max_abs_diff:.4f}", f"{one.k3_kl:.6f}")
+        distances.add_row(row.under, *numbers, *shares, spread)
+    yield distances
+    if check.retokenized:
+        changed = Table("decode and encode change ids of", "trajectories", "turns", box=None)
+        for line in check.retokenized:
+            name = f"version {line.version}" if line.version.isdigit() else line.version
+            changed.add_row(
+                name,
+                _part(line.num_changed, line.num_trajectories),
+                _part(line.num_turns_changed, line.num_turns),
+            )
+        yield changed
+
+
+def _part(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({part / max(whole, 1):.1%})"
