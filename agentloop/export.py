@@ -122,6 +122,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "raw_logprobs": pa.list_(pa.float32()),
     "constrained": pa.list_(pa.bool_()),
     "thinking": pa.string(),
+    "failure": pa.string(),
 }
 
 SCHEMA = pa.schema(_COLUMNS)
@@ -235,6 +236,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "num_shared": path.num_shared,
             "split_detail": path.split_detail,
             "thinking": trajectory.thinking.value,
+            "failure": None if trajectory.failure is None else trajectory.failure.value,
         }
         for branch, path in enumerate(paths)
     ]

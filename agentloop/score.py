@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from agentloop.endings import FailureClass
 from agentloop.errors import RewardError
 from agentloop.types import TRUNCATIONS, FinishReason, FloatArray, TokenPath, Trajectory
 
@@ -177,6 +178,15 @@ def ended(trajectory: Trajectory) -> Trajectory:
     if not trajectory.is_complete:
         paths = tuple(replace(path, is_trainable=False) for path in paths)
     return replace(trajectory, paths=paths, is_truncated=is_cut or trajectory.stop_reason in TRUNCATIONS)
+
+
+def judged(trajectory: Trajectory) -> Trajectory:
+    """Return a record that has its score, without its reward if the infrastructure ended it.
+
+    Such a reward says nothing of the policy, and would be in a baseline.
+    """
+    is_failed = trajectory.failure is FailureClass.INFRASTRUCTURE
+    return replace(trajectory, reward=None) if is_failed and trajectory.reward is not None else trajectory
 
 
 def _scored_path(path: TokenPath, score: Score, untrainable: set[str]) -> TokenPath:

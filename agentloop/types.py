@@ -15,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from agentloop.capabilities import ANYTHING, Capabilities
+from agentloop.endings import FAILURES as FAILURES
+from agentloop.endings import TRUNCATIONS as TRUNCATIONS
+from agentloop.endings import FailureClass, failure_of_end
+from agentloop.endings import StopReason as StopReason
 from agentloop.images import Image, ImageRef, ImageSpan
 from agentloop.sampling import Constraint as Constraint
 from agentloop.sampling import ConstraintKind as ConstraintKind
@@ -205,7 +209,10 @@ class OnExcess(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets of one trajectory. All are finite; None for the context means the engine's own limit."""
+    """Budgets of one trajectory. All are finite; None for the context means the engine's own limit.
+
+    What the reward function takes is not of `timeout_s`: it begins when the trajectory has ended.
+    """
 
     max_turns: int = 16
     max_tool_calls_per_turn: int = 8
@@ -215,46 +222,9 @@ class Limits:
     max_context_tokens: int | None = None
     max_tool_response_bytes: int = 16_384
     timeout_s: float = 600.0
+    reward_timeout_s: float = 30.0  # of the reward function
     on_excess_tool_calls: OnExcess = OnExcess.ANSWER
     on_long_tool_response: OnExcess = OnExcess.ANSWER
-
-
-class StopReason(StrEnum):
-    """Why a trajectory ended. Limits and failures are data: each has its own member."""
-
-    COMPLETED = "completed"  # the loop returned: for `tool_loop`, the policy answered without a tool call
-    MAX_TURNS = "max_turns"  # the last allowed turn still asked for tools
-    MAX_TOOL_CALLS_PER_TURN = "max_tool_calls_per_turn"  # one turn made too many calls
-    MAX_TOOL_CALLS = "max_tool_calls"  # the trajectory made too many calls
-    MAX_TOKENS_PER_TURN = "max_tokens_per_turn"  # one turn was cut by its token limit
-    MAX_SAMPLED_TOKENS = "max_sampled_tokens"  # the trajectory's budget of sampled tokens is spent
-    MAX_CONTEXT = "max_context"  # the next prompt does not fit the context
-    MALFORMED_CALL = "malformed_call"  # an agent session's last turn called a tool in a way that cannot be read
-    TOOL_RESPONSE_TOO_LONG = "tool_response_too_long"  # a tool answered more than allowed
-    DEADLINE = "deadline"  # the wall-clock budget is spent
-    CANCELLED = "cancelled"  # the client cancelled it
-    PROMPT_TOO_LONG = "prompt_too_long"  # the first prompt does not fit the context; nothing was sampled
-    INVALID_TASK = "invalid_task"  # unknown loop, tool or reward; nothing was sampled
-    ENGINE_FAILED = "engine_failed"  # no replica could finish a turn within the retry budget
-    LOOP_FAILED = "loop_failed"  # the user's loop raised
-    TOOL_FAILED = "tool_failed"  # a tool could not be opened for it, or was lost with its state
-    STALE = "stale"  # its oldest tokens are older than the run allows
-
-
-FAILURES = frozenset(
-    {
-        StopReason.INVALID_TASK,
-        StopReason.ENGINE_FAILED,
-        StopReason.LOOP_FAILED,
-        StopReason.TOOL_FAILED,
-        StopReason.PROMPT_TOO_LONG,
-    }
-)
-"""Stop reasons of trajectories that never look trainable."""
-
-_ENDS_OF_THEIR_OWN = {StopReason.COMPLETED, StopReason.MALFORMED_CALL, StopReason.CANCELLED}
-TRUNCATIONS = frozenset(StopReason) - FAILURES - _ENDS_OF_THEIR_OWN
-"""Stop reasons of trajectories that a limit cut: the policy had not ended them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,13 +276,17 @@ class StalenessLimit:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """`num_samples` trajectories of one task, placed and counted together."""
+    """`num_samples` trajectories of one task, placed and counted together.
+
+    With `keep` the first so many that are complete make the group, and the others are cancelled.
+    """
 
     group_id: str
     task: RolloutTask
     num_samples: int
     rollout_id: str = ""
     staleness: StalenessLimit | None = None  # None: no limit
+    keep: int | None = None  # None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -569,6 +543,26 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens the policy sampled, over all paths, masked ones too."""
         return sum(int(path.response_mask.sum()) for path in self.paths) + self.num_masked_tokens
+
+    @property
+    def is_sound(self) -> bool:
+        """True if it is complete, and what scores it has not failed."""
+        return self.is_complete and self.failure is not FailureClass.INFRASTRUCTURE
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the trainer consumes it: what failed, or was masked whole, is none of its batch."""
+        return self.is_sound and self.oldest_trained_version is not None
+
+    @property
+    def failure(self) -> FailureClass | None:
+        """Whose failure ended it, for the trainer to tell a bad policy from a bad environment; None: nobody's."""
+        return failure_of_end(
+            self.stop_reason,
+            is_complete=self.is_complete,
+            has_no_score=self.reward is None and self.reward_error is not None,
+            is_tools_time=self.timings.tool_s > self.timings.generate_s,
+        )
 
     def without_constrained(self) -> Trajectory:
         """Return the record with its constrained tokens out of the mask, and counted in `num_masked_tokens`."""

@@ -36,7 +36,6 @@ class AgentLimits:
     """The number of runs at once, and deadlines beside the task's own."""
 
     concurrency: int = 16
-    reward_timeout_s: float = 30.0
     settle_s: float = 5.0  # how long calls that the agent left open may still take to end
 
     def __post_init__(self) -> None:
@@ -97,8 +96,8 @@ async def run_agents(
     rewards = {task.reward: load_reward(task.reward) for task in tasks if task.reward is not None}
 
     def open_session(sample: _Sample) -> AgentSession:
-        timeout_s = sample.task.limits.timeout_s
-        needed_s = timeout_s + AGENT_GRACE_S + limits.reward_timeout_s + limits.settle_s + _SPARE_TTL_S
+        own = sample.task.limits
+        needed_s = own.timeout_s + AGENT_GRACE_S + own.reward_timeout_s + limits.settle_s + _SPARE_TTL_S
         return client.session(
             rollout_id=rollout_id,
             group_id=sample.group_id,
@@ -253,4 +252,4 @@ class _SampleRunner:
         trajectory = await session.trajectory()
         if trajectory.reward is not None:
             return None, None  # the agent has set it
-        return await score(function, task, trajectory, self._limits.reward_timeout_s)
+        return await score(function, task, trajectory, task.limits.reward_timeout_s)

@@ -313,6 +313,7 @@ class LimitsBody(Body):
     max_context_tokens: int | None = Field(default=None, ge=1, le=MAX_PROMPT_TOKENS)
     max_tool_response_bytes: int = Field(default=_LIMITS.max_tool_response_bytes, ge=0, le=1 << 24)
     timeout_s: float = Field(default=_LIMITS.timeout_s, gt=0, le=MAX_TIMEOUT_S)
+    reward_timeout_s: float = Field(default=_LIMITS.reward_timeout_s, gt=0, le=MAX_TIMEOUT_S)
     on_excess_tool_calls: Literal["answer", "stop"] = _LIMITS.on_excess_tool_calls.value
     on_long_tool_response: Literal["answer", "stop"] = _LIMITS.on_long_tool_response.value
 
@@ -400,6 +401,8 @@ def task_fields(task: RolloutTask) -> dict[str, Any]:
 class SubmitBody(Body):
     """The body of `POST /rollouts`: tasks, each sampled `num_samples` times.
 
+    With `keep`, the first so many samples that are complete make a task's group, and the others are cancelled.
+
     With a `rollout_id` of the caller's own, a submit whose answer was lost can be sent again: it counts once.
     `max_staleness` is in weight versions; without it, `on_stale` means nothing. `priority`, `share`, `max_running`
     and `run_id` are those of `RolloutTerms`.
@@ -407,6 +410,7 @@ class SubmitBody(Body):
 
     tasks: Annotated[list[TaskBody], FailFast()] = Field(min_length=1, max_length=MAX_TASKS)
     num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    keep: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     rollout_id: Id | None = None
     max_staleness: int | None = Field(default=None, ge=0, le=_INT32_MAX)
     on_stale: Literal["drop", "mask", "finish"] = OnStale.FINISH.value
@@ -420,6 +424,8 @@ class SubmitBody(Body):
     def _has_a_limit(self) -> Self:
         if self.max_staleness is None and self.trajectories_per_version is not None:
             raise ValueError("trajectories_per_version needs max_staleness")
+        if self.keep is not None and self.keep > self.num_samples:
+            raise ValueError("keep is more than num_samples")
         return self
 
     def terms(self, owner: str) -> RolloutTerms:

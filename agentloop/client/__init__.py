@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop.client.client import RolloutClient
-from agentloop.client.push import NamedTensors, PushOptions, PushTarget
+from agentloop.client.push import NamedTensors, PushOptions, PushTarget, precision_gap
 from agentloop.client.rollout import Rollout, load_tasks
 from agentloop.client.session import AgentSession, SessionEnd, describe
 
@@ -17,4 +17,5 @@ __all__ = [
     "SessionEnd",
     "describe",
     "load_tasks",
+    "precision_gap",
 ]

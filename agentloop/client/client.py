@@ -46,7 +46,7 @@ from agentloop.api import (
     check_body,
     task_fields,
 )
-from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher
+from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
 from agentloop.client.rollout import Rollout, follow
 from agentloop.client.session import AgentSession
 from agentloop.client.transport import Retryable, Transport
@@ -85,6 +85,7 @@ class RolloutClient:
         self._transport = Transport(url, user_key, admin_key, timeout_s, retry_timeout_s)
         self._listen_host = listen_host
         self._pusher: Pusher | None = None  # made by the first push
+        self._has_warned_of_truncation = False
 
     async def __aenter__(self) -> RolloutClient:
         await self._transport.open()
@@ -144,6 +145,7 @@ class RolloutClient:
         tasks: Sequence[RolloutTask],
         *,
         num_samples: int = 1,
+        keep: int | None = None,
         max_staleness: int | None = None,
         on_stale: OnStale = OnStale.FINISH,
         trajectories_per_version: int | None = None,
@@ -161,6 +163,10 @@ class RolloutClient:
         What waits for a version stays in the service's queue: do not await a submit that the queue cannot hold
         before you train.
 
+        With `keep`, the first `keep` complete samples of each task make its group, and the rest of `num_samples` is
+        cancelled: nobody waits for the longest. Every sample still has its record; those of the rest are CANCELLED
+        and not complete, and a group never has more complete ones than it keeps.
+
         Of a higher `priority` everything goes out first: an evaluation overtakes training. Runs of one priority
         have the service's places by their `share`; no more than `max_running` trajectories of a run live at a time.
         Without these, and without a name, what one key submits goes out in the order it came.
@@ -168,11 +174,12 @@ class RolloutClient:
         Where the service's queue is full this waits, in ever smaller pieces, up to `timeout_s` (DeadlineExceeded).
         What was accepted of a submit that fails is cancelled. Raises InvalidRequest for a task that cannot be.
         """
+        self._warn_of_truncation(tasks)
         bodies = [_with_lists(task_fields(task)) for task in tasks]
         has_limit = max_staleness is not None or trajectories_per_version is not None
         if has_limit or max_running is not None or share != 1.0:
             run_id = run_id or _new_id()  # its pieces count together
-        options: dict[str, Any] = {"num_samples": num_samples, "run_id": run_id, "priority": priority}
+        options: dict[str, Any] = {"num_samples": num_samples, "keep": keep, "run_id": run_id, "priority": priority}
         options |= {"share": float(share), "max_running": max_running}
         if has_limit:
             options |= {"max_staleness": max_staleness, "on_stale": on_stale.value}
@@ -336,6 +343,31 @@ class RolloutClient:
     async def status(self) -> ServiceStatus:
         """The service at this moment."""
         return await self._get("/status", ServiceStatus)
+
+    async def check_precision(self, dtype: str) -> str | None:
+        """Compare the type that a trainer computes in ("bfloat16", "torch.float32") with the engines'.
+
+        Returns a sentence, which is logged as a warning too, where they differ; None where they do not, or do not
+        say. A push of tensors compares by itself, the first time.
+        """
+        gap = precision_gap(await self.status(), dtype)
+        if gap is not None:
+            _log.warning("precision_differs", reason=gap)
+        return gap
+
+    def _warn_of_truncation(self, tasks: Sequence[RolloutTask]) -> None:
+        """Say once that truncated sampling bends the ratio: no engine returns the ids that it kept."""
+        cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0), None)
+        if cut is not None and not self._has_warned_of_truncation:
+            self._has_warned_of_truncation = True
+            _log.warning(
+                "truncated_sampling",
+                task=cut.task_id,
+                top_p=cut.top_p,
+                top_k=cut.top_k,
+                reason="recorded logprobs are renormalised over the ids that the engine kept: a ratio to your "
+                "softmax is wrong by the mass that was cut, unless the service's logprobs_mode is raw or both",
+            )
 
     async def _submit_all(self, rollout: Rollout, tasks: list[dict[str, Any]], options: dict[str, Any]) -> None:
         """In as few pieces as the service takes; each is a rollout of its own there, keyed by its id."""

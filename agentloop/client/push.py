@@ -71,6 +71,21 @@ class Pusher(Protocol):
         """Let go of the connections. Idempotent."""
 
 
+def precision_gap(status: ServiceStatus, dtype: str) -> str | None:
+    """Say that engines compute in another type than the trainer; None: they are alike, or none says its own.
+
+    `dtype` is a name as torch has it: "bfloat16", "torch.float32".
+    """
+    own = dtype.removeprefix("torch.")
+    others = {replica.weight_dtype for replica in status.replicas} - {None, own}
+    if not others:
+        return None
+    return (
+        f"the trainer's weights are {own}, engines compute in {', '.join(sorted(map(str, others)))}: logprobs "
+        "differ on equal weights, which clips and weighs tokens as if the policy had moved"
+    )
+
+
 def open_pusher(target: PushTarget, listen_host: str | None) -> Pusher:
     """Make the shipped pusher. Raises InvalidRequest where torch is missing."""
     make = cast(Callable[[PushTarget, str | None], Pusher], resolve(PUSHER, param="weights"))

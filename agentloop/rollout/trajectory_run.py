@@ -52,7 +52,7 @@ from agentloop.rollout.staleness_guard import StalenessGuard
 from agentloop.rollout.tool import ToolSession
 from agentloop.rollout.toolbox import Toolbox, ToolScope
 from agentloop.rollout.turn_journal import RunJournal, TurnJournal, fingerprint
-from agentloop.score import Score, ended, scored
+from agentloop.score import Score, ended, judged, scored
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -76,7 +76,6 @@ class WorkerConfig:
     turn_timeout_s: float = 300.0  # one engine request, without the time in which its engine is frozen
     turn_attempts: int = 4  # of one generation that fails in a row on replicas that had it
     max_standstill_s: float = 4 * 3600.0  # of the service, for one trajectory; then it ends as ENGINE_FAILED
-    reward_timeout_s: float = 30.0
     grace_s: float = 5.0  # how long a loop that was cancelled may take to end
     commit_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
     sweep_s: float = 600.0  # between looks for journals of dead workers that nobody needs
@@ -306,7 +305,7 @@ class TrajectoryRun:
             # Without its score there is no reward: what the others said may be of another scale.
             record = replace(record, reward=None) if found is None else scored(record, found)
         reward_error = "; ".join(problem for problem in problems if problem) or None
-        self._record = replace(record, reward_error=reward_error)
+        self._record = judged(replace(record, reward_error=reward_error))
 
     async def _said(
         self, function: RewardFunction, record: Trajectory, scope: ToolScope
@@ -318,7 +317,7 @@ class TrajectoryRun:
                 tools = await scope.sessions()
             except AgentLoopError as error:
                 return None, str(error)
-        return await score(function, self._task, record, self._parts.config.reward_timeout_s, tools)
+        return await score(function, self._task, record, self._task.limits.reward_timeout_s, tools)
 
     def _finished(self) -> Trajectory:
         """Return the terminal record; of a dropped trajectory nothing is kept."""

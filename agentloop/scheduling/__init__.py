@@ -6,12 +6,8 @@ from agentloop.scheduling.balancer import Balancer, BalancerConfig
 from agentloop.scheduling.dispatch_order import GroupOrder
 from agentloop.scheduling.placement import Demand
 from agentloop.scheduling.report_desk import ReportDesk
-from agentloop.scheduling.rollout_queue import (
-    COORDINATOR,
-    PendingRecord,
-    RolloutQueue,
-)
-from agentloop.scheduling.samples import BeginOutcome, Sample
+from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
+from agentloop.scheduling.samples import BeginOutcome, PendingRecord, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.step_times import FITS, StepTimes
 

@@ -10,6 +10,9 @@ Ownership: one object, in the coordinator's event loop, synchronous; time is pas
 A sample that no worker can finish any more (cancelled while queued, or out of attempts) is RUNNING at the
 coordinator itself, which owes it a record: see `pending_records`. Nothing is FINISHED before its record is durable.
 
+A group that keeps fewer samples than it has is full with the first so many whose complete records are durable: the
+others are cancelled. No more than these become complete records: each claims a place before it is stored.
+
 Bound: `max_queued` samples and `max_queued_bytes` of their tasks wait; a client whose work does not fit gets
 Overloaded and waits outside. `DispatchOrder` says which sample goes out next. What a dead worker ran is not queued
 there but under `Suspects`: only a sample that shared its workers' deaths time and again is given up for them.
@@ -24,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from agentloop import codec
 from agentloop.api import RolloutStatus, RolloutTerms, assignment_id
@@ -31,8 +35,10 @@ from agentloop.errors import Conflict, InvalidRequest, InvariantBroken, Overload
 from agentloop.scheduling.dispatch_order import Begin, DispatchOrder, ExpectedWork, GroupOrder, TaskHistory
 from agentloop.scheduling.samples import (
     BeginOutcome,
+    Cancellation,
     LiveGroup,
     LiveRollout,
+    PendingRecord,
     Sample,
     SampleState,
     Silence,
@@ -44,27 +50,6 @@ from agentloop.types import RolloutGroup, StopReason
 _MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
 
 COORDINATOR = ""  # the worker id under which the coordinator holds samples whose record it writes itself
-
-
-@dataclass(frozen=True, slots=True)
-class PendingRecord:
-    """A sample whose terminal record the coordinator has to write.
-
-    CANCELLED, or after `max_attempts` the reason of the last one: LOOP_FAILED if its worker died of it (a lost
-    engine is answered by another lease and never ends up here), STALE if it was dropped for its age.
-    """
-
-    sample: Sample
-    stop_reason: StopReason
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cancellation:
-    """The samples a cancel met: ids now owed a record by the coordinator, and ids that workers have to end."""
-
-    dropped: tuple[str, ...]
-    running: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +117,8 @@ class RolloutQueue:
             raise InvalidRequest("a rollout needs at least one group, and a group one sample", param="groups")
         if len(group_ids) != len(groups):
             raise InvalidRequest("a group id occurs twice", param="groups")
+        if any(group.keep is not None and not 1 <= group.keep <= group.num_samples for group in groups):
+            raise InvalidRequest("a group keeps at least one sample, and no more than it has", param="keep")
         self._budgets.check(rollout_id, groups)
         if rollout_id in self._rollouts or rollout_id in self._reserved:
             raise Conflict(f"rollout {rollout_id} is already running", param="rollout_id")
@@ -165,10 +152,12 @@ class RolloutQueue:
         num_trained: int = 0,
         first_version: int | None = None,
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        num_complete: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Queue what an earlier process accepted and did not finish. Past the bounds: it was admitted.
 
-        `num_trained` of the finished ones can be trained on, the first under `first_version`.
+        `num_trained` of the finished ones can be trained on, the first under `first_version`; `num_complete` counts
+        the complete ones of groups that keep fewer than they have.
         """
         work = list(work)
         budget = self._budgets.join(rollout_id, next((group.staleness for group, _ in work), None))
@@ -181,7 +170,11 @@ class RolloutQueue:
         self._order.join(rollout)
         for group, sample_indexes in work:
             rollout.groups[group.group_id] = one = LiveGroup(
-                group.num_samples, len(sample_indexes), _num_bytes(group)
+                group.num_samples,
+                len(sample_indexes),
+                _num_bytes(group),
+                group.keep,
+                num_complete.get(group.group_id, 0),
             )
             self._num_bytes += one.num_bytes
             names = [assignment_id(rollout_id, group.group_id, index) for index in sample_indexes]
@@ -193,6 +186,8 @@ class RolloutQueue:
             rollout.num_queued += len(samples)
             if samples:
                 self._order.add_group(samples)
+            if one.is_full:
+                self._drop(samples)
 
     # --- workers ---
 
@@ -264,7 +259,7 @@ class RolloutQueue:
             if sample.state is SampleState.QUEUED:
                 self._unqueue(sample)
                 sample.last_attempt -= silence is not None  # the one that it waited for is not begun
-            elif silence is None or sample.rollout.is_cancelled or not self._is_ahead(num_sampled, sample):
+            elif silence is None or sample.is_cancelled or not self._is_ahead(num_sampled, sample):
                 continue
             else:
                 holder_id = sample.worker_id or COORDINATOR
@@ -324,10 +319,33 @@ class RolloutQueue:
         self._fail(sample, "its oldest tokens were older than the run allows", StopReason.STALE)
         return True
 
-    def finished(self, name: str, *, is_trained: bool = True, num_tokens: int | None = None) -> bool:
+    def claim(self, name: str) -> bool:
+        """Take a place among the samples that its group keeps, for a complete record that is about to be stored.
+
+        False: the group has its samples, so this one is cancelled. `finished` follows once it is stored; `unclaim`
+        does if it was not.
+        """
+        group = self._group_of(name)
+        if group is None or group.keep is None or name in group.claimed:
+            return True
+        if group.num_complete + len(group.claimed) >= group.keep:
+            return False
+        group.claimed.add(name)
+        return True
+
+    def unclaim(self, name: str) -> None:
+        """Give the place back. Idempotent."""
+        group = self._group_of(name)
+        if group is not None:
+            group.claimed.discard(name)
+
+    def finished(
+        self, name: str, *, is_trained: bool = True, is_kept: bool = False, num_tokens: int | None = None
+    ) -> bool:
         """The terminal record of a sample is durable. False: it was so before. If a worker other than the one
-        who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it.
-        `num_tokens`, of one that ran to its end, are what is expected of its task from now on."""
+        who finished it runs it too, that one is told to cancel. `is_trained`: the trainer will consume it;
+        `is_kept`: its group needs no other in its place. `num_tokens`, of one that ran to its end, are what is
+        expected of its task from now on."""
         sample = self._live.pop(name, None)
         if sample is None:
             return False
@@ -346,6 +364,14 @@ class RolloutQueue:
         rollout.finished.add(name)
         group = rollout.groups[sample.group.group_id]
         group.num_left -= 1
+        group.claimed.discard(name)
+        if is_kept and group.keep is not None:
+            group.num_complete += 1
+            if group.is_full:
+                names = (
+                    assignment_id(rollout.rollout_id, sample.group.group_id, i) for i in range(group.num_samples)
+                )
+                self._drop(self._live[other] for other in names if other in self._live)
         self._num_bytes -= group.num_bytes if group.num_left == 0 else 0
         if rollout.num_queued + rollout.num_running == 0:
             del self._rollouts[rollout.rollout_id]
@@ -364,19 +390,15 @@ class RolloutQueue:
             return Cancellation((), ())
         rollout.is_cancelled = True
         mine = [sample for sample in self._live.values() if sample.rollout is rollout]
-        dropped = [sample for sample in mine if sample.state is SampleState.QUEUED]
         running = [sample for sample in mine if sample.state is SampleState.RUNNING]
-        for sample in dropped:
-            self._unqueue(sample)
-            self._run(sample, COORDINATOR, sample.begun_at)
-            sample.error = "cancelled before it ran"
+        dropped = self._drop(mine)
         ids = tuple(sample.assignment_id for sample in running if sample.worker_id != COORDINATOR)
         return Cancellation(tuple(sample.assignment_id for sample in dropped), ids)
 
     def is_cancelled(self, name: str) -> bool:
         """Return true if a client asked to end this live sample."""
         sample = self._live.get(name)
-        return sample is not None and sample.rollout.is_cancelled
+        return sample is not None and sample.is_cancelled
 
     def cancels(self, worker_id: str) -> tuple[str, ...]:
         """Return what a worker has to end, told before or not: an answer may have been lost."""
@@ -396,7 +418,7 @@ class RolloutQueue:
         """The samples whose terminal record the coordinator has to write, until `finished` is called."""
         result: list[PendingRecord] = []
         for sample in self._workers[COORDINATOR].running.values():
-            reason = StopReason.CANCELLED if sample.rollout.is_cancelled else sample.lost_reason
+            reason = StopReason.CANCELLED if sample.is_cancelled else sample.lost_reason
             result.append(PendingRecord(sample.hand_out(now), reason, sample.error))
         return tuple(result)
 
@@ -421,9 +443,9 @@ class RolloutQueue:
     def is_repeat(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> bool:
         """Return true if a live rollout consists of these groups, as far as this process knows it."""
         rollout = self._rollouts.get(rollout_id)
-        offered = {group.group_id: group.num_samples for group in groups}
+        offered = {group.group_id: (group.num_samples, group.keep) for group in groups}
         return rollout is not None and all(
-            offered.get(group_id) == group.num_samples for group_id, group in rollout.groups.items()
+            offered.get(group_id) == (group.num_samples, group.keep) for group_id, group in rollout.groups.items()
         )
 
     def status(self, rollout_id: str) -> RolloutStatus | None:
@@ -462,6 +484,8 @@ class RolloutQueue:
             if counted[:2] != (rollout.num_queued, rollout.num_running) or sum(counted) != rollout.num_accepted:
                 raise InvariantBroken(f"rollout {rollout.rollout_id}: counts {counted} do not add up")
         groups = [group for rollout in self._rollouts.values() for group in rollout.groups.values()]
+        if any(one.keep is not None and one.num_complete + len(one.claimed) > one.keep for one in groups):
+            raise InvariantBroken("a group keeps more samples than it was asked for")
         if sum(group.num_bytes for group in groups if group.num_left) != self._num_bytes:
             raise InvariantBroken("the bytes of unfinished tasks are miscounted")
 
@@ -498,6 +522,19 @@ class RolloutQueue:
             self._order.ended(sample)
         sample.worker_id = None
 
+    def _group_of(self, name: str) -> LiveGroup | None:
+        sample = self._live.get(name)
+        return None if sample is None else sample.rollout.groups[sample.group.group_id]
+
+    def _drop(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Take those that are queued out: the coordinator owes them a record. Returns them."""
+        dropped = [sample for sample in samples if sample.state is SampleState.QUEUED]
+        for sample in dropped:
+            self._unqueue(sample)
+            self._run(sample, COORDINATOR, sample.begun_at)
+            sample.error = "cancelled before it ran"
+        return dropped
+
     def _unqueue(self, sample: Sample) -> None:
         self._order.discard(sample)
         self._suspects.discard(sample)
@@ -532,11 +569,11 @@ class RolloutQueue:
         sample.lost_reason = reason
         is_guilty = sample.is_only_suspect or sample.num_deaths >= _MOST_SHARED * self._max_attempts
         is_given_up = num_counted >= self._max_attempts if is_guilty else sample.num_failed >= self._max_attempts
-        if sample.rollout.is_cancelled or is_given_up:
+        if sample.is_cancelled or is_given_up:
             self._run(sample, COORDINATOR, sample.begun_at)
 
     def _to_end(self, worker: _WorkerSamples) -> set[str]:
-        cancelled = {name for name, sample in worker.running.items() if sample.rollout.is_cancelled}
+        cancelled = {name for name, sample in worker.running.items() if sample.is_cancelled}
         return cancelled | worker.strays
 
 

@@ -77,6 +77,11 @@ class Sample:
     error: str = ""
     lost_reason: StopReason = StopReason.LOOP_FAILED  # its record's, if no attempt is left
 
+    @property
+    def is_cancelled(self) -> bool:
+        """True once its rollout is cancelled, or its group has the samples that it keeps."""
+        return self.rollout.is_cancelled or self.rollout.groups[self.group.group_id].is_full
+
     def count_begun(self, is_begun: bool, served: int | None) -> None:
         """Take a place in the run's budget, or give it back."""
         budget = self.rollout.budget
@@ -114,6 +119,14 @@ class LiveGroup:
     num_samples: int
     num_left: int
     num_bytes: int  # that its task takes, until none is left
+    keep: int | None = None  # complete samples that make the group; None: all
+    num_complete: int = 0  # whose records are durable
+    claimed: set[str] = field(default_factory=set)  # complete, and about to be stored as such
+
+    @property
+    def is_full(self) -> bool:
+        """True once all samples that it keeps are durable."""
+        return self.keep is not None and self.num_complete >= self.keep
 
 
 @dataclass(slots=True, eq=False)
@@ -139,3 +152,24 @@ class LiveRollout:
         return RolloutStatus(
             self.rollout_id, *counts, num_held=num_held, owner=terms.owner, priority=terms.priority
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRecord:
+    """A sample whose terminal record the coordinator has to write.
+
+    CANCELLED, or after `max_attempts` the reason of the last one: LOOP_FAILED if its worker died of it (a lost
+    engine is answered by another lease and never ends up here), STALE if it was dropped for its age.
+    """
+
+    sample: Sample
+    stop_reason: StopReason
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """The samples a cancel met: ids now owed a record by the coordinator, and ids that workers have to end."""
+
+    dropped: tuple[str, ...]
+    running: tuple[str, ...]

@@ -38,7 +38,7 @@ from agentloop.errors import (
 from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
 from agentloop.images import Image
 from agentloop.rendering import NO_KWARGS
-from agentloop.score import Score, checked, ended, scored_or_told
+from agentloop.score import Score, checked, ended, judged, scored_or_told
 from agentloop.sessions.calls import CallTable, LiveCall, record_of, whole_pieces
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState, write, write_failure
 from agentloop.sessions.prompts import Prompt, Question, SessionParts, as_asked, make_prompt, make_question
@@ -297,7 +297,7 @@ class Session:
         stop_reason = self._stop_reason(trajectory.path if paths else None)
         trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)
         if record.state is SessionState.FINISHED:
-            self._trajectory = trajectory
+            self._trajectory = trajectory = judged(trajectory)
         return trajectory
 
     def _error(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.retention import RetentionPolicy, Unfinished
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
-from agentloop.storage.summary import MIXED, StaleSummary, Summary, summarize, version_key
+from agentloop.storage.summary import MIXED, LengthSummary, StaleSummary, Summary, summarize, version_key
 from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, STORE_NAME, TrajectoryReader, TrajectoryStore
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "STORE_NAME",
     "BatchWriter",
     "DiskRoom",
+    "LengthSummary",
     "RetentionPolicy",
     "RowChecker",
     "Schema",

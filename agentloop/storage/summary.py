@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import orjson
 
 from agentloop import codec
 from agentloop.api import UpdateReport
 from agentloop.types import StopReason, Trajectory
+
+RecordKey: TypeAlias = tuple[str, str, int]
+"""A record's name: rollout, group, sample."""
 
 _STALE_COUNTS = ("dropped_attempts", "given_up", "masked", "finished", "late", "masked_tokens")
 MIXED = "mixed"
@@ -43,6 +48,32 @@ class StaleSummary:
     finished: int
     late: int
     masked_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSummary:
+    """The distribution of trajectories' lengths, in sampled tokens; zeros without any."""
+
+    num_trajectories: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedLengths:
+    """Lengths of all trajectories beside those that a trainer gets: what is thrown away is seldom short.
+
+    `trained` are complete, have tokens in the mask and, where anything of the run was acknowledged, are
+    acknowledged. `submitted` has these and all others with the tokens that they had when they ended, so of those
+    that were cut less than they would have had; `num_unknown` ended without tokens and are in neither.
+    """
+
+    submitted: LengthSummary
+    trained: LengthSummary
+    num_unknown: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +113,8 @@ class Summary:
     prefix_cache_hit_share: float | None
     updates: tuple[UpdateSummary, ...]
     stale: StaleSummary | None  # None: no record has a limit
+    failures: dict[str, int]  # trajectories by whose failure ended them: `FailureClass`
+    lengths: TrainedLengths
 
     def write(self, path: Path) -> None:
         """Write `summary.json`, whole or not at all."""
@@ -104,9 +137,16 @@ def summarize(
     num_accepted: int,
     wall_s: float,
     updates: Sequence[UpdateReport] = (),
+    acknowledged: Collection[RecordKey] | None = None,
 ) -> Summary:
-    """The summary of a run's records. A key seen twice counts once: the first record is the record."""
-    seen: set[tuple[str, str, int]] = set()
+    """The summary of a run's records. A key seen twice counts once: the first record is the record.
+
+    `acknowledged` are the records that a trainer said it has; None: no trainer says.
+    """
+    seen: set[RecordKey] = set()
+    submitted: list[int] = []
+    trained: list[int] = []
+    failures: Counter[str] = Counter()
     stop_reasons: Counter[str] = Counter()
     by_version: dict[str, list[float | None]] = defaultdict(list)
     stale: Counter[str] | None = None
@@ -122,6 +162,11 @@ def summarize(
         recovered += trajectory.num_tool_errors > 0 and trajectory.reward == 1
         num_sampled = trajectory.num_sampled_tokens
         sampled += num_sampled
+        submitted.append(num_sampled)
+        if trajectory.is_trained and (acknowledged is None or key in acknowledged):
+            trained.append(num_sampled)
+        if (failure := trajectory.failure) is not None:
+            failures[failure.value] += 1
         observed += sum(len(path.response_ids) for path in trajectory.paths) - num_sampled
         prompt += sum(len(path.prompt_ids) for path in trajectory.paths)
         turns = [turn for path in trajectory.paths for turn in path.turns]
@@ -150,7 +195,17 @@ def summarize(
         prefix_cache_hit_share=_share(cached, computed),
         updates=tuple(_update(report) for report in updates),
         stale=None if stale is None else StaleSummary(**{name: stale[name] for name in _STALE_COUNTS}),
+        failures=dict(sorted(failures.items())),
+        lengths=TrainedLengths(_lengths(submitted), _lengths(trained), submitted.count(0)),
     )
+
+
+def _lengths(num_sampled: Sequence[int]) -> LengthSummary:
+    known = np.array([number for number in num_sampled if number > 0])
+    if known.size == 0:
+        return LengthSummary(0, 0.0, 0.0, 0.0, 0.0, 0)
+    p50, p90, p99 = (round(float(value), 1) for value in np.percentile(known, (50, 90, 99)))
+    return LengthSummary(known.size, round(float(known.mean()), 1), p50, p90, p99, int(known.max()))
 
 
 def _stale(trajectory: Trajectory) -> dict[str, int]:

@@ -28,6 +28,7 @@ from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage import retention
 from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
+from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
 
 STORE_NAME = "trajectories.sqlite"
@@ -107,6 +108,17 @@ class TrajectoryReader:
         """Return records as `TrajectoryStore.read`, decoded."""
         checked = partial(self._rows.value, "trajectories", Trajectory)
         return _read(self._db, rollout_id, after, limit, checked)
+
+    def acknowledged(self) -> frozenset[RecordKey] | None:
+        """Return the records that trainers said they have; None if no trainer said anything."""
+        if self._db.execute("SELECT 1 FROM acknowledged").fetchone() is None:
+            return None
+        return frozenset(
+            self._db.execute(
+                "SELECT t.rollout_id, t.group_id, t.sample_index FROM trajectories t"
+                " JOIN acknowledged a ON a.rollout_id = t.rollout_id AND t.seq <= a.seq"
+            )
+        )
 
     def close(self) -> None:
         """Let go of the file. Idempotent."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
@@ -345,3 +346,39 @@ async def test_what_was_iterated_is_acknowledged_page_by_page(service: Service) 
         assert len(seen) == 6
         with pytest.raises(NotFound):
             await client.acknowledge("nobody", 1)
+
+
+async def test_a_submit_says_how_many_samples_it_keeps(service: Service) -> None:
+    async with client_of(service) as client:
+        rollout = await client.submit(tasks_of(2), num_samples=4, keep=3)
+        kept = [group.keep for name in rollout.rollout_ids for group in service.coordinator.groups[name].values()]
+        assert kept == [3, 3]
+        with pytest.raises(InvalidRequest, match="keep"):
+            await client.submit(tasks_of(1), num_samples=2, keep=3)
+
+
+async def test_another_precision_than_the_engines_is_warned_of(service: Service) -> None:
+    service.coordinator.weight_dtypes = ["bfloat16", "bfloat16"]
+    async with client_of(service) as client:
+        with capture_logs() as logs:
+            assert await client.check_precision("torch.bfloat16") is None
+            assert logs == []
+            gap = await client.check_precision("float32")
+    assert gap is not None
+    assert "float32" in gap
+    assert "bfloat16" in gap
+    assert [(one["event"], one["log_level"]) for one in logs] == [("precision_differs", "warning")]
+    service.coordinator.weight_dtypes = [None]
+    async with client_of(service) as client:
+        assert await client.check_precision("float32") is None
+
+
+async def test_truncated_sampling_is_warned_of_once(service: Service) -> None:
+    cut = [replace(task, top_p=0.9) for task in tasks_of(2)]
+    async with client_of(service) as client:
+        with capture_logs() as logs:
+            await client.submit(tasks_of(1))
+            assert logs == []
+            for tasks in (cut, [replace(cut[0], top_p=1.0, top_k=5)]):
+                await client.submit(tasks)
+    assert [(one["event"], one["top_p"]) for one in logs] == [("truncated_sampling", 0.9)]

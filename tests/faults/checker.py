@@ -13,7 +13,7 @@ from agentloop.fleet.desired_state import FleetWeights
 from agentloop.fleet.registry import ReplicaState
 from agentloop.fleet.weight_update import UpdateState
 from agentloop.rollout.turn_journal import YOUNG_S
-from agentloop.types import KVPolicy, TokenPath, Trajectory
+from agentloop.types import KVPolicy, StopReason, TokenPath, Trajectory
 from agentloop_servers.coordinator.coordinator import FLEET_WEIGHTS
 from tests.support.fleet.proving_policy import logprobs_of
 from tests.support.fleet.whole_world import WholeWorld
@@ -100,6 +100,24 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
             yield f"session {record.group_id}: {len(said)} turns are recorded as {said}, and {heard} were heard"
         if not record.is_complete:
             yield f"session {record.group_id} is incomplete: {record.error}"
+
+
+def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
+    """Groups with more complete samples than they keep, or with cancelled ones although they have fewer.
+
+    Clients of a world cancel nothing themselves.
+    """
+    for rollout_id, groups in world.ledger.accepted.items():
+        for group in groups:
+            own = [one for one in stored.get(rollout_id, []) if one.group_id == group.group_id]
+            num_complete = sum(one.is_sound for one in own)
+            num_cancelled = sum(one.stop_reason is StopReason.CANCELLED for one in own)
+            wanted = group.num_samples if group.keep is None else group.keep
+            if num_complete > wanted or (num_cancelled and num_complete < wanted):
+                yield (
+                    f"{rollout_id}/{group.group_id} keeps {wanted} of {group.num_samples}: "
+                    f"{num_complete} are complete, {num_cancelled} cancelled"
+                )
 
 
 def token_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:

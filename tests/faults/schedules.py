@@ -75,6 +75,7 @@ async def _schedule(world: WholeWorld) -> Counter[str]:
         stored = await _stored(world)
         problems = [
             *checker.record_problems(world, stored),
+            *checker.keep_problems(world, stored),
             *checker.token_problems(world, stored),
             *checker.tool_problems(world),
         ]

@@ -22,7 +22,7 @@ HAPPENINGS = (
     *("_stall_coordinator", "_fill_disk", "_slow_disk", "_malform", "operator paused", "slept 1", "woke"),
     *("update", "replica failed", "unreadable", "transfers", "one phase", "broken transfers", "relayed"),
     *("begun again", "resampled turns", "swapped in flight", "client left", "ended: completed"),
-    *("ended: loop_failed", "order refused"),
+    *("ended: loop_failed", "ended: cancelled", "order refused"),
 )
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from agentloop.api.coordinator import Orders
+from agentloop.clock import VirtualClock
+from agentloop.endings import FailureClass
 from agentloop.engine import WeightUpdate
 from agentloop.errors import ServiceUnavailable, TemplateNotPrefixStable
 from agentloop.rendering.renderer import OnUnstable, RenderSettings, TemplateRenderer
@@ -31,7 +33,7 @@ from agentloop.types import (
 from agentloop_tools.calculator import calculator
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids, scripted_engine, turns
 from tests.support.fleet.fake_coordinator import FakeCoordinator
-from tests.support.fleet.live_run import write_checkpoint
+from tests.support.fleet.live_run import live_run, talk, write_checkpoint
 from tests.support.fleet.worker import running_worker, task
 
 CALL = call("calculator", expression="2 + 3")
@@ -326,6 +328,40 @@ async def test_a_failing_reward_loses_no_trajectory():
     assert trajectory.is_complete
     assert trajectory.reward is None
     assert "ZeroDivisionError" in (trajectory.reward_error or "")
+    assert (trajectory.failure, trajectory.is_sound) == (FailureClass.INFRASTRUCTURE, False)
+
+
+async def test_a_reward_function_has_a_time_limit_of_its_own():
+    limits = Limits(reward_timeout_s=0.05)
+    trajectory = await one(task(reward="tests.rollout.test_worker:endless_reward", limits=limits), CALL, ANSWER)
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, None)
+    assert trajectory.reward_error == "timed out after 0.05 s"
+    assert trajectory.failure is FailureClass.INFRASTRUCTURE
+
+
+def test_a_reward_may_take_longer_than_its_trajectory_might(tmp_path):
+    clock = VirtualClock()
+    limits = Limits(max_turns=1, timeout_s=30.0, reward_timeout_s=100.0)
+    slow = replace(talk(), reward="tests.rollout.test_worker:slow_reward", limits=limits)
+
+    async def main():
+        async with live_run(clock, write_checkpoint(tmp_path), num_workers=1) as run:
+            await run.submit("r", 1, 1, slow, None)
+            await run.until_done("r")
+            return list(run.store.records.values())
+
+    [trajectory] = clock.run(main())
+    assert (trajectory.stop_reason, trajectory.reward, trajectory.failure) == (StopReason.COMPLETED, 0.5, None)
+    assert trajectory.timings.generate_s < 30.0
+
+
+async def endless_reward(task, messages):
+    await asyncio.sleep(3600)
+
+
+async def slow_reward(task, messages):
+    await asyncio.sleep(80.0)
+    return 0.5
 
 
 def broken_reward(task, messages):

@@ -14,8 +14,9 @@ from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, Stalene
 from tests.benchmarks.dispatch import simulate
 
 
-def group(group_id="g", num_samples=2, rollout_id="r", limit=None):
-    return RolloutGroup(group_id, RolloutTask(group_id, (Message("user", "hi"),)), num_samples, rollout_id, limit)
+def group(group_id="g", num_samples=2, rollout_id="r", limit=None, keep=None):
+    task = RolloutTask(group_id, (Message("user", "hi"),))
+    return RolloutGroup(group_id, task, num_samples, rollout_id, limit, keep)
 
 
 def queue_of(*sizes, **config):
@@ -563,16 +564,23 @@ class QueueMachine(RuleBasedStateMachine):
         self.num_rollouts = 0
         self.accepted = {}  # name -> group, never forgotten
         self.finished = set()
+        self.complete = Counter()  # durable complete records, by rollout and group
         self.at_worker = {"u": set(), "v": set()}  # what each worker believes that it runs
         self.num_sampled = {}  # (worker, name) -> tokens
         self.attempts = {}  # (worker, name) -> the attempt it was handed
         self.served = 0
         self.is_stuck = False
 
-    @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), limit=limits, terms=terms)
-    def submit(self, sizes, limit, terms):
+    @rule(
+        sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+        limit=limits,
+        terms=terms,
+        keep=st.none() | st.integers(1, 3),
+    )
+    def submit(self, sizes, limit, terms, keep):
         rollout_id = f"r{self.num_rollouts}"
-        groups = [group(f"g{i}", size, rollout_id, limit) for i, size in enumerate(sizes)]
+        kept = [None if keep is None else min(keep, size) for size in sizes]
+        groups = [group(f"g{i}", size, rollout_id, limit, kept[i]) for i, size in enumerate(sizes)]
         try:
             self.queue.reserve(rollout_id, groups, terms)
         except Overloaded:
@@ -602,13 +610,24 @@ class QueueMachine(RuleBasedStateMachine):
             at = worker, data.draw(st.sampled_from(sorted(self.at_worker[worker])))
             self.num_sampled[at] = self.num_sampled.get(at, 0) + num_tokens
 
-    @rule(worker=workers, data=st.data())
-    def finish(self, worker, data):
+    @rule(worker=workers, data=st.data(), is_complete=st.booleans(), is_disk_full=st.booleans())
+    def finish(self, worker, data, is_complete, is_disk_full):
         if self.at_worker[worker]:
             name = data.draw(st.sampled_from(sorted(self.at_worker[worker])))
-            self.at_worker[worker].discard(name)
-            assert self.queue.finished(name) == (name not in self.finished)
-            self.finished.add(name)
+            self.end(name, is_complete, is_disk_full)
+            if not is_disk_full:
+                self.at_worker[worker].discard(name)
+
+    def end(self, name, is_complete=True, is_disk_full=False):
+        """Hand in a record as the coordinator does."""
+        is_complete = is_complete and self.queue.claim(name)
+        if is_disk_full:
+            self.queue.unclaim(name)
+            return
+        is_new = name not in self.finished
+        assert self.queue.finished(name, is_kept=is_complete) == is_new
+        self.finished.add(name)
+        self.complete[name.rpartition("/")[0]] += is_complete and is_new
 
     @rule(worker=workers, data=st.data(), is_repeated=st.booleans())
     def drop(self, worker, data, is_repeated):
@@ -669,7 +688,9 @@ class QueueMachine(RuleBasedStateMachine):
                     missing.setdefault(one.group_id, (one, []))[1].append(int(name.rpartition("/")[2]))
             if missing:
                 work = [(one, tuple(indexes)) for one, indexes in missing.values()]
-                self.queue.restore(rollout_id, work, self.now, len(mine.keys() & self.finished))
+                num_complete = {one.group_id: self.complete[f"{rollout_id}/{one.group_id}"] for one, _ in work}
+                num_finished = len(mine.keys() & self.finished)
+                self.queue.restore(rollout_id, work, self.now, num_finished, num_complete=num_complete)
 
     @invariant()
     def exactly_once(self):
@@ -678,6 +699,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert 0 <= status.num_held <= status.num_queued
         live = {name for name in self.accepted if self.queue.is_live(name)}
         assert live == self.accepted.keys() - self.finished
+        for name, one in self.accepted.items():
+            assert one.keep is None or self.complete[name.rpartition("/")[0]] <= one.keep
 
     def teardown(self):
         """From any state, working on ends everything."""
@@ -688,8 +711,7 @@ class QueueMachine(RuleBasedStateMachine):
         while self.queue.num_queued:
             handed = self.queue.take("last", 100, self.now)
             for name in names(handed):
-                assert self.queue.finished(name)
-                self.finished.add(name)
+                self.end(name)
             assert handed or not self.is_stuck, "no version lets anything go"
             self.is_stuck = not handed
             self.served += 1  # the trainer has consumed its batch

@@ -34,6 +34,15 @@ async def fill(
     return [cursor for cursor, _ in await store.read(rollout_id, 0, 10_000)]
 
 
+def read_acknowledged(folder: Path) -> frozenset[tuple[str, str, int]] | None:
+    """The records that a trainer has, as another process reads them."""
+    reader = TrajectoryReader(folder / "t.sqlite")
+    try:
+        return reader.acknowledged()
+    finally:
+        reader.close()
+
+
 async def trim(store: TrajectoryStore, policy: RetentionPolicy, now: float = 0.0, live: Unfinished = NONE) -> int:
     num_batches = 0
     while await store.trim(policy, now, live):
@@ -41,8 +50,9 @@ async def trim(store: TrajectoryStore, policy: RetentionPolicy, now: float = 0.0
     return num_batches
 
 
-async def test_by_default_nothing_is_deleted(store: TrajectoryStore) -> None:
+async def test_by_default_nothing_is_deleted(store: TrajectoryStore, tmp_path: Path) -> None:
     cursors = await fill(store, "r", 10)
+    assert read_acknowledged(tmp_path) is None
     await store.acknowledge("r", cursors[-1])
     assert not RetentionPolicy().deletes
     assert await trim(store, RetentionPolicy(), 1e12) == 0
@@ -57,6 +67,7 @@ async def test_what_is_acknowledged_goes_and_the_counts_stay(store: TrajectorySt
     assert await trim(store, ACKNOWLEDGED, live=unfinished) == 2
     assert MAX_EMPTIED < 100
     assert [cursor for cursor, _ in await store.read("r", 0, 1000)] == cursors[100:]
+    assert read_acknowledged(tmp_path) == {("r", "g", index) for index in range(100)}
     assert await store.counts("r") == (200, 150)
     [(_, missing)] = await store.unfinished()
     assert missing == tuple(range(150, 200))  # none of the deleted ones is rolled out again

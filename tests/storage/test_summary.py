@@ -3,13 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
 from agentloop.api.coordinator import ReplicaUpdate, UpdateReport
-from agentloop.storage.summary import StaleSummary, UpdateSummary, VersionSuccess, summarize
+from agentloop.storage.summary import LengthSummary, StaleSummary, UpdateSummary, VersionSuccess, summarize
 from agentloop.types import KVPolicy, StopReason
-from tests.support.records.samples import make_trajectory
+from tests.support.records.samples import make_path, make_trajectory
 
 V1 = ((1, 0, 3), (1, 5, 8))
 BOTH = ((0, 0, 3), (1, 5, 8))
@@ -92,3 +93,25 @@ def test_summary_json_holds_every_update(tmp_path: Path) -> None:
         {"version": 1, "pause_to_resume_ms": 20.5, "total_ms": 31.0, "num_failed_replicas": 1}
     ]
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_lengths_of_what_is_trained_stand_beside_those_of_all() -> None:
+    cut = replace(RECORDS[0], stop_reason=StopReason.CANCELLED, is_complete=False)
+    short = replace(make_path(((0, 0, 3),)), response_mask=np.array([1, 1, 1, 0, 0, 0, 0, 0], np.bool_))
+    records = [cut, make_trajectory("a", 1, paths=(short,)), *RECORDS[2:]]
+    lengths = summarize(records, num_accepted=6, wall_s=1.0).lengths
+    assert lengths.submitted == LengthSummary(5, 5.4, 6.0, 6.0, 6.0, 6)
+    assert lengths.trained == LengthSummary(4, 5.2, 6.0, 6.0, 6.0, 6)
+    assert lengths.num_unknown == 1
+    acknowledged = {("r", "a", 1), ("r", "a", 0)}
+    assert summarize(
+        records, num_accepted=6, wall_s=1.0, acknowledged=acknowledged
+    ).lengths.trained == LengthSummary(1, 3.0, 3.0, 3.0, 3.0, 3)
+    none = summarize([], num_accepted=0, wall_s=1.0).lengths
+    assert none.trained == none.submitted == LengthSummary(0, 0.0, 0.0, 0.0, 0.0, 0)
+
+
+def test_failures_are_counted_by_whose_they_are() -> None:
+    late = replace(RECORDS[0], stop_reason=StopReason.MAX_TURNS)
+    counts = summarize([late, *RECORDS[1:]], num_accepted=6, wall_s=1.0).failures
+    assert counts == {"infrastructure": 1, "policy": 1}

@@ -118,6 +118,9 @@ def serve(
 def rollout(
     tasks: Annotated[Path, typer.Option(help="Tasks, one JSON object a line.")] = Path("examples/data/tasks.jsonl"),
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories of each task.")] = 2,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Keep the first so many complete ones of each task; cancel the rest.")
+    ] = None,
     config: Config = DEFAULT_CONFIG,
     push: Annotated[
         Path | None,
@@ -162,7 +165,7 @@ def rollout(
         source = SHIPPED_PUSH if push is None and config == DEFAULT_CONFIG else push
         is_pushing = source is not None and not no_push
         weight_push = WeightPush(located(str(source)), push_version, push_after) if is_pushing else None
-        options = RunOptions(located(str(tasks)), samples, out, weight_push, limit)
+        options = RunOptions(located(str(tasks)), samples, out, weight_push, limit, keep)
         program = load_program(agent, agent_command, settings)
         collect_with = None if program is None else AgentCollect(program, concurrency)
         try:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from agentloop.storage import StaleSummary, Summary, version_key
+from agentloop.storage import LengthSummary, StaleSummary, Summary, version_key
 from agentloop.types import Trajectory
 
 
@@ -124,6 +124,9 @@ def summary_table(summary: Summary) -> Table:
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
     table.add_row("trajectories", f"{summary.records} of {summary.accepted} accepted, {summary.lost} lost")
     table.add_row("ended by", reasons or "-")
+    if summary.failures:
+        failures = ", ".join(f"{whose} {count}" for whose, count in summary.failures.items())
+        table.add_row("failures", failures)
     table.add_row("tokens", f"{summary.sampled_tokens:,} sampled, {summary.observed_tokens:,} observed")
     table.add_row("speed", f"{summary.sampled_tokens_per_s or 0:,.0f} tok/s over {summary.wall_s:.1f} s")
     for key, of_version in summary.success_by_version.items():
@@ -133,10 +136,19 @@ def summary_table(summary: Summary) -> Table:
     table.add_row("recovered from a tool error", str(summary.recovered_from_tool_error))
     if summary.stale is not None:
         table.add_row("stale", _describe_stale(summary.stale))
+    for name, lengths in (("submitted", summary.lengths.submitted), ("trained", summary.lengths.trained)):
+        table.add_row(f"sampled tokens, {name}", _describe_lengths(lengths))
     table.add_row("prefix-cache hits", _percent(summary.prefix_cache_hit_share))
     for update in summary.updates:
         table.add_row(f"update to v{update.version}", f"{update.pause_to_resume_ms:.0f} ms from pause to resume")
     return table
+
+
+def _describe_lengths(lengths: LengthSummary) -> str:
+    if lengths.num_trajectories == 0:
+        return "none"
+    spread = f"p50 {lengths.p50:,.0f}, p90 {lengths.p90:,.0f}, p99 {lengths.p99:,.0f}, max {lengths.max:,}"
+    return f"{lengths.mean:,.1f} a trajectory of {lengths.num_trajectories}: {spread}"
 
 
 def _describe_stale(stale: StaleSummary) -> str:

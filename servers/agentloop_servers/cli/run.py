@@ -61,6 +61,7 @@ class RunOptions:
     out: Path
     push: WeightPush | None
     limit: StalenessLimit | None = None
+    keep: int | None = None  # of `num_samples`; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +202,11 @@ class MidRunPush:
 async def _submit(client: RolloutClient, tasks: list[RolloutTask], options: RunOptions) -> Rollout:
     limit = options.limit
     if limit is None:
-        return await client.submit(tasks, num_samples=options.num_samples)
+        return await client.submit(tasks, num_samples=options.num_samples, keep=options.keep)
     return await client.submit(
         tasks,
         num_samples=options.num_samples,
+        keep=options.keep,
         max_staleness=limit.max_staleness,
         on_stale=limit.on_stale,
         trajectories_per_version=limit.trajectories_per_version,
@@ -270,6 +272,7 @@ def write_results(run_dir: Path, collected: Collected) -> Summary:
             num_accepted=collected.num_accepted,
             wall_s=collected.wall_s,
             updates=collected.updates,
+            acknowledged=store.acknowledged(),
         )
     finally:
         store.close()
@@ -337,6 +340,8 @@ class AgentCollect:
         """Raises InvalidRequest for a staleness limit, which sessions do not have, and for an unknown reward."""
         if options.limit is not None:
             raise InvalidRequest("a staleness limit is for the service's own loops", param="max_staleness")
+        if options.keep is not None:
+            raise InvalidRequest("to keep some samples is for the service's own loops", param="keep")
         started_at = time.monotonic()
         tally = Tally(len(tasks) * options.num_samples, started_at)
         progress.show(tally)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from structlog.typing import FilteringBoundLogger
@@ -45,6 +46,7 @@ from agentloop.scheduling import (
     RolloutQueue,
     Sample,
 )
+from agentloop.score import ended
 from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
 from agentloop.types import (
     FAILURES,
@@ -73,6 +75,15 @@ class _Poll:
     seen_at: float
     number: int = 0
     cut_at: float | None = None  # its newest `take` was cut off while it waited
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The records that an earlier coordinator stored of a rollout, as its run and its groups count them."""
+
+    num_trained: int = 0  # can be trained on
+    first_version: int | None = None  # the oldest in these
+    num_complete: Mapping[str, int] = field(default_factory=dict)  # by group
 
 
 class Rollouts:
@@ -133,9 +144,19 @@ class Rollouts:
             _, num_finished = await self._store.counts(rollout_id)
             limit = work[0][0].staleness
             is_counted = limit is not None and limit.trajectories_per_version is not None
-            trained = await self._trained(rollout_id) if is_counted else (0, None)
+            keeps = any(group.keep is not None for group, _ in work)
+            stored = await self._stored(rollout_id) if is_counted or keeps else _Stored()
             terms = await self._store.terms(rollout_id)
-            self.queue.restore(rollout_id, work, now, num_finished, *trained, terms=terms)
+            self.queue.restore(
+                rollout_id,
+                work,
+                now,
+                num_finished,
+                stored.num_trained if is_counted else 0,
+                stored.first_version if is_counted else None,
+                terms=terms,
+                num_complete=stored.num_complete,
+            )
         if by_rollout:
             self._grace_until = now + self._config.restart_grace_s
             self._log.info("work_restored", num_rollouts=len(by_rollout), num_queued=self.queue.num_queued)
@@ -213,8 +234,16 @@ class Rollouts:
                 self._lost((name,))
                 return False
         trajectory = self._aged(trajectory)
-        await self._store.commit([trajectory])
-        self._recorded(name, trajectory)
+        is_wanted = self.queue.claim(name) if trajectory.is_sound else not self.queue.is_cancelled(name)
+        if trajectory.is_complete and not is_wanted:
+            trajectory = _surplus(trajectory)
+        try:
+            is_new = await self._store.commit([trajectory]) > 0
+        except BaseException:
+            self.queue.unclaim(name)
+            raise
+        # Else it has a record that was written meanwhile, of a sample that no worker was to finish any more.
+        self._recorded(name, trajectory if is_new else _surplus(trajectory))
         return True
 
     async def unfinished(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -451,16 +480,18 @@ class Rollouts:
             self._log.info("record_is_stale", assignment=name, staleness=staleness, max_staleness=limit)
         return replace(trajectory, staleness=staleness)
 
-    async def _trained(self, rollout_id: str) -> tuple[int, int | None]:
-        """Count the stored records of a rollout that can be trained on; find the oldest version in them."""
-        num_trained, oldest, cursor = 0, [], 0
+    async def _stored(self, rollout_id: str) -> _Stored:
+        """Count what an earlier coordinator stored of a rollout."""
+        num_trained, oldest, cursor = 0, list[int](), 0
+        num_complete: Counter[str] = Counter()
         while page := await self._store.read(rollout_id, cursor, MAX_COMMIT_BATCH):
             cursor = page[-1][0]
-            records = [codec.decode(record, Trajectory) for _, record in page]
-            trained = [trajectory for trajectory in records if _is_trained(trajectory)]
-            num_trained += len(trained)
-            oldest += [version for one in trained if (version := one.oldest_trained_version) is not None]
-        return num_trained, min(oldest, default=None)
+            for record in (codec.decode(record, Trajectory) for _, record in page):
+                num_complete[record.group_id] += record.is_sound
+                num_trained += record.is_trained
+                if record.is_trained and (version := record.oldest_trained_version) is not None:
+                    oldest.append(version)
+        return _Stored(num_trained, min(oldest, default=None), num_complete)
 
     def _is_run_again(self, trajectory: Trajectory) -> bool:
         """Tell if a trajectory that its engines failed has an attempt left; the record of the last one is kept."""
@@ -470,7 +501,8 @@ class Rollouts:
     def _recorded(self, name: str, trajectory: Trajectory) -> None:
         """A record is durable: the sample is finished, its place is free, its readers may look."""
         num_tokens = sum(len(path.response_ids) for path in trajectory.paths) if trajectory.is_complete else None
-        if not self.queue.finished(name, is_trained=_is_trained(trajectory), num_tokens=num_tokens):
+        is_trained, is_kept = trajectory.is_trained, trajectory.is_sound
+        if not self.queue.finished(name, is_trained=is_trained, is_kept=is_kept, num_tokens=num_tokens):
             return
         self._replicas.end_lease(name, num_tokens)
         self._changed.notify()
@@ -505,9 +537,10 @@ def _is_dropped(trajectory: Trajectory) -> bool:
     return trajectory.stop_reason is StopReason.STALE and not trajectory.is_complete
 
 
-def _is_trained(trajectory: Trajectory) -> bool:
-    """Tell if the trainer consumes it: what failed, or was masked whole, is none of its batch."""
-    return trajectory.is_complete and trajectory.oldest_trained_version is not None
+def _surplus(trajectory: Trajectory) -> Trajectory:
+    """Return a complete record as that of a sample which its group needs no more: cancelled, and not trained on."""
+    cancelled = replace(trajectory, stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
+    return ended(replace(cancelled, error="its group had the samples that it keeps"))
 
 
 def _record(pending: PendingRecord) -> Trajectory:

@@ -206,7 +206,7 @@ class RolloutRoutes:
         has_images = any(task.first_image is not None for task in body.tasks)
         tasks = await asyncio.to_thread(self._tasks, body) if has_images else self._tasks(body)
         groups = tuple(
-            RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, body.staleness)
+            RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, body.staleness, body.keep)
             for index, task in enumerate(tasks)
         )
         terms = body.terms(self._keys.owner_of(request))

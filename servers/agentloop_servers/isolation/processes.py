@@ -65,9 +65,7 @@ class IsolationConfig:
     max_idle: int = 32  # kept for the next trajectories
     look_s: float = 1.0  # between two looks at the deadlines of a silent process
     cancel_grace_s: float = 15.0  # until a process that was told to end its loop is killed
-    allowance_s: float = (
-        240.0  # beyond the task's `timeout_s`: loading, scoring, closing; then a silent one is killed
-    )
+    allowance_s: float = 240.0  # beyond the task's deadlines, for loading and closing; then a silent one is killed
 
 
 class ProcessEnded(AgentLoopError):
@@ -300,8 +298,9 @@ class ProcessRun:
     async def _next(self, child: _Child) -> Frame | None:
         """Return the next frame. Raises ProcessEnded for a process that must be killed."""
         loop, config = asyncio.get_running_loop(), self._runs.config
-        task = self._assignment.task
-        silence_s = task.limits.timeout_s + config.allowance_s + self._runs.own_s(task.tools)
+        task, limits = self._assignment.task, self._assignment.task.limits
+        own_s = self._runs.own_s(task.tools)
+        silence_s = limits.timeout_s + limits.reward_timeout_s + own_s + config.allowance_s
         self._active_at = loop.time()
         reading = asyncio.create_task(next_frame(child.reader), name="frame")
         try:

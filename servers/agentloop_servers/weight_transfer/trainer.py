@@ -18,6 +18,7 @@ import hashlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -29,9 +30,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from agentloop.aio import in_daemon_thread, run_to_end
-from agentloop.api import UpdateReport
+from agentloop.api import ServiceStatus, UpdateReport
 from agentloop.checks import is_loopback
-from agentloop.client import NamedTensors, PushOptions, PushTarget
+from agentloop.client import NamedTensors, PushOptions, PushTarget, precision_gap
 from agentloop.engine import PushSource, TensorInfo
 from agentloop.errors import AgentLoopError, Conflict, DeadlineExceeded, InvalidRequest, WeightUpdateFailed
 from agentloop_servers.weight_transfer.broadcast import Outgoing
@@ -102,6 +103,13 @@ def checkpoint_name(name: str) -> str:
     while name.startswith(_OUTERMOST):
         name = name.removeprefix(_OUTERMOST)
     return name
+
+
+def _fleet_dtype(status: ServiceStatus) -> torch.dtype | None:
+    """Return the dtype of all replicas; None if they differ or do not say: tensors then go as they are."""
+    dtypes = {replica.weight_dtype for replica in status.replicas}
+    name = dtypes.pop() if len(dtypes) == 1 else None
+    return parse_dtype(name) if name is not None and name in CAST_DTYPES else None
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -206,6 +214,7 @@ class TensorPusher:
         self._transport = ""
         self._group: TrainerGroup | None = None
         self._is_pushing = False
+        self._has_compared = False
 
     async def push(self, weights: NamedTensors, options: PushOptions) -> UpdateReport:
         """Make one update from tensors that stay as they are until this returns.
@@ -291,7 +300,9 @@ class TensorPusher:
     ) -> UpdateReport:
         try:
             async with asyncio.timeout(options.timeout_s):
-                dtype = parse_dtype(options.dtype) if options.dtype is not None else await self._fleet_dtype()
+                status = await self._target.status()
+                self._compare_precision(tensors, status)
+                dtype = _fleet_dtype(status) if options.dtype is None else parse_dtype(options.dtype)
                 items = [Outgoing(one.info(dtype), one.load) for one in tensors]
                 sender = await self._open_sender(options.transport)
                 source = await _in_thread(sender.offer, items)
@@ -352,11 +363,18 @@ class TensorPusher:
             if update is not None and update.version == version and update.failures:
                 sender.expect(update.num_receivers)
 
-    async def _fleet_dtype(self) -> torch.dtype | None:
-        """Return the dtype of all replicas; None if they differ or do not say: tensors then go as they are."""
-        dtypes = {replica.weight_dtype for replica in (await self._target.status()).replicas}
-        name = dtypes.pop() if len(dtypes) == 1 else None
-        return parse_dtype(name) if name is not None and name in CAST_DTYPES else None
+    def _compare_precision(self, tensors: Sequence[NamedTensor], status: ServiceStatus) -> None:
+        """Warn, at the first push, if engines compute in another type than most of the tensors' elements have."""
+        if self._has_compared:
+            return
+        self._has_compared = True
+        sizes: Counter[torch.dtype] = Counter()
+        for one in tensors:
+            if one.tensor.dtype in CAST_DTYPES.values():
+                sizes[one.tensor.dtype] += one.tensor.numel()
+        gap = precision_gap(status, str(sizes.most_common(1)[0][0])) if sizes else None
+        if gap is not None:
+            _log.warning("precision_differs", reason=gap)
 
     async def _open_sender(self, transport: str) -> Sender:
         if self._sender is not None and transport != self._transport:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from agentloop.client.client import RolloutClient
 from agentloop.client.push import PushOptions
@@ -106,6 +107,21 @@ async def test_who_says_the_dtype(site: PushingSite, fleet: list[str | None], dt
     site.coordinator.weight_dtypes = fleet
     await site.pusher().push(WEIGHTS, PushOptions(1, dtype=dtype))
     assert sent_dtypes(site.coordinator.updates[0][0]) == [sent, "int64"]
+
+
+async def test_a_fleet_of_another_precision_is_warned_of_at_the_first_push(site: PushingSite) -> None:
+    site.coordinator.weight_dtypes = ["bfloat16", "bfloat16"]
+    pusher = site.pusher()
+    with capture_logs() as logs:
+        await pusher.push(WEIGHTS, PushOptions(1))
+        await pusher.push(WEIGHTS, PushOptions(2))
+    said = [one["reason"] for one in logs if one["event"] == "precision_differs"]
+    assert len(said) == 1
+    assert "float32" in said[0]
+    same = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in WEIGHTS.items()}
+    with capture_logs() as logs:
+        await site.pusher().push(same, PushOptions(3))
+    assert not [one for one in logs if one["event"] == "precision_differs"]
 
 
 async def test_what_is_offered_is_what_is_announced(site: PushingSite) -> None:

@@ -420,6 +420,10 @@ def make_groups(rng: Random, rollout_id: str, poison_share: float) -> tuple[Roll
             return RolloutTask(name, messages, loop="tests.support.fleet.live_run:Talk", limits=limits)
         return RolloutTask(name, messages, ("note",), limits=limits, seed=rng.choice((None, 7)))
 
-    return tuple(
-        RolloutGroup(f"g{n}", task(n), rng.randint(1, 4), rollout_id, limit) for n in range(rng.randint(1, 4))
-    )
+    def group(number: int) -> RolloutGroup:
+        """Of three and more samples only half are kept."""
+        made, num_samples = task(number), rng.randint(1, 4)
+        keep = num_samples // 2 if num_samples > 2 else None
+        return RolloutGroup(f"g{number}", made, num_samples, rollout_id, limit, keep)
+
+    return tuple(group(number) for number in range(rng.randint(1, 4)))
