@@ -1,8 +1,8 @@
 """The way from the service to a trainer: rows of finished groups, and adapters to trainers people use.
 
-`batches` is what every adapter needs, `mismatch` compares recorded logprobs with the trainer's; `trl` and `verl` are the
-adapters, imported by name because each needs its trainer installed. Nothing here samples or keeps weights: that is the
-service's.
+`batches` is what every adapter needs; `mismatch` compares recorded logprobs with the trainer's own. `trl` and
+`verl` are the adapters, imported by name because each needs its trainer installed. Nothing here samples or keeps
+weights: that is the service's.
 """
 
 from __future__ import annotations
