@@ -80,6 +80,8 @@ class Sample:
     @property
     def is_cancelled(self) -> bool:
         """True once its rollout is cancelled, or its group has the samples that it keeps."""
+        if self.group.keep is None:
+            return self.rollout.is_cancelled
         return self.rollout.is_cancelled or self.rollout.groups[self.group.group_id].is_full
 
     def count_begun(self, is_begun: bool, served: int | None) -> None:
