@@ -48,7 +48,7 @@ TRUNCATIONS = frozenset(StopReason) - FAILURES - _ENDS_OF_THEIR_OWN
 
 
 class FailureClass(StrEnum):
-    """Whose failure ended a trajectory."""
+    """Classes of failures that end a trajectory, by whose they are."""
 
     POLICY = "policy"  # it spent its budget, or wrote what cannot be read: an answer, and rewarded as one
     TOOL = "tool"  # an environment was lost, answered too much, or took the time

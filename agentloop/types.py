@@ -556,7 +556,7 @@ class Trajectory:
 
     @property
     def failure(self) -> FailureClass | None:
-        """Whose failure ended it, for the trainer to tell a bad policy from a bad environment; None: nobody's."""
+        """Tell a bad policy from a bad environment or service: the class of what ended it; None: nobody failed."""
         return failure_of_end(
             self.stop_reason,
             is_complete=self.is_complete,

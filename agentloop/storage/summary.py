@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -143,19 +143,13 @@ def summarize(
 
     `acknowledged` are the records that a trainer said it has; None: no trainer says.
     """
-    seen: set[RecordKey] = set()
-    submitted: list[int] = []
-    trained: list[int] = []
+    submitted, trained = list[int](), list[int]()
     failures: Counter[str] = Counter()
     stop_reasons: Counter[str] = Counter()
     by_version: dict[str, list[float | None]] = defaultdict(list)
     stale: Counter[str] | None = None
     prompt = sampled = observed = computed = cached = complete = recovered = 0
-    for trajectory in trajectories:
-        key = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
-        if key in seen:
-            continue
-        seen.add(key)
+    for key, trajectory in _each_once(trajectories):
         stop_reasons[trajectory.stop_reason.value] += 1
         complete += trajectory.is_complete
         by_version[version_key(trajectory)].append(trajectory.reward)
@@ -165,8 +159,7 @@ def summarize(
         submitted.append(num_sampled)
         if trajectory.is_trained and (acknowledged is None or key in acknowledged):
             trained.append(num_sampled)
-        if (failure := trajectory.failure) is not None:
-            failures[failure.value] += 1
+        failures.update(() if trajectory.failure is None else (trajectory.failure.value,))
         observed += sum(len(path.response_ids) for path in trajectory.paths) - num_sampled
         prompt += sum(len(path.prompt_ids) for path in trajectory.paths)
         turns = [turn for path in trajectory.paths for turn in path.turns]
@@ -178,8 +171,8 @@ def summarize(
     partial = len(by_version.get(MIXED, ()))
     return Summary(
         accepted=num_accepted,
-        records=len(seen),
-        lost=num_accepted - len(seen),
+        records=len(submitted),
+        lost=num_accepted - len(submitted),
         complete=complete,
         stop_reasons=dict(sorted(stop_reasons.items())),
         prompt_tokens=prompt,
@@ -190,7 +183,7 @@ def summarize(
         success=_success([reward for rewards in by_version.values() for reward in rewards]).success,
         success_by_version={key: _success(by_version[key]) for key in sorted(by_version, key=_version_order)},
         partial=partial,
-        partial_share=_share(partial, len(seen)),
+        partial_share=_share(partial, len(submitted)),
         recovered_from_tool_error=recovered,
         prefix_cache_hit_share=_share(cached, computed),
         updates=tuple(_update(report) for report in updates),
@@ -198,6 +191,16 @@ def summarize(
         failures=dict(sorted(failures.items())),
         lengths=TrainedLengths(_lengths(submitted), _lengths(trained), submitted.count(0)),
     )
+
+
+def _each_once(trajectories: Iterable[Trajectory]) -> Iterator[tuple[RecordKey, Trajectory]]:
+    """Give the first record of each key."""
+    seen: set[RecordKey] = set()
+    for trajectory in trajectories:
+        key = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        if key not in seen:
+            seen.add(key)
+            yield key, trajectory
 
 
 def _lengths(num_sampled: Sequence[int]) -> LengthSummary:

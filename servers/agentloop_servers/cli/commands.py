@@ -84,6 +84,9 @@ Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
 Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
 Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The service.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user key.")]
+Keep = Annotated[
+    int | None, typer.Option(min=1, help="Keep the first so many complete ones of each task; cancel the rest.")
+]
 AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="AGENTLOOP_ADMIN_KEY", help="The admin key.")]
 
 SHIPPED_PUSH = Path("examples/tiny_policy/v1")
@@ -118,9 +121,7 @@ def serve(
 def rollout(
     tasks: Annotated[Path, typer.Option(help="Tasks, one JSON object a line.")] = Path("examples/data/tasks.jsonl"),
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories of each task.")] = 2,
-    keep: Annotated[
-        int | None, typer.Option(min=1, help="Keep the first so many complete ones of each task; cancel the rest.")
-    ] = None,
+    keep: Keep = None,
     config: Config = DEFAULT_CONFIG,
     push: Annotated[
         Path | None,

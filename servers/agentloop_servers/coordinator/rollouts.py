@@ -78,7 +78,7 @@ class _Poll:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredCounts:
     """The records that an earlier coordinator stored of a rollout, as its run and its groups count them."""
 
     num_trained: int = 0  # can be trained on
@@ -145,7 +145,7 @@ class Rollouts:
             limit = work[0][0].staleness
             is_counted = limit is not None and limit.trajectories_per_version is not None
             keeps = any(group.keep is not None for group, _ in work)
-            stored = await self._stored(rollout_id) if is_counted or keeps else _Stored()
+            stored = await self._stored(rollout_id) if is_counted or keeps else _StoredCounts()
             terms = await self._store.terms(rollout_id)
             self.queue.restore(
                 rollout_id,
@@ -480,7 +480,7 @@ class Rollouts:
             self._log.info("record_is_stale", assignment=name, staleness=staleness, max_staleness=limit)
         return replace(trajectory, staleness=staleness)
 
-    async def _stored(self, rollout_id: str) -> _Stored:
+    async def _stored(self, rollout_id: str) -> _StoredCounts:
         """Count what an earlier coordinator stored of a rollout."""
         num_trained, oldest, cursor = 0, list[int](), 0
         num_complete: Counter[str] = Counter()
@@ -491,7 +491,7 @@ class Rollouts:
                 num_trained += record.is_trained
                 if record.is_trained and (version := record.oldest_trained_version) is not None:
                     oldest.append(version)
-        return _Stored(num_trained, min(oldest, default=None), num_complete)
+        return _StoredCounts(num_trained, min(oldest, default=None), num_complete)
 
     def _is_run_again(self, trajectory: Trajectory) -> bool:
         """Tell if a trajectory that its engines failed has an attempt left; the record of the last one is kept."""
