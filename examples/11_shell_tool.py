@@ -1,0 +1,43 @@
+"""A shell in a sandbox, with files from the task and a reward that runs hidden tests in the same folder.
+
+    workers:
+      tools: {shell: "agentloop_tools.shell:ShellTool"}
+
+python examples/11_shell_tool.py http://127.0.0.1:8000
+"""
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+
+from agentloop.client import RolloutClient
+from agentloop.types import Message, RolloutTask
+from agentloop_tools.shell import ShellSession
+
+FILES = {"add.py": "def add(a, b):\n    return a - b\n"}
+HIDDEN_TEST = b"from add import add\nassert add(2, 3) == 5\n"
+TASK = RolloutTask(
+    task_id="repair",
+    messages=(Message("user", "add.py does not add. Repair it."),),
+    tools=("shell",),
+    tool_setup={"shell": {"files": FILES}},
+    reward="examples.11_shell_tool:test_passes",
+)
+
+
+async def test_passes(task: RolloutTask, messages: Sequence[Message], tools: Mapping[str, ShellSession]) -> float:
+    """Put the test beside what the policy left, and run it in the sandbox."""
+    await tools["shell"].write("test_add.py", HIDDEN_TEST)
+    ran = await tools["shell"].run("python3 test_add.py")
+    return float(ran.status == 0)
+
+
+async def main(url: str) -> None:
+    async with RolloutClient(url) as client:
+        rollout = await client.submit([TASK], num_samples=4)
+        async for trajectory in rollout:
+            print(trajectory.stop_reason, trajectory.reward, trajectory.messages[-1].content[:80])
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

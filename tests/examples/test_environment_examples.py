@@ -1,0 +1,51 @@
+"""The examples of environments: an MCP server of one's own, and a shell whose reward runs hidden tests."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+
+import pytest
+
+from agentloop.rollout.tool_loading import tools_at
+from agentloop.rollout.toolbox import Toolbox
+from agentloop.types import ToolCall
+from agentloop_tools.sandbox import refusal
+from agentloop_tools.shell import ShellTool
+from tests.support.engine.scripted import call, scripted_engine
+from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.fleet.worker import running_worker, task
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WHY_NOT = refusal()
+
+
+@pytest.mark.parametrize("name", ["10_mcp_tool.py", "11_shell_tool.py", "12_verifiers.py"])
+def test_an_example_is_short(name: str):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 60
+
+
+@pytest.mark.slow
+async def test_each_trajectory_has_a_notebook():
+    toolbox = Toolbox(tools_at("examples.10_mcp_tool:notebook"))
+    one, other = (toolbox.open(("write", "read"), name, 0) for name in ("one", "other"))
+    try:
+        await asyncio.gather(one.open(task()), other.open(task()))
+        [wrote] = await one.run([ToolCall("a", "write", {"line": "mine"})], 1000)
+        read = [(await scope.run([ToolCall("b", "read", {})], 1000))[0].content for scope in (one, other)]
+        assert (wrote.content, read) == ("1 lines", ["mine", ""])
+    finally:
+        await toolbox.close()
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"this host cannot isolate commands: {WHY_NOT}")
+@pytest.mark.parametrize(("repair", "reward"), [("sed -i s/-/+/ add.py", 1.0), ("cat add.py", 0.0)])
+async def test_hidden_tests_decide(repair: str, reward: float):
+    given = importlib.import_module("examples.11_shell_tool").TASK
+    feeder = FakeCoordinator([given])
+    engines = {"sim://a": scripted_engine(call("shell", command=repair), "Done.")}
+    async with running_worker(feeder, engines, tools=[ShellTool()]), asyncio.timeout(60):
+        await feeder.is_done.wait()
+    record = feeder.records["repair/0"]
+    assert (record.reward, record.reward_error) == (reward, None)
