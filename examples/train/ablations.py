@@ -108,11 +108,14 @@ def rows_of_run(run_dir: Path) -> list[TrainingRow]:
 def mismatch_table(rows: Sequence[TrainingRow], models: Mapping[int, torch.nn.Module]) -> dict[str, Mismatch]:
     """The distance of recorded to recomputed logprobs, by the version; in rows that have several."""
     mixed = [row for row in rows if row.oldest_version != row.newest_version]
-    recorded = np.concatenate([row.logprobs[row.mask] for row in mixed])
+    recorded = _joined([row.logprobs[row.mask] for row in mixed])
     return {
-        name: mismatch(recorded, np.concatenate(recomputed(mixed, models, choice)))
-        for name, choice in CHOICES.items()
+        name: mismatch(recorded, _joined(recomputed(mixed, models, choice))) for name, choice in CHOICES.items()
     }
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.float32), *parts])
 
 
 def retokenised_table(rows: Sequence[TrainingRow], tokenizer: Tokenizer) -> dict[str, tuple[int, int, int, int]]:

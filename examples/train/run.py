@@ -133,13 +133,13 @@ class Progress:
 
 def parser_of_runs() -> argparse.ArgumentParser:
     """The options that every training has: a parent of its command's parser."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser, recipe = argparse.ArgumentParser(add_help=False), Recipe()
     parser.add_argument("--config", type=Path, default=CONFIG, help="a Serve config file")
     parser.add_argument("--family", choices=(*FAMILIES, "all"), default="recovery")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--groups", type=int, default=16, help="tasks a step, of 8 samples each")
-    parser.add_argument("--loss", choices=("ppo", "cispo"), default="ppo")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=recipe.num_steps)
+    parser.add_argument("--groups", type=int, default=recipe.num_groups, help="tasks a step, of 8 samples each")
+    parser.add_argument("--loss", choices=("ppo", "cispo"), default=recipe.loss)
+    parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate)
     parser.add_argument("--held-out", type=int, default=48, help="tasks of the evaluation")
     parser.add_argument("--samples", type=int, default=16, help="samples of each of them")
     parser.add_argument("--device", default="cpu", help="the trainer's")

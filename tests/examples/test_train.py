@@ -27,6 +27,7 @@ from examples.train.grpo import (
     train,
     train_step,
 )
+from examples.train.learn import saving
 from examples.train.run import Setting
 from examples.train.tasks import held_out_tasks, training_tasks
 from tests.support.service.whole_service import simulated_config, whole_service
@@ -62,9 +63,14 @@ def short_tasks(num_tasks: int) -> list[RolloutTask]:
 
 
 @pytest.fixture(scope="module")
-async def service(tmp_path_factory):
+def run_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("service")
+
+
+@pytest.fixture(scope="module")
+async def service(run_dir):
     config = simulated_config(mode="standalone", engine={"max_context_tokens": 512})
-    async with whole_service(config, tmp_path_factory.mktemp("service")) as url:
+    async with whole_service(config, run_dir) as url:
         yield url
 
 
@@ -196,6 +202,19 @@ async def test_asynchronous_training_is_never_further_behind_than_it_says(servic
     async with RolloutClient(service) as client:
         await train(client, policy(), short_tasks(10), recipe, steps.append)
     assert max(step.staleness_max for step in steps) in (1, 2)
+
+
+async def test_the_tables_of_a_run_need_its_directory_and_its_versions(service, run_dir, tmp_path, capsys):
+    recipe = replace(SMALL, num_steps=2, max_staleness=2)
+    async with RolloutClient(service) as client:
+        first = (await client.status()).weight_version + 1
+        await train(client, policy(), short_tasks(4), recipe, prepare=saving(tmp_path, POLICY))
+    assert sorted(int(folder.name) for folder in tmp_path.iterdir()) == [first, first + 1]
+    capsys.readouterr()
+    ablations.print_tables(run_dir, {int(folder.name): folder for folder in tmp_path.iterdir()}, num_rows=8)
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("| its span's version |")]
+    assert f"| all v{first} |" in printed
 
 
 def test_held_out_tasks_are_never_trained_on():
