@@ -21,6 +21,7 @@ STRICT = 1e-3
 over sums in another order is a tenth of it."""
 APART = 0.02  # two distributions that are not one differ by more at some token
 NUM_TOKENS = 24
+NUM_SLACKS = 17  # so that two cuts in a row are nearer than the bound
 BOOK = [
     {"type": "function", "function": {"name": "book", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 ]
@@ -122,13 +123,14 @@ def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: 
     return float(np.abs(sampled - raw).max())
 
 
-def slacks(error: float) -> tuple[float, float, float]:
-    """Return how far the cuts may lie from where they are, in nats: not at all, and to either side.
+def slacks(error: float) -> tuple[float, ...]:
+    """Return how far the cuts may lie from where they are, in nats: first not at all, then from side to side.
 
     An error of the logits puts a token that is at a cut on one side in one arithmetic and on the other side in
-    another, and what is kept is then divided by another sum. A token and what it is compared with may both be off.
+    another, and what is kept is then divided by another sum: of a token that is barely kept, by that of the
+    tightest cut that keeps it. A token and what it is compared with may both be off.
     """
-    return 0.0, 2 * error, -2 * error
+    return 0.0, *np.linspace(-2 * error, 2 * error, NUM_SLACKS)
 
 
 def bound(case: EngineCase, logits: FloatArray, stretch: float) -> FloatArray:
