@@ -13,10 +13,15 @@ rollout: $(VENV)/.cpu
 # Side by side what runs in one process, and engines of one thread; Ray, whose services take both cores, alone.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine and not ray and not clients and not trainers and not long" $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not trainers and not long" $(ARGS)
-	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "engine and not ray and not clients and not trainers and not long" $(ARGS) $(ENGINE_TESTS)
+	$(BIN)/python -m pytest -m "ray and not clients and not trainers and not long" $(ARGS) $(RAY_TESTS)
 
-# What proves at length, about ten minutes, what changes rarely; `make test` has a short form of most of it.
+# The files that have such tests, as `tests/test_architecture.py` sees to: to import all others takes half a minute.
+MARKED = $(shell grep -rl "mark\.$(1)\b" tests --include="test_*.py")
+ENGINE_TESTS = tests/contract $(call MARKED,engine)
+RAY_TESTS = $(call MARKED,ray)
+
+# What proves at length what changes rarely, and other real services; `make test` has a short form of most of it.
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "long and not clients and not trainers" $(ARGS)
 

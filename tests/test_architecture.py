@@ -558,6 +558,14 @@ def test_tests_ask_through_what_is_public():
     assert len(found) <= MAX_PRIVATES_IN_TESTS, found
 
 
+@pytest.mark.parametrize("mark", ["engine", "ray"])
+def test_what_has_a_mark_of_its_own_lane_is_in_a_file_that_the_makefile_finds(mark):
+    """`make test` hands those lanes the test files that name the mark, and the contract of engines."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        if "pytest.mark." + mark in file.read_text():
+            assert file.name.startswith("test_") or file == ROOT / "tests" / "contract" / "conftest.py", file
+
+
 # --- docs/architecture.md ----------------------------------------------------------------------------------
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

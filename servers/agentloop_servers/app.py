@@ -459,6 +459,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         num_replicas=1,
         max_ongoing_requests=1000,  # each asks for the address
         ray_actor_options={"num_cpus": 0},
+        health_check_period_s=1,  # all wait for it
+        health_check_timeout_s=30,
         graceful_shutdown_timeout_s=5,
     ).bind(*common)
     engines = [
@@ -480,7 +482,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         num_replicas=config.workers.replicas or 1,
         max_ongoing_requests=100,
         ray_actor_options={"num_cpus": 0},
-        health_check_period_s=5,
+        health_check_period_s=2,
         graceful_shutdown_timeout_s=5,
     ).bind(*where, worker_key(secret), coordinator)
     ingress = serve.deployment(

@@ -114,14 +114,13 @@ def test_bytes_that_make_no_character_do_not_vanish(size: int):
     assert len(whole.ends) == len(ids)
 
 
-@pytest.mark.slow
 def test_unfinished_characters_cost_linear_time(reader: TurnReader, renderer: TemplateRenderer):
     lead = renderer.ids("😀")[0]
-    for ids in ([lead] * 20_000, [lead] + [511] * 20_000):
+    for ids in ([lead] * 6_000, [lead] + [511] * 6_000):
         decoder = reader.decoder()
         started = time.process_time()
         text = "".join(decoder.add([token_id]).text for token_id in ids) + decoder.finish().text
-        assert time.process_time() - started < 10  # about 0.5 s; with all held ids decoded each time 100 s
+        assert time.process_time() - started < 3  # about 0.2 s; with all held ids decoded each time 9 s
         assert text == renderer.decode(ids)
 
 

@@ -386,11 +386,11 @@ async def test_what_a_stream_cannot_be_is_refused(how: str, error: type[Exceptio
         await streamed(Broken([((*ids("Hi"), STOP_ID), FinishReason.STOP)], how=how), order())
 
 
-@pytest.mark.slow
-async def test_half_a_megabyte_streams_in_linear_time():
+@pytest.mark.parametrize("num_chars", [50_000, pytest.param(500_000, marks=pytest.mark.long)])
+async def test_a_long_turn_streams_in_linear_time(num_chars: int):
     """Bounds are a few times what two shared cores need."""
     unit = ids("<tool_call>{ é <to </tool")
-    sampled = unit * (500_000 // len(RENDERER.decode(unit)))
+    sampled = unit * (num_chars // len(RENDERER.decode(unit)))
     wanted = order(len(sampled), stop=("no such text", "<to no"))
     started = time.process_time()
     await whole_turn(Tape([(sampled, FinishReason.LENGTH)]), wanted)

@@ -723,9 +723,9 @@ async def test_a_full_worker_waits_for_work_or_cancellations_as_any_other():
     assert (0, 0.1) in waits
 
 
-@pytest.mark.slow
-async def test_a_thousand_trajectories_in_one_worker():
-    feeder = FakeCoordinator([task(f"t{n}") for n in range(500)], num_samples=2)
-    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, capacity=1000)
-    assert len(found) == 1000
+@pytest.mark.parametrize("num", [200, pytest.param(1000, marks=pytest.mark.long)])
+async def test_many_trajectories_at_once_in_one_worker(num: int):
+    feeder = FakeCoordinator([task(f"t{n}") for n in range(num // 2)], num_samples=2)
+    found = await records(feeder, {"sim://a": scripted_engine(CALL, ANSWER)}, capacity=num)
+    assert len(found) == num
     assert all(record.reward == 1.0 for record in found.values())

@@ -157,7 +157,7 @@ async def test_one_update_reaches_all_and_every_record_recomputes(client: Rollou
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_on_a_ray_with_two_environments(tmp_path: Path) -> None:
     """`narrow` starts through a script, whose mark its processes carry, with the Python of another environment."""

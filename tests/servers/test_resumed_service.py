@@ -20,7 +20,7 @@ from agentloop_servers.local import running_service
 from agentloop_tools.calculator import evaluate
 from tests.benchmarks.soak_processes import Tree
 
-pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "data" / "tasks.jsonl"

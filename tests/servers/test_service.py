@@ -84,6 +84,7 @@ async def test_the_ten_lines_of_the_readme(client, url, capsys):
     assert f"now at version {version}" in lines[-1]
 
 
+@pytest.mark.long
 async def test_a_redeploy_refuses_no_connection(client, url, run_dir):
     """New processes take the place of all, and their port is the service's all the while."""
     config = ServiceConfig.load(CONFIG).model_copy(
@@ -212,11 +213,15 @@ async def test_cancel_gives_every_trajectory_its_record(client):
         await client.cancel("no-such-rollout")
 
 
-@pytest.mark.parametrize("kind", ["EngineReplica", "AgentLoopWorker", "Coordinator"])
-async def test_a_killed_part_costs_no_accepted_task(client, kind):
+PARTS = ("EngineReplica", "AgentLoopWorker", "Coordinator")
+
+
+@pytest.mark.parametrize("kinds", [PARTS, *(pytest.param((kind,), marks=pytest.mark.long) for kind in PARTS)])
+async def test_a_killed_part_costs_no_accepted_task(client, kinds):
+    """One of each kind, at the same moment."""
     rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
-    victim = deployed(kind)[0]
-    os.kill(victim, signal.SIGKILL)
+    for kind in kinds:
+        os.kill(deployed(kind)[0], signal.SIGKILL)
     found = await collect(rollout)
     assert set(found) == {(f"t{n}", sample) for n in range(60) for sample in range(2)}
     assert all(trajectory.is_complete for trajectory in found.values())
@@ -263,6 +268,7 @@ def url_in(lines: list[str]) -> str:
     return ready.split()[2]
 
 
+@pytest.mark.long
 async def test_a_run_goes_on_after_its_processes_were_killed(tmp_path):
     marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
     config = tmp_path / "any_port.yaml"
@@ -304,7 +310,9 @@ async def test_a_run_goes_on_after_its_processes_were_killed(tmp_path):
     assert processes_with(marker) == []
 
 
-@pytest.mark.parametrize("after_s", [1.0, 4.0, 15.0])
+@pytest.mark.parametrize(
+    "after_s", [pytest.param(1.0, marks=pytest.mark.long), 4.0, pytest.param(15.0, marks=pytest.mark.long)]
+)
 def test_ctrl_c_leaves_no_process(tmp_path, after_s):
     marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
     process = start(marker, tmp_path)
@@ -316,6 +324,7 @@ def test_ctrl_c_leaves_no_process(tmp_path, after_s):
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_a_service_that_cannot_start_says_why(tmp_path):
     config = tmp_path / "broken.yaml"
     config.write_text(
@@ -337,6 +346,7 @@ def test_a_service_that_cannot_start_says_why(tmp_path):
     assert processes_with(marker) == []
 
 
+@pytest.mark.long
 def test_two_rollouts_side_by_side(tmp_path):
     markers = [f"AGENTLOOP_TEST_{uuid.uuid4().hex}" for _ in range(2)]
     both = [start(marker, tmp_path / str(n), count=1) for n, marker in enumerate(markers)]

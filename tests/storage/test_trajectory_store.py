@@ -204,8 +204,8 @@ from tests.support.records.samples import make_group, make_trajectory
 
 async def main():
     store = TrajectoryStore(sys.argv[1])
-    await store.accept("r", [make_group(num_samples=1_000_000)])
-    for index in range(1_000_000):
+    await store.accept("r", [make_group(num_samples=20_000)])
+    for index in range(20_000):
         await store.commit([make_trajectory(sample_index=index)])
         print(index, flush=True)
 
@@ -227,7 +227,7 @@ def test_everything_acknowledged_survives_kill_9(path: Path) -> None:
 
 async def check_survivors(path: Path, acknowledged: list[int]) -> None:
     store = TrajectoryStore(path)
-    stored = [trajectory.sample_index for _, trajectory in await read(store, "r", 0, 1_000_000)]
+    stored = [trajectory.sample_index for _, trajectory in await read(store, "r", 0, 20_000)]
     assert stored[: len(acknowledged)] == acknowledged
     assert len(stored) - len(acknowledged) <= 1  # committed, not yet acknowledged
     assert store.num_corrupt_rows == 0

@@ -10,7 +10,7 @@ from agentloop.types import Limits, Message, RolloutTask, StopReason
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.local import running_service
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 CONFIG = Path(__file__).parents[3] / "servers" / "simulated.yaml"
 HERE = "tests.servers.isolation.poison"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 MODELS = ("moe", "spread_moe", "tied", "untied", "llama")
 

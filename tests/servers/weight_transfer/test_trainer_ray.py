@@ -21,7 +21,7 @@ from tests.support.engine.engines import ReversingEngine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.transfer.receiving import ReceivingFleet
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 NUM_UPDATES = 2
 

@@ -14,7 +14,7 @@ from agentloop.engine import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEv
 from agentloop_servers.engines.common import KVEventFeed, kv_endpoint, kv_endpoints, replay_endpoint
 from agentloop_servers.engines.vllm.kv_events import VllmKVEvents
 
-pytestmark = pytest.mark.slow  # vLLM takes seconds to import
+pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM takes seconds to import
 
 SIZE = 2
 

@@ -18,7 +18,7 @@ from agentloop_servers.engines.common import kv_endpoint, kv_endpoints
 from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments
 from tests.support.records.vision_folder import write_vision_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
 
 ROOT = Path(__file__).parents[4]
 MODEL = ROOT / "examples" / "tiny_policy" / "v0"

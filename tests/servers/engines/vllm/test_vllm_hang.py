@@ -17,7 +17,7 @@ from tests.contract.policy_model import POLICY
 from tests.contract.vllm_case import vllm_config
 from tests.support.fleet.directory import Directory
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 MODEL = Path(POLICY) / "v0"
 

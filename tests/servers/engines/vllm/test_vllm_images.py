@@ -40,7 +40,7 @@ from tests.contract.vllm_case import vllm_config
 from tests.support.endpoint.sessions import key, make_session
 from tests.support.records.vision_folder import CONTEXT_TOKENS, PLACEHOLDER, picture, write_vision_folder
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SAME = 1e-2  # absolute difference of logprobs, all in float32: below 0.002 on CPU, 0.003 on a GPU
 RED, BLUE = picture(112, 112, (220, 20, 20)), picture(112, 112, (20, 20, 220))

@@ -14,7 +14,7 @@ from agentloop_servers.engines.vllm.parsers import vllm_parser
 from tests.parsers.writing import WRITE, dumps
 from tests.support.families.table import write_family
 
-pytestmark = pytest.mark.slow  # vLLM's import
+pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
 
 PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "items": {"type": "array"}}
 TOOLS: list[dict[str, Any]] = [

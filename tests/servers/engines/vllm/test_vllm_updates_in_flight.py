@@ -272,7 +272,13 @@ def figures_of(found: Differences) -> dict[str, dict[str, float]]:
     return figures
 
 
-@pytest.mark.parametrize("kv_policy", list(KVPolicy))
+@pytest.mark.parametrize(
+    "kv_policy",
+    [
+        one if one is KVPolicy.RECOMPUTE else pytest.param(one, marks=pytest.mark.long)  # the default, and others
+        for one in KVPolicy
+    ],
+)
 async def test_every_token_is_of_the_version_it_names(
     engine: VllmEngine,
     weights: tuple[Path, ...],
