@@ -232,11 +232,11 @@ def _rows(
     """Give the lines of the table: all tokens by span, then those of mixed trajectories in three ways."""
     mixed = [place for place, path in enumerate(paths) if len(path.of_trajectory) > 1]
     lines: list[tuple[str, Sequence[int], Callable[[ComparedPath], npt.NDArray[np.int64]]]] = [
-        ("its span's version", range(len(paths)), lambda path: path.versions)
+        ("span, all", range(len(paths)), lambda path: path.versions)
     ]
     if mixed:
         lines += [
-            ("its span's version, in mixed trajectories", mixed, lambda path: path.versions),
+            ("span, mixed", mixed, lambda path: path.versions),
             (
                 "its trajectory's first version",
                 mixed,
@@ -301,14 +301,15 @@ def retokenized(records: Sequence[Trajectory], model: Path) -> tuple[Retokenized
 
 def tables(check: LogprobCheck) -> Iterator[Table]:
     """Give the outcome as tables of a terminal."""
-    names = ("tokens", "mean |diff|", "max", "k3-KL", "ESS", "ratio <0.5", "outside 0.8-1.28", "p1 - p99")
-    distances = Table("logprob of the token under", *names, box=None)
+    names = ("tokens", "mean |diff|", "max", "k3-KL", "ESS", "<0.5", "clipped")
+    distances = Table(box=None, pad_edge=False)
+    for name in ("version of", *names):
+        distances.add_column(name, no_wrap=True)
     for row in check.rows:
         one = row.distance
-        shares = (f"{one.ess:.4f}", f"{one.share_below_half:.2%}", f"{one.share_outside:.2%}")
-        spread = f"{one.ratio_percentiles[0]:.3f} - {one.ratio_percentiles[-1]:.3f}"
         numbers = (f"{one.num_tokens:,}", f"{one.mean_abs_diff:.6f}", f"{one.max_abs_diff:.4f}", f"{one.k3_kl:.6f}")
-        distances.add_row(row.under, *numbers, *shares, spread)
+        shares = (f"{one.ess:.4f}", f"{one.share_below_half:.2%}", f"{one.share_outside:.2%}")
+        distances.add_row(row.under, *numbers, *shares)
     yield distances
     if check.retokenized:
         changed = Table("decode and encode change ids of", "trajectories", "turns", box=None)
