@@ -238,12 +238,12 @@ def _rows(
         lines += [
             ("span, mixed", mixed, lambda path: path.versions),
             (
-                "its trajectory's first version",
+                "first, mixed",
                 mixed,
                 lambda path: np.full_like(path.versions, path.of_trajectory[0]),
             ),
             (
-                "its trajectory's last version",
+                "last, mixed",
                 mixed,
                 lambda path: np.full_like(path.versions, path.of_trajectory[-1]),
             ),
