@@ -353,8 +353,8 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
     "a plain synchronous object, held by the one that waits and acts": (
         "agentloop.fleet.starts",
         "agentloop.scheduling.cache_hits",
+        "agentloop.scheduling.charges",
         "agentloop.scheduling.admission",
-        "agentloop.scheduling.expected_work",
         "agentloop.scheduling.rebalance",
         "agentloop.scheduling.retention",
         "agentloop.scheduling.step_times",

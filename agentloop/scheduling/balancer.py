@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from agentloop.api import (
     HeldLease,
@@ -35,9 +35,8 @@ from agentloop.errors import InvariantBroken, NoHealthyReplica, NotFound
 from agentloop.fleet import Fleet
 from agentloop.kv_hashes import hashes_of
 from agentloop.scheduling.admission import Admission, AdmissionConfig
-from agentloop.scheduling.cache_hits import CacheHits
-from agentloop.scheduling.expected_work import ExpectedWork, Remaining, WorkPriors
-from agentloop.scheduling.kv_forecast import KVNeed
+from agentloop.scheduling.charges import Charges
+from agentloop.scheduling.expected_work import WorkPriors
 from agentloop.scheduling.lease_table import Holding, LeaseTable
 from agentloop.scheduling.placement import Charge, Demand, Placement
 from agentloop.scheduling.rebalance import Rebalance, RebalanceConfig
@@ -83,15 +82,12 @@ class Balancer:
         self._times = self._config.step_times
         self._table = LeaseTable()
         self._placement = Placement(fleet, self._config.slowness)
-        self._work = ExpectedWork(self._config.priors)
+        self._charges = Charges(self._placement, self._times, self._config.priors, self._config.growth_turns)
         self._retention = Retention(self._times, self._config.retention_factor)
         self.admission = Admission(self._config.admission)
         self._rebalance = Rebalance(self._placement, self._times, self._config.rebalance)
         self._caches = ReplicaCaches(fleet)
-        self._hits = CacheHits()
         self._leaders: dict[str, float] = {}  # group -> when its first prompt is prefilled, by our count
-        self._mean_prompt_tokens = 1024.0
-        self._num_prompts = 0
 
     # --- what others see ---
 
@@ -106,7 +102,7 @@ class Balancer:
 
     def kv_use(self, replica_id: str) -> KVUse:
         """Return how much of a replica's KV is spoken for, and how its turns find theirs."""
-        replica, hits = self._fleet.get(replica_id), self._hits
+        replica, hits = self._fleet.get(replica_id), self._caches.hits
         limit_tokens = 0.0 if replica is None else self.admission.rho * replica.capacity_tokens
         return KVUse(
             predicted_tokens=round(self._placement.book(replica_id).forecast.soon_tokens),
@@ -123,7 +119,7 @@ class Balancer:
 
     def hoped_tokens(self, group_id: str) -> float:
         """Return the growth that a group's next sample may well have: who may have most begins first."""
-        return self._work.hoped(group_id)
+        return self._charges.hoped(group_id)
 
     def tokens_left(self, holder_id: str) -> float:
         """Return the tokens that a trajectory was expected to grow by at its last turn; 0: it has no lease."""
@@ -146,8 +142,8 @@ class Balancer:
         """
         if self._placement.num_placeable == 0:
             return False
-        prompt_tokens = self._mean_prompt_tokens if num_prompt_tokens is None else float(num_prompt_tokens)
-        charge = self._fresh_charge(group_id, prompt_tokens, 2)
+        prompt_tokens = self._charges.mean_prompt_tokens if num_prompt_tokens is None else float(num_prompt_tokens)
+        charge = self._charges.fresh(group_id, prompt_tokens, 2)
         try:
             homes, roomiest = self._placement.homes(group_id, needs), self._placement.roomiest(needs)
         except NoHealthyReplica:
@@ -169,15 +165,11 @@ class Balancer:
                 self._table.ask_again(holding, demand, now)
                 return holding.lease
             self._end(holding, None)
-        prompt_tokens = float(demand.num_prompt_tokens)
-        if demand.is_session:
-            charge = Charge(self._times.turn_share(0.0, prompt_tokens, 0.0), KVNeed(prompt_tokens, 0.0))
-        else:
-            charge = self._fresh_charge(demand.group_id, prompt_tokens, demand.group_size)
+        charge = self._charges.first(demand)
         chosen = self._choose_fresh(demand, charge)
         self.admission.placed(chosen)
         lease = self._grant(chosen)
-        self._begin(Holding(demand, lease, charge, now, prompt_tokens=prompt_tokens), now)
+        self._begin(Holding(demand, lease, charge, now, prompt_tokens=float(demand.num_prompt_tokens)), now)
         self._lead(demand, chosen, now)
         return lease
 
@@ -189,7 +181,7 @@ class Balancer:
         if self._table.of_holder(demand.holder_id) is not None or self._table.of_lease(lease.lease_id) is not None:
             return
         prompt_tokens = float(demand.num_prompt_tokens)
-        charge = self._fresh_charge(demand.group_id, prompt_tokens, demand.group_size)
+        charge = self._charges.fresh(demand.group_id, prompt_tokens, demand.group_size)
         self._begin(Holding(demand, lease, charge, now, prompt_tokens=prompt_tokens), now)
 
     def move(self, lease: Lease, is_failed: bool, now: float, needs: Needs = NO_NEEDS) -> Lease:
@@ -217,7 +209,7 @@ class Balancer:
         if is_elsewhere or not holding.charge.is_kept:
             holding.is_warm = False
         holding.is_counted = True
-        self._count(holding, self._charge_of(holding, is_kept=True))
+        self._count(holding, self._charges.of(holding, is_kept=True))
         return holding.lease
 
     def release(self, lease: Lease, num_tokens: int | None, now: float) -> None:
@@ -244,7 +236,6 @@ class Balancer:
             self._uncount(holding)
             holding.is_counted = holding.is_warm = False
         self._caches.drop(replica_id)
-        self._hits.forget(replica_id)
         self.admission.dissolve(replica_id)
         self._placement.forget(replica_id)
 
@@ -339,7 +330,10 @@ class Balancer:
             return
         demand, is_here = holding.demand, lease_id == holding.lease.lease_id
         if not demand.is_session:
-            self._learn(holding, num_context_tokens, num_sampled_tokens, num_cached_tokens, is_here)
+            self._charges.turn(holding, num_context_tokens, num_sampled_tokens)
+            self._rebalance.prompted(num_context_tokens - num_sampled_tokens)
+            if holding.is_warm and is_here and num_cached_tokens is not None:
+                self._count_lost(holding, num_sampled_tokens, num_cached_tokens)
         num_left = holding.context_tokens if holding.is_warm else 0.0
         holding.context_tokens = float(num_context_tokens)
         holding.num_turns += 1
@@ -351,10 +345,9 @@ class Balancer:
         self._leaders.pop(demand.group_id, None)  # its prompt is there
         if not is_here or demand.is_session or not holding.is_counted:
             return
-        if num_cached_tokens is not None:
-            self._count_hits(holding, num_left, num_context_tokens - num_sampled_tokens, num_cached_tokens)
+        num_prompt_tokens = num_context_tokens - num_sampled_tokens
+        self._caches.turn(holding, num_left, num_prompt_tokens, num_cached_tokens)
         holding.is_warm = True
-        self._store_kv(holding)
         if not self._keeps_kv(holding, now):
             self._table.have_ask(holding)
             return
@@ -367,11 +360,7 @@ class Balancer:
         self._table.epoch += 1
         if not is_flushed:
             return
-        self._hits.flushed()
-        for replica in self._fleet.replicas:
-            cache = self._caches.of(replica.replica_id)
-            if cache is not None:
-                cache.clear()
+        self._caches.flushed()
         waiting: list[Holding] = []
         for holding in self._table:
             holding.is_warm = False
@@ -415,7 +404,7 @@ class Balancer:
         if is_failed:
             return placement.least(here, needs)
         is_here = holding.is_counted and placement.takes_traffic(holding.lease, needs)
-        charge = self._charge_of(holding, is_kept=True)
+        charge = self._charges.of(holding, is_kept=True)
         if not holding.must_ask:
             bound = (
                 placement.work(placement.least(needs=needs)) + self._config.group_slack_trajectories * charge.work_s
@@ -454,60 +443,15 @@ class Balancer:
             return False
         return True
 
-    # --- charges ---
+    # --- counting ---
 
-    def _fresh_charge(self, group_id: str, prompt_tokens: float, group_size: int) -> Charge:
-        remaining = self._remaining(group_id, 0.0, prompt_tokens)
-        work_s = self._times.turn_share(prompt_tokens, remaining.sampled_tokens, remaining.observed_tokens)
-        shared = prompt_tokens if group_size > 1 else 0.0
-        need = KVNeed(prompt_tokens - shared, self._soon(remaining))
-        return Charge(work_s, need, shared, self._work.hoped(group_id))
-
-    def _charge_of(self, holding: Holding, *, is_kept: bool) -> Charge:
-        """Return what a trajectory is charged with from here on."""
-        demand = holding.demand
-        if demand.is_session:
-            return replace(holding.charge, is_kept=is_kept)
-        if holding.num_turns == 0:
-            charge = self._fresh_charge(demand.group_id, holding.prompt_tokens, demand.group_size)
-            return replace(charge, is_kept=is_kept)
-        grown = holding.context_tokens - holding.prompt_tokens
-        left = self._remaining(demand.group_id, grown, holding.context_tokens)
-        work_s = self._times.turn_share(holding.context_tokens, left.sampled_tokens, left.observed_tokens)
-        if not holding.is_warm:
-            work_s += self._times.prefill(holding.context_tokens)
-        shared = holding.prompt_tokens if demand.group_size > 1 else 0.0
-        return Charge(
-            work_s, KVNeed(holding.context_tokens - shared, self._soon(left)), shared, left.growth_tokens, is_kept
-        )
-
-    def _soon(self, remaining: Remaining) -> float:
-        """Return the tokens that a trajectory is given room to grow by."""
-        return remaining.growth_tokens * min(1.0, self._config.growth_turns / max(remaining.num_turns, 1e-9))
-
-    def _remaining(self, group_id: str, grown: float, context_tokens: float) -> Remaining:
-        """Return what is still expected of a trajectory: no context grows beyond the longest that is served."""
-        room_tokens = self._placement.max_context_tokens - context_tokens
-        return self._work.remaining(group_id, grown).at_most(room_tokens)
-
-    def _learn(
-        self, holding: Holding, context_tokens: int, sampled_tokens: int, cached_tokens: int | None, is_here: bool
-    ) -> None:
-        if holding.num_turns == 0:
-            holding.prompt_tokens = float(context_tokens - sampled_tokens)
-            self._num_prompts = min(self._num_prompts + 1, self._config.priors.num_remembered)
-            self._mean_prompt_tokens += (holding.prompt_tokens - self._mean_prompt_tokens) / self._num_prompts
-            return
-        grown = max(context_tokens - holding.prompt_tokens, 0.0)
-        turn_tokens = max(context_tokens - holding.context_tokens, 0.0)
-        self._work.turn(holding.demand.group_id, grown, turn_tokens, sampled_tokens)
-        self._rebalance.prompted(context_tokens - sampled_tokens)
-        if holding.is_warm and is_here and cached_tokens is not None:
-            lost_s = self._times.prefill(holding.context_tokens, float(cached_tokens))
-            num_sampling = max(self._placement.book(holding.lease.replica_id).num_sampling, 1)
-            is_lost = cached_tokens < holding.context_tokens - 2 * max(holding.lease.block_size, 1)
-            fixed_s = self._times.step_s * sampled_tokens / num_sampling
-            self.admission.turn(lost_s if is_lost else 0.0, fixed_s, self._placement.num_counted)
+    def _count_lost(self, holding: Holding, sampled_tokens: int, cached_tokens: int) -> None:
+        """Tell admission of a turn that returned to its KV: seconds computed again, and its part of fixed times."""
+        num_lost = holding.context_tokens - cached_tokens
+        is_lost = num_lost > 2 * max(holding.lease.block_size, 1)
+        lost_s = self._times.prefill(holding.context_tokens, float(cached_tokens)) if is_lost else 0.0
+        num_sampling = max(self._placement.book(holding.lease.replica_id).num_sampling, 1)
+        self.admission.turn(lost_s, self._times.step_s * sampled_tokens / num_sampling, self._placement.num_counted)
 
     def _keeps_kv(self, holding: Holding, now: float) -> bool:
         """Charge anew a trajectory that goes to its tool, and tell if its KV stays spoken for."""
@@ -520,8 +464,6 @@ class Balancer:
             is_kept = False  # the replica has grown beyond its KV: who goes to a tool makes room
             self._recount(holding, is_kept=False)
         return is_kept
-
-    # --- counting ---
 
     def _set_at_tool(self, holding: Holding, *, is_at_tool: bool) -> None:
         """Count a turn that begins or ends on its replica."""
@@ -538,7 +480,7 @@ class Balancer:
 
     def _begin(self, holding: Holding, now: float) -> None:
         self._table.hold(holding, now)
-        self._work.begin(holding.demand.group_id)
+        self._charges.begin(holding.demand.group_id)
         if holding.is_counted:
             self._placement.add(holding.lease.replica_id, holding.demand.group_id, holding.charge)
 
@@ -548,9 +490,7 @@ class Balancer:
         holding.is_counted = holding.is_at_tool = False
         self._table.drop(holding)
         self.admission.leave(holding.demand.holder_id)
-        grown = max(holding.context_tokens - holding.prompt_tokens, 0.0) if holding.num_turns else 0.0
-        is_taught = num_tokens is not None and not holding.demand.is_session
-        self._work.end(holding.demand.group_id, float(num_tokens or 0) if is_taught else None, grown)
+        self._charges.end(holding, num_tokens)
 
     def _uncount(self, holding: Holding) -> None:
         if holding.is_counted:
@@ -565,7 +505,7 @@ class Balancer:
             self._placement.book(holding.lease.replica_id).num_sampling += holding.is_sampling
 
     def _recount(self, holding: Holding, *, is_kept: bool) -> None:
-        before, holding.charge = holding.charge, self._charge_of(holding, is_kept=is_kept)
+        before, holding.charge = holding.charge, self._charges.of(holding, is_kept=is_kept)
         if holding.is_counted:
             replica_id, group_id = holding.lease.replica_id, holding.demand.group_id
             self._placement.change(replica_id, group_id, before, holding.charge)
@@ -576,20 +516,4 @@ class Balancer:
         holding.is_warm = False
         self._uncount(holding)
         self._table.change(holding, self._grant(replica_id), now, is_told=False)
-        self._count(holding, self._charge_of(holding, is_kept=True))
-
-    # --- residency ---
-
-    def _count_hits(self, holding: Holding, num_left: float, num_prompt: int, num_cached: int) -> None:
-        """Compare what a turn found cached with what was to be there. Its last token is always computed."""
-        replica_id, block_size = holding.lease.replica_id, holding.lease.block_size
-        cache = self._caches.of(replica_id)
-        num_blocks = 0 if cache is None or not block_size else cache.match(holding.hashes)
-        num_predicted = min(num_blocks, max(num_prompt - 1, 0) // max(block_size, 1)) * block_size
-        self._hits.take(replica_id, num_left, num_predicted, num_cached)
-
-    def _store_kv(self, holding: Holding) -> None:
-        cache = self._caches.of(holding.lease.replica_id)
-        if cache is not None and holding.hashes:
-            cache.store(holding.demand.holder_id, holding.hashes)
-            cache.release(holding.demand.holder_id)
+        self._count(holding, self._charges.of(holding, is_kept=True))

@@ -1,4 +1,4 @@
-"""The models of all replicas' prefix caches, and what the replicas themselves tell of theirs.
+"""The models of all replicas' prefix caches, what the replicas tell of theirs, and what turns found in them.
 
 A model predicts: turns put blocks in, its own eviction takes some out. What a replica tells corrects it, about a
 heartbeat later. Until then the model may hold blocks that the engine evicted against the prediction. Reports are
@@ -10,6 +10,8 @@ from __future__ import annotations
 from agentloop.api import KVChanges
 from agentloop.fleet import Fleet
 from agentloop.kv_hashes import hashes_of
+from agentloop.scheduling.cache_hits import CacheHits
+from agentloop.scheduling.lease_table import Holding
 from agentloop.scheduling.residency import ReplicaKV
 
 
@@ -18,6 +20,7 @@ class ReplicaCaches:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self.hits = CacheHits()
         self._models: dict[str, ReplicaKV] = {}
         self._sequences: dict[str, int] = {}  # of the last changes taken in
 
@@ -45,7 +48,31 @@ class ReplicaCaches:
         self._sequences[replica_id] = changes.sequence
         return True
 
+    def turn(self, holding: Holding, num_left: float, num_prompt: int, num_cached: int | None) -> None:
+        """Compare what a turn found cached with what was to be there, and put its context in.
+
+        `num_left`: tokens that its last turn left there. A prompt's last token is always computed.
+        """
+        lease, hashes = holding.lease, holding.hashes
+        cache = self.of(lease.replica_id)
+        if num_cached is not None:
+            num_blocks = 0 if cache is None or not lease.block_size else cache.match(hashes)
+            num_full = max(num_prompt - 1, 0) // max(lease.block_size, 1)
+            self.hits.take(lease.replica_id, num_left, min(num_blocks, num_full) * lease.block_size, num_cached)
+        if cache is not None and hashes:
+            cache.store(holding.demand.holder_id, hashes)
+            cache.release(holding.demand.holder_id)
+
+    def flushed(self) -> None:
+        """Take in that no replica has KV left."""
+        self.hits.flushed()
+        for replica in self._fleet.replicas:
+            cache = self.of(replica.replica_id)
+            if cache is not None:
+                cache.clear()
+
     def drop(self, replica_id: str) -> None:
         """Forget a replica that is lost, or whose KV is."""
         self._models.pop(replica_id, None)
         self._sequences.pop(replica_id, None)
+        self.hits.forget(replica_id)

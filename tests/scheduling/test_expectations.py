@@ -12,79 +12,122 @@ from agentloop.scheduling.kv_forecast import KVForecast, KVNeed
 from agentloop.scheduling.step_times import StepTimes
 from agentloop.scheduling.tool_times import ToolTimes
 
+TURN = 800.0  # tokens
 
-def finish(work, group, growth):
+
+def take_turns(work, group, num_turns, first=1):
+    for number in range(first, num_turns + 1):
+        work.turn(group, number, TURN, 250)
+
+
+def finish(work, group, num_turns):
     work.begin(group)
-    work.end(group, growth, 0.0)
+    take_turns(work, group, num_turns)
+    work.end(group, num_turns)
 
 
 def test_short_trajectories_that_end_first_are_not_taken_for_all():
-    """Half of the trajectories take 1,000 tokens and end; the others have grown to 8,000 and go on."""
+    """Half of the trajectories take 2 turns and end; the others have had 12 and go on."""
     work = ExpectedWork()
     for index in range(200):
-        finish(work, f"short{index}", 1000.0)
+        finish(work, f"short{index}", 2)
         work.begin(f"long{index}")
-        for grown in range(1000, 9000, 1000):
-            work.turn(f"long{index}", float(grown), 1000.0, 300)
-    assert work.remaining("fresh", 0.0).growth_tokens > 4500.0
+        take_turns(work, f"long{index}", 12)
+    assert work.remaining("fresh", 0).num_turns > 6.0
 
 
 def test_siblings_say_more_than_others():
     work, drawn = ExpectedWork(), random.Random(0)
     for group in range(60):
-        median = drawn.lognormvariate(9.0, 0.8)
+        median = drawn.lognormvariate(2.5, 0.8)
         for _ in range(8):
-            finish(work, f"g{group}", median * drawn.lognormvariate(0.0, 0.2))
-    for group, median in (("long", 60_000.0), ("short", 2000.0)):
+            finish(work, f"g{group}", max(round(median * drawn.lognormvariate(0.0, 0.2)), 1))
+    for group, num_turns in (("long", 60), ("short", 3)):
         for _ in range(5):
             work.begin(group)
         for _ in range(4):
-            work.end(group, median, 0.0)
-    alone = work.remaining("fresh", 0.0).growth_tokens
-    assert work.remaining("short", 0.0).growth_tokens == pytest.approx(2000.0, rel=0.4)
-    assert work.remaining("long", 0.0).growth_tokens == pytest.approx(60_000.0, rel=0.4)
-    assert work.remaining("short", 0.0).growth_tokens < alone / 2 < alone * 2 < 60_000.0
+            take_turns(work, group, num_turns)
+            work.end(group, num_turns)
+    alone = work.remaining("fresh", 0).num_turns
+    assert work.remaining("short", 0).num_turns == pytest.approx(3, rel=0.4)
+    assert work.remaining("long", 0).num_turns == pytest.approx(60, rel=0.4)
+    assert work.remaining("short", 0).num_turns < alone / 2 < alone * 2 < 60
+
+
+def test_a_group_s_turns_are_as_long_as_its_own():
+    work = ExpectedWork()
+    for group, tokens in (("short", 100.0), ("long", 3000.0)):
+        for _ in range(100):
+            work.begin(group)
+            work.turn(group, 1, tokens, 50)
+            work.end(group, 1)
+    assert work.remaining("long", 0).growth_tokens > 3 * work.remaining("short", 0).growth_tokens
 
 
 def test_a_sibling_that_outgrows_what_was_expected_raises_it():
     work = ExpectedWork()
     work.begin("g")
-    before = work.remaining("g", 0.0).growth_tokens
-    work.turn("g", 100_000.0, 500.0, 100)
-    assert work.remaining("g", 0.0).growth_tokens > 3 * before
+    before = work.remaining("g", 0).num_turns
+    work.turn("g", 100, TURN, 250)
+    assert work.remaining("g", 0).num_turns > 3 * before
 
 
-@pytest.mark.parametrize("grown", [3000.0, 10_000.0, 25_000.0])
-def test_a_sibling_that_goes_on_tells_what_a_draw_of_groups_tells(grown):
-    """Of groups drawn from the priors, those whose first sample grows beyond `grown`: how long is the second?"""
+@pytest.mark.parametrize("num_turns", [4, 12, 30])
+def test_a_sibling_that_goes_on_tells_what_a_draw_of_groups_tells(num_turns):
+    """Of groups drawn from the priors, those whose first sample has its nth turn: how long is the second?"""
     priors, drawn, seconds = WorkPriors(), random.Random(0), []
     between, within = priors.between_groups, priors.within_group
-    middle = math.log(priors.growth_tokens) - (between**2 + within**2) / 2
+    middle = math.log(priors.growth_tokens / priors.turn_tokens) - (between**2 + within**2) / 2
     while len(seconds) < 3000:
         of_group = drawn.gauss(middle, between)
-        if drawn.gauss(of_group, within) > math.log(grown):
+        if drawn.gauss(of_group, within) > math.log(num_turns - 0.5):
             seconds.append(math.exp(drawn.gauss(of_group, within)))
     work = ExpectedWork(priors)
     work.begin("g")
-    work.turn("g", grown, 500.0, 100)
-    assert work.remaining("g", 0.0).growth_tokens == pytest.approx(sum(seconds) / len(seconds), rel=0.06)
+    work.turn("g", num_turns, TURN, 250)
+    assert work.remaining("g", 0).num_turns == pytest.approx(sum(seconds) / len(seconds), rel=0.06)
 
 
 def test_what_a_sample_has_outgrown_itself_counts_once():
     work = ExpectedWork()
     work.begin("g")
-    before = work.remaining("g", 12_000.0)
-    work.turn("g", 12_000.0, 500.0, 100)
-    assert work.remaining("g", 12_000.0).growth_tokens == pytest.approx(before.growth_tokens)
+    before = work.remaining("g", 15)
+    work.turn("g", 15, TURN, 250)
+    assert work.remaining("g", 15).num_turns == pytest.approx(before.num_turns)
 
 
-@given(st.floats(0.0, 1e6), st.floats(0.0, 1e6))
-def test_who_has_grown_more_ends_longer_and_something_is_always_left(one, other):
+def test_one_sample_that_gave_up_does_not_condemn_its_group():
+    work = ExpectedWork()
+    for index in range(200):
+        finish(work, f"g{index}", (8, 15, 20, 30)[index % 4])
+    alone = work.remaining("new", 0).num_turns
+    finish(work, "gave-up", 1)
+    assert work.remaining("gave-up", 0).num_turns > 0.8 * alone
+    for num_turns in (20, 20, 1):
+        finish(work, "long", num_turns)
+    assert work.remaining("long", 0).num_turns == pytest.approx(20, rel=0.2)
+    for _ in range(3):
+        finish(work, "short", 5)
+    assert work.remaining("short", 0).num_turns < alone / 2
+
+
+def test_a_group_is_known_when_more_of_its_samples_begin_later():
+    work = ExpectedWork()
+    for _ in range(4):
+        finish(work, "long", 60)
+    known = work.remaining("long", 0)
+    assert known.num_turns > 2 * work.remaining("fresh", 0).num_turns
+    work.begin("long")
+    assert work.remaining("long", 0) == known
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000))
+def test_who_has_had_more_turns_ends_later_and_something_is_always_left(one, other):
     work = ExpectedWork()
     least, most = sorted((one, other))
     left_least, left_most = work.remaining("g", least), work.remaining("g", most)
-    assert left_most.growth_tokens >= 0.0
-    assert least + left_least.growth_tokens <= (most + left_most.growth_tokens) * 1.05 + 1.0
+    assert left_most.num_turns >= 0.0
+    assert least + left_least.num_turns <= (most + left_most.num_turns) * 1.05 + 1.0
     assert left_most.sampled_tokens <= left_most.growth_tokens
 
 
@@ -117,11 +160,12 @@ def test_groups_are_tried_one_by_one_until_one_is_known_to_be_long():
     assert work.hoped("begun") < unknown  # its sample will tell
     for _ in range(4):
         work.begin("long")
-        work.turn("long", 60_000.0, 60_000.0, 100)
+        work.turn("long", 75, TURN, 250)
     assert work.hoped("long") > unknown
-    work.begin("short")
-    work.begin("short")
-    work.end("short", 100.0, 100.0)
+    for _ in range(3):
+        work.begin("short")
+    for _ in range(2):
+        work.end("short", 1)
     assert work.hoped("short") < work.hoped("begun")
 
 
