@@ -1,8 +1,8 @@
-"""Dialects of the chat endpoint: OpenAI chat and completions, Responses, and Anthropic messages."""
+"""Dialects of the chat endpoint: OpenAI chat and completions, Responses, Anthropic messages, and vLLM tokens."""
 
 from __future__ import annotations
 
-from agentloop.chat import anthropic, openai, openai_completions, responses
+from agentloop.chat import anthropic, openai, openai_completions, responses, vllm_tokens
 from agentloop.chat.anthropic_bodies import CountTokensBody, MessagesBody
 from agentloop.chat.body_cache import BodyCache
 from agentloop.chat.call import CallKey, ChatCall, ChatModel, ChatResult, ToolChoice
@@ -10,6 +10,7 @@ from agentloop.chat.logprobs import TokenTexts
 from agentloop.chat.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from agentloop.chat.responses_bodies import ResponsesBody
 from agentloop.chat.sampling import template_kwargs
+from agentloop.chat.vllm_tokens import TokensBody
 
 __all__ = [
     "BodyCache",
@@ -25,6 +26,7 @@ __all__ = [
     "ResponsesBody",
     "TokenTexts",
     "TokenizeBody",
+    "TokensBody",
     "ToolChoice",
     "anthropic",
     "openai",
@@ -32,4 +34,5 @@ __all__ = [
     "read_body",
     "responses",
     "template_kwargs",
+    "vllm_tokens",
 ]

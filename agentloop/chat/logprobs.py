@@ -14,6 +14,11 @@ from agentloop.types import TopLogprobs
 _MAX_KNOWN = 1 << 16
 
 
+def token_id_name(token_id: int) -> str:
+    """Return the name of a token in vLLM's `return_tokens_as_token_ids` form."""
+    return f"token_id:{token_id}"
+
+
 class TokenTexts:
     """The texts of single tokens. Bounded memory; may be used by several threads, which at worst decode twice."""
 
@@ -31,6 +36,10 @@ class TokenTexts:
                 self._known.clear()
             self._known[token_id] = found
         return found
+
+    def written(self, *, as_ids: bool | None) -> TokenTexts:
+        """Return these texts, or with `as_ids` their names by id (`token_id_name`), beside the same bytes."""
+        return _TokenNames(self._renderer, self) if as_ids else self
 
     def entries(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs
@@ -63,3 +72,15 @@ class TokenTexts:
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, octets = self.of(token_id)
         return {"token": text, "logprob": logprob, "bytes": octets}
+
+
+class _TokenNames(TokenTexts):
+    """The texts of another one, each as the token's name by its id."""
+
+    def __init__(self, renderer: Renderer, texts: TokenTexts) -> None:
+        super().__init__(renderer)
+        self._texts = texts
+
+    def of(self, token_id: int) -> tuple[str, list[int]]:
+        """Return a token's name and its bytes."""
+        return token_id_name(token_id), self._texts.of(token_id)[1]

@@ -29,7 +29,7 @@ from agentloop.chat.dialect import (
     with_tool_names,
 )
 from agentloop.chat.logprobs import TokenTexts
-from agentloop.chat.openai_bodies import CallBase, ChatBody, checked, read_json
+from agentloop.chat.openai_bodies import CallBase, ChatBody, ChoiceFields, checked, read_json
 from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
@@ -121,7 +121,7 @@ def _refuse_images(messages: Sequence[CachedMessage], reason: str) -> None:
 
 
 def sampling_of(
-    body: CallBase, max_tokens: int | None, vocab_size: int, num_top: int, constraint: Constraint | None = None
+    body: ChoiceFields, max_tokens: int | None, vocab_size: int, num_top: int, constraint: Constraint | None = None
 ) -> SamplingParams:
     """Return the sampling parameters of a body. Raises InvalidRequest."""
     sampling = sampling_params(body, max_tokens, vocab_size)
@@ -138,7 +138,7 @@ def sampling_of(
     )
 
 
-def stops_of(body: CallBase) -> tuple[str, ...]:
+def stops_of(body: ChoiceFields) -> tuple[str, ...]:
     """The stop strings, each once."""
     if body.stop is None:
         return ()
@@ -245,6 +245,7 @@ def _text(content: str | Sequence[bodies.TextPart | bodies.RefusalPart], role: s
 
 def render_chat(result: ChatResult, body: ChatBody, texts: TokenTexts) -> Answer:
     """The whole answer."""
+    texts = texts.written(as_ids=body.return_tokens_as_token_ids)
     choices = [_choice(node, body, texts) for node in result.choices]
     return answer_of(result, body, "chatcmpl", "chat.completion", choices)
 
@@ -335,7 +336,7 @@ class _ChatStream:
 
     def __init__(self, body: ChatBody, texts: TokenTexts, created_at: int) -> None:
         self._body = body
-        self._texts = texts
+        self._texts = texts.written(as_ids=body.return_tokens_as_token_ids)
         self._head: Answer = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk",

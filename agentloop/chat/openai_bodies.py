@@ -30,7 +30,7 @@ from pydantic_core import from_json
 from agentloop.api import MAX_PROMPT_TOKENS, Body, ImagePart, Json, TokenId, invalid_request, untagged
 from agentloop.chat.body_cache import CachedMessage
 from agentloop.chat.dialect import HOSTED_SEARCH, type_tag
-from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, TemplateBody, Whole
+from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFields, TemplateBody, Whole
 from agentloop.chat.schemas import Schema
 from agentloop.checks import MAX_BIAS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest, UnsupportedParameter
@@ -314,10 +314,9 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class CallBase(SampledBody):
-    """The fields that chat completions and completions share; `user` and `metadata` are ignored."""
+class ChoiceFields(SamplingFields):
+    """Fields that chat completions, completions and vLLM's token route share: the choices, and what ends them."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
     stop: (
         Annotated[
@@ -336,6 +335,16 @@ class CallBase(SampledBody):
         ]
         | None
     ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
+
+
+class CallBase(SampledBody, ChoiceFields):
+    """The fields that chat completions and completions share; `user` and `metadata` are ignored.
+
+    `return_tokens_as_token_ids`: logprobs name tokens as `token_id:N`, whatever their text.
+    """
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+    return_tokens_as_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
     user: ShortText | None = None
     metadata: Json = None

@@ -47,6 +47,7 @@ def to_call(body: CompletionBody, prompt_ids: tuple[int, ...], model: ChatModel)
 
 def render_completion(result: ChatResult, body: CompletionBody, texts: TokenTexts) -> Answer:
     """The whole answer."""
+    texts = texts.written(as_ids=body.return_tokens_as_token_ids)
     choices = [_choice(node, body, texts) for node in result.choices]
     return answer_of(result, body, "cmpl", "text_completion", choices)
 
@@ -76,6 +77,7 @@ async def completion_chunks(
     pieces: AsyncIterator[TurnPiece | ChatResult], body: CompletionBody, texts: TokenTexts, created_at: int
 ) -> AsyncIterator[Answer]:
     """The chunks of a stream; the finish reasons come after the turn is recorded."""
+    texts = texts.written(as_ids=body.return_tokens_as_token_ids)
     head: Answer = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",

@@ -76,8 +76,8 @@ class NamesSession(Body):
         return self
 
 
-class SampledBody(NamesSession):
-    """Fields of every call. What the dialect itself does not have is named as vLLM names it.
+class SamplingFields(Body):
+    """Fields that say how to sample. What the dialect itself does not have is named as vLLM names it.
 
     `min_p` and `repetition_penalty` shape the distribution that logprobs are of. A stop token of the request ends
     the turn as the model's own does; with `ignore_eos` the model's own are sampled as any other token.
@@ -92,6 +92,11 @@ class SampledBody(NamesSession):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS), Whole] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+
+
+class SampledBody(NamesSession, SamplingFields):
+    """Fields of every call."""
+
     return_token_ids: bool | None = None
     stream: bool | None = None
 
@@ -110,7 +115,7 @@ class TemplateBody(Body):
     enable_thinking: bool | None = None
 
 
-def sampling_params(body: SampledBody, max_tokens: int | None, vocab_size: int) -> SamplingParams:
+def sampling_params(body: SamplingFields, max_tokens: int | None, vocab_size: int) -> SamplingParams:
     """Return how to sample; None is the default, a `top_p` of 0 the likeliest token. Raises InvalidRequest.
 
     A temperature so small that engines have no such one is 0: clients write it for that.

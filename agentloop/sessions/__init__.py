@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop.sessions.journal import Journal, SessionEnd, SessionRecord, SessionState
-from agentloop.sessions.prompts import CallLimits, Prompt, SessionParts
+from agentloop.sessions.prompts import CallLimits, Prompt, SessionParts, make_question
 from agentloop.sessions.session import Session
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "SessionParts",
     "SessionRecord",
     "SessionState",
+    "make_question",
 ]

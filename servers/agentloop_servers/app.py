@@ -32,6 +32,7 @@ from agentloop.generation import ImagePlacer, LeaseReporter, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
+from agentloop.sampling import LogprobsMode
 from agentloop.scheduling import GroupOrder
 from agentloop.sessions import SessionParts
 from agentloop.storage import STORE_NAME, RetentionPolicy, TrajectoryStore
@@ -414,6 +415,7 @@ def build_endpoint(
         created_at=int(time.time()),
         router=router,
         live_version=lambda: _live_version(coordinator),
+        logprobs_mode=LogprobsMode(config.entries[0].logprobs_mode),  # that of all of them
         takes_images=takes_images(config),
     )
     return sessions, endpoint

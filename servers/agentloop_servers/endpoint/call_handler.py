@@ -75,7 +75,9 @@ class CallHandler:
     async def answer(self, chat: ChatCall, render: Callable[[ChatResult], Any]) -> Response:
         """Answer the whole as JSON; `render` gives what `orjson` takes. Cancels the call if the client leaves."""
         with self.endpoint.admitted():
-            result = await unless_client_leaves(self.request, self.session.call(self._bounded(chat), self.key))
+            result = await unless_client_leaves(
+                self.request, self.session.call(bounded(self.request, chat), self.key)
+            )
         if result is None:
             return unread_response()
         turn = {TURN_HEADER: result.choices[0].node_id}
@@ -119,10 +121,11 @@ class CallHandler:
                     async for event in written:
                         yield event
 
-    def _bounded(self, chat: ChatCall) -> ChatCall:
-        """Return the call, ending no later than the client stops waiting for it."""
-        hint_s = _read_timeout_s(self.request)
-        return chat if hint_s is None or hint_s >= chat.timeout_s else replace(chat, timeout_s=hint_s)
+
+def bounded(request: Request, chat: ChatCall) -> ChatCall:
+    """Return the call, ending no later than the client stops waiting for it."""
+    hint_s = _read_timeout_s(request)
+    return chat if hint_s is None or hint_s >= chat.timeout_s else replace(chat, timeout_s=hint_s)
 
 
 def _written(result: ChatResult, render: Callable[[ChatResult], Any]) -> bytes:

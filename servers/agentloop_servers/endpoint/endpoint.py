@@ -14,12 +14,15 @@ from agentloop.chat import ChatModel
 from agentloop.errors import AgentLoopError, ModelNotFound, Overloaded
 from agentloop.parsers import Parser
 from agentloop.rendering import Renderer
+from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
 from agentloop_servers.http import in_time
 
 DEFAULT_MODEL = "default"
 """The name under which every service's model is known, whatever it is."""
+
+MAX_ADAPTERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Endpoint:
     direct_url: str | None = None  # this process's own, on this host; None if there is but one
     live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
     takes_images: bool = False
+    logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
+    adapters: dict[str, None] = field(default_factory=dict)  # names of adapters, each the policy that is served now
     num_open_calls: int = field(default=0, init=False)
 
     @property
@@ -75,10 +80,17 @@ class Endpoint:
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound for a name that this service does not serve."""
-        if name not in (self.model_name, DEFAULT_MODEL):
+        if name not in (self.model_name, DEFAULT_MODEL) and name not in self.adapters:
             raise ModelNotFound(
                 f"the model {name[:200]!r} does not exist; there is {self.model_name!r}", param="model"
             )
+
+    def name_adapter(self, name: str) -> None:
+        """Know the policy by an adapter's name, too; of more than `MAX_ADAPTERS` the oldest is forgotten."""
+        self.adapters.pop(name, None)
+        self.adapters[name] = None
+        if len(self.adapters) > MAX_ADAPTERS:
+            del self.adapters[next(iter(self.adapters))]
 
     def check_own(self, session_id: str) -> None:
         """Raises NotOwner if another process of the endpoint has the session."""

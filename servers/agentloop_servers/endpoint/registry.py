@@ -246,6 +246,11 @@ class Sessions:
         if self._watching is not None and self._watching.done():
             self._watching.result()
 
+    @property
+    def parts(self) -> SessionParts:
+        """What calls are made with, also those that no session records."""
+        return self._parts
+
     def stats(self) -> SessionStats:
         """Count the sessions, and what they take."""
         cache = self._cache

@@ -162,13 +162,15 @@ class OpenAiRoutes:
         )
 
     async def models(self) -> Response:
-        """The one model that is served."""
-        return json_response({"object": "list", "data": [await self._model(self._endpoint.model_name)]})
+        """The one model that is served, under its name and those of adapters that were loaded into it."""
+        names = (self._endpoint.model_name, *self._endpoint.adapters)
+        version = await self._endpoint.weight_version()
+        return json_response({"object": "list", "data": [self._model(name, version) for name in names]})
 
     async def model(self, request: Request, model: str) -> Response:
         """The model, by its name or as `default`; in a session by any name."""
         check_model(request, self._endpoint, model)
-        return json_response(await self._model(model))
+        return json_response(self._model(model, await self._endpoint.weight_version()))
 
     async def render(self, request: Request) -> Response:
         """The prompt that a chat completion would be sampled from; nothing is sampled or recorded.
@@ -239,7 +241,7 @@ class OpenAiRoutes:
         messages, tools = openai_chat.conversation_of(body.messages or (), body.tools)
         return renderer.render(messages, tools, template_kwargs(body, self._endpoint.served.template_arguments))
 
-    async def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str, weight_version: int | None) -> dict[str, Any]:
         endpoint = self._endpoint
         return {
             "id": name,
@@ -247,7 +249,7 @@ class OpenAiRoutes:
             "created": endpoint.created_at,
             "owned_by": "agentloop",
             "max_model_len": endpoint.max_model_len,
-            "weight_version": await endpoint.weight_version(),
+            "weight_version": weight_version,
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentloop_servers.http.auth import (
+    SESSION_HEADER,
     Keys,
     SessionKeys,
     admit,
@@ -37,6 +38,7 @@ from agentloop_servers.http.sse import DONE, EventStream, sse
 __all__ = [
     "DONE",
     "ERROR_SCHEMA",
+    "SESSION_HEADER",
     "STREAMED",
     "BoundedHttp",
     "ConnectionLimits",

@@ -2,7 +2,8 @@
 
 A session is named by the URL path, by a session key, by the header `X-Session-ID`, or by a body field. One that the
 path or a key names must exist; by header or body it is created on its first use; without any name the call gets a
-session of its own. Names that disagree are refused: nobody's data may land in a session by accident.
+session of its own. Names that disagree are refused: nobody's data may land in a session by accident. But beside a
+path the header says nothing: clients of vLLM send one of their own with every call, which a router is to read.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def session_name(request: Request, body_session_id: str | None) -> SessionName:
     caller = caller_of(request)
     in_path = session_in_path(request) if "session_id" in request.path_params else None
     named = in_path if in_path is not None else caller.session_id
-    offered = _offered(request, body_session_id)
+    offered = _offered(request if in_path is None else None, body_session_id)
     if named is not None and offered is not None and named != offered:
         raise InvalidRequest(f"the request names two sessions, {named!r} and {offered!r}", param=SESSION_HEADER)
     return SessionName(offered if named is None else named, named is not None, caller.reaches)
@@ -238,9 +239,9 @@ def names_session(request: Request) -> bool:
     return named or caller_of(request).session_id is not None
 
 
-def _offered(request: Request, body_session_id: str | None) -> str | None:
+def _offered(request: Request | None, body_session_id: str | None) -> str | None:
     """Return the session that header and body name, if any."""
-    names = {*request.headers.getlist(SESSION_HEADER)}
+    names = set() if request is None else {*request.headers.getlist(SESSION_HEADER)}
     if body_session_id is not None:
         names.add(body_session_id)
     if len(names) > 1:

@@ -19,10 +19,20 @@ from agentloop.api import FrontPort
 from agentloop.engine import TokenEngine
 from agentloop.generation import LeaseConfig, LeaseReporter, SessionLeases
 from agentloop.plugins import AllowedImports
-from agentloop_servers.endpoint import Endpoint, NotOwner, routes_dialects, routes_openai, routes_sessions
+from agentloop_servers.endpoint import (
+    Endpoint,
+    NotOwner,
+    TokenCalls,
+    routes_dialects,
+    routes_openai,
+    routes_sessions,
+    routes_vllm,
+)
 from agentloop_servers.http import HttpGuard, HttpLimits, Keys, add_docs_page, add_error_handlers, describe
 from agentloop_servers.ingress.admin import ADMIN_BODIES, AdminRoutes, ModeRules
 from agentloop_servers.ingress.rollouts import ROLLOUT_BODIES, RolloutRoutes
+from agentloop_servers.ingress.vllm_control import BODIES as VLLM_BODIES
+from agentloop_servers.ingress.vllm_control import VllmControlRoutes
 
 
 def create_app(
@@ -43,8 +53,8 @@ def create_app(
     Weight directories must lie under one of `weight_roots`; `rules` say what the service's mode allows. Tasks that
     name unknown loops or rewards are refused at once, with `tool_names` also those that name other tools, and with
     `allowed_imports` those that name other modules; the worker ends what remains as invalid. Their images may be
-    files within `image_roots`. With an `endpoint`, agents are served and recorded too; starting and closing its
-    sessions is the caller's.
+    files within `image_roots`. With an `endpoint`, agents are served and recorded too, and trainers that speak to
+    vLLM's server; starting and closing its sessions is the caller's.
     """
     config = LeaseConfig(max_attempts=2, coordinator_timeout_s=limits.coordinator_timeout_s)
     if endpoint is None:
@@ -53,6 +63,7 @@ def create_app(
         reporter = endpoint.sessions.reporter  # theirs to close
     leases = SessionLeases(coordinator, connect, reporter, config=config)
     rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint, tuple(image_roots), allowed_imports)
+    admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,10 +87,11 @@ def create_app(
     bodies: list[type[BaseModel]] = [*ROLLOUT_BODIES, *ADMIN_BODIES]
     if endpoint is not None:
         bodies += _include_endpoint(app, endpoint, keys)  # first: most requests are its
-    app.include_router(rollouts.open_routes())
-    app.include_router(rollouts.generate_route(keys))
-    app.include_router(rollouts.user_routes(keys))
-    app.include_router(AdminRoutes(coordinator, limits, tuple(weight_roots), rules).router(keys))
+        app.include_router(routes_vllm.router(endpoint, keys, TokenCalls(endpoint.sessions.parts, leases)))
+        app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
+    own = rollouts.open_routes(), rollouts.generate_route(keys), rollouts.user_routes(keys), admin.router(keys)
+    for router in own:
+        app.include_router(router)
     describe(app, bodies)
     add_docs_page(app)
     return app
@@ -94,7 +106,7 @@ def _include_endpoint(app: FastAPI, endpoint: Endpoint, keys: Keys) -> list[type
         return await endpoint.router.forward(request, error.rank)
 
     app.add_exception_handler(NotOwner, pass_on)
-    bodies: list[type[BaseModel]] = []
+    bodies: list[type[BaseModel]] = [*routes_vllm.BODIES, *VLLM_BODIES]
     for routes in (routes_openai, routes_sessions, routes_dialects):
         app.include_router(routes.router(endpoint, keys))
         bodies += routes.BODIES

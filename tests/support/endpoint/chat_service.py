@@ -9,7 +9,7 @@ async with chat_service(tmp_path) as service:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.http.auth import Keys
 from agentloop_servers.http.connections import ConnectionLimits
 from agentloop_servers.http.guard import HttpLimits
+from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
 from tests.support.engine.seeing import SeeingEngine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
@@ -107,6 +108,8 @@ async def chat_service(
     policy: TokenPolicy | None = None,
     renderer: TemplateRenderer = RENDERER,
     seeing: SeeingEngine | None = None,
+    weight_roots: Iterable[Path] = (),
+    rules: ModeRules = ModeRules(),  # noqa: B008 - frozen
 ) -> AsyncIterator[ChatService]:
     """Start the service. `decode_s` is what each token takes; without a `policy`, tokens are hashed from ids.
 
@@ -149,7 +152,15 @@ async def chat_service(
             max_model_len=spec.max_context_tokens,
             limits=bounds.endpoint,
         )
-        app = create_app(coordinator, lambda url: engine, keys, bounds.http, endpoint=endpoint)
+        app = create_app(
+            coordinator,
+            lambda url: engine,
+            keys,
+            bounds.http,
+            weight_roots=weight_roots,
+            rules=rules,
+            endpoint=endpoint,
+        )
         server = DirectServer(app, "127.0.0.1", bounds.connections)
         closing.push_async_callback(server.close)
         url = await server.start()

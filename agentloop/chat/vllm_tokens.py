@@ -1,0 +1,202 @@
+"""vLLM's token route, `POST /inference/v1/generate`: a body to a `ChatCall`, replies to the answer.
+
+The wire is that of vLLM 0.32 (`entrypoints/scale_out/token_in_token_out/protocol.py` and `SamplingParams`), with
+two differences. Fields that vLLM does not have are refused by name, as everywhere here; those that it has and this
+service does not are `UnsupportedParameter`, unless they ask for nothing. And an entry of the logprobs names its
+token both ways, as `token_id` and as `token: "token_id:N"`: vLLM writes the first, its clients read the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field, model_validator
+
+from agentloop.api import MAX_PROMPT_TOKENS, Body, Json, TokenId
+from agentloop.chat.call import ChatCall, ChatModel
+from agentloop.chat.logprobs import token_id_name
+from agentloop.chat.openai import sampling_of, stops_of
+from agentloop.chat.openai_bodies import MAX_MODEL_CHARS, ChoiceFields
+from agentloop.chat.sampling import Whole
+from agentloop.checks import MAX_TOP_LOGPROBS
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.trajectory import Reply
+from agentloop.types import FinishReason
+
+MAX_REQUEST_ID_CHARS = 256
+MAX_SALT_CHARS = 1024
+
+_UNSUPPORTED_SAMPLING = (
+    "allowed_token_ids",
+    "bad_words",
+    "extra_args",
+    "logprob_token_ids",
+    "prompt_logprob_start",
+    "prompt_logprobs",
+    "repetition_detection",
+    "skip_reading_prefix_cache",
+    "structured_outputs",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+    "watermarking",
+)
+_UNSUPPORTED = ("content_parts", "ec_transfer_params", "features", "kv_transfer_params", "priority", "stream")
+_NOTHING_AT_ZERO = frozenset({"priority", "prompt_logprob_start"})
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class VllmSamplingBody(ChoiceFields):
+    """vLLM's `SamplingParams`, with its defaults. Without `max_tokens` there are as many as the context holds.
+
+    What is about text is accepted and changes nothing, as are `routed_experts_prompt_start` and how vLLM's engine
+    hands out what it has: no text and no experts are returned, and the answer is whole. `logprobs` is the number of
+    alternatives; with 0 and 1 there is the sampled token alone.
+    """
+
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    detokenize: bool | None = None
+    flat_logprobs: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    output_kind: Annotated[int, Field(ge=0, le=2)] | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MAX_PROMPT_TOKENS)] | None = None
+    skip_clone: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        return _supported(value, _UNSUPPORTED_SAMPLING, "sampling_params.")
+
+
+class TokensBody(Body):
+    """The body of `POST /inference/v1/generate`.
+
+    `cache_salt` is accepted and not used: which KV a request may use is the weight update's to say (`kv_policy`).
+    `return_token_ids` asks for the prompt's ids in the answer.
+    """
+
+    token_ids: Annotated[list[TokenId], FailFast()] = Field(min_length=1, max_length=MAX_PROMPT_TOKENS)
+    sampling_params: VllmSamplingBody
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens"] = "tokens"
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    token_offsets: Json = None
+    stream_options: Json = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: Json = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("output_mode") == "text":
+            raise UnsupportedParameter("the answer has tokens only: output_mode is 'tokens'", param="output_mode")
+        return _supported(value, _UNSUPPORTED, "")
+
+
+def _supported(value: Any, names: tuple[str, ...], place: str) -> Any:
+    """Return `value` without these fields, which ask for nothing here. Raises UnsupportedParameter if one does."""
+    if not isinstance(value, dict):
+        return value
+    for name in names:
+        asked = value.get(name)
+        is_zero = name in _NOTHING_AT_ZERO and type(asked) is int and asked == 0
+        if not (asked is None or asked is False or is_zero or asked in ([], {})):
+            raise UnsupportedParameter(f"{name} is not supported", param=f"{place}{name}")
+    return {name: item for name, item in value.items() if name not in names}
+
+
+def to_call(body: TokensBody, model: ChatModel) -> ChatCall:
+    """Return the call that a body asks for. Raises InvalidRequest naming a field of the body."""
+    given = body.sampling_params
+    num_top = given.logprobs if given.logprobs is not None and given.logprobs > 1 else 0
+    try:
+        sampling = sampling_of(given, given.max_tokens, model.vocab_size, num_top)
+    except InvalidRequest as error:
+        raise type(error)(error.message, param=f"sampling_params.{error.param}") from error
+    return ChatCall(
+        messages=(),
+        prompt_ids=tuple(body.token_ids),
+        sampling=sampling,
+        max_tokens=given.max_tokens,
+        num_choices=given.n or 1,
+        stop=stops_of(given),
+        timeout_s=model.timeout_s,
+    )
+
+
+def render_tokens(
+    replies: Sequence[Reply], body: TokensBody, *, request_id: str, created_at: int, model: str
+) -> dict[str, Any]:
+    """Return the whole answer of replies in the order of their choices; versions are text, as vLLM writes them."""
+    num_prompt, num_sampled = len(body.token_ids), sum(len(reply.token_ids) for reply in replies)
+    return {
+        "request_id": request_id,
+        "model": model,
+        "created": created_at,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+            "prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens},
+        },
+        "output_mode": "tokens",
+        "choices": [_choice(index, reply, body.sampling_params) for index, reply in enumerate(replies)],
+        "prompt_logprobs": None,
+        "prompt_token_id_logprobs": None,
+        "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+        "mm_placeholders": None,
+        "metrics": None,
+        "kv_transfer_params": None,
+        "ec_transfer_params": None,
+    }
+
+
+def _choice(index: int, reply: Reply, asked: VllmSamplingBody) -> dict[str, Any]:
+    token_ids = reply.token_ids.tolist()
+    return {
+        "index": index,
+        "token_ids": token_ids,
+        "logprobs": None if asked.logprobs is None else {"content": _entries(reply, token_ids, asked.logprobs)},
+        "finish_reason": _FINISH.get(reply.finish_reason, "abort"),
+        "stop_reason": _stop_reason(reply, token_ids, asked),
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end} for span in reply.weight_versions
+        ],
+        "routed_experts": None,
+        "sampling_mask": None,
+    }
+
+
+def _entries(reply: Reply, token_ids: list[int], num_top: int) -> list[dict[str, Any]]:
+    logprobs, tops = reply.logprobs.tolist(), reply.top_logprobs
+    entries = []
+    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        others = [one for one in tops[place] if one[0] != token_id] if tops else []
+        shown = [(token_id, logprob), *others][: max(num_top, 1)]
+        entries.append({**_entry(token_id, logprob), "top_logprobs": [_entry(*one) for one in shown]})
+    return entries
+
+
+def _entry(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": token_id_name(token_id), "token_id": token_id, "logprob": logprob, "rank": None, "bytes": None}
+
+
+def _stop_reason(reply: Reply, token_ids: list[int], asked: VllmSamplingBody) -> int | str | None:
+    """Return the stop string or the request's stop token that ended a reply; None for what else ends one.
+
+    A model's own stop token that the request names too is the request's.
+    """
+    if reply.stop_text:
+        return reply.stop_text
+    if (
+        reply.finish_reason is FinishReason.STOP
+        and token_ids[-1:]
+        and token_ids[-1] in (asked.stop_token_ids or ())
+    ):
+        return int(token_ids[-1])
+    return None

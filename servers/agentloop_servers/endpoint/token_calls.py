@@ -1,0 +1,183 @@
+"""Calls of token ids that no session records, under leases that may outlive a call.
+
+Ownership: the table of affinities. An affinity is a caller's name for calls that belong together, as the header
+`X-Session-ID` of vLLM's server is: its calls share one lease, so that later turns land where the earlier ones left
+their KV. Nothing of them is kept on disk, and no trajectory comes of them.
+
+Invariants: an affinity gives its place back after `idle_s` without a call, and takes one again at its next call;
+there are at most `max_affinities`, of which the one longest without a call goes first; a call without an affinity
+gives its place back on every path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, replace
+
+from agentloop.chat import ChatCall
+from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from agentloop.generation import Deadline, LeasedEngine, SessionLeases, TurnRequest, sample_turn
+from agentloop.sessions import SessionParts, make_question
+from agentloop.trajectory import Reply, TurnGraph
+from agentloop.types import KVPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCallLimits:
+    """Bounds of affinities and of the service's standstill within one call."""
+
+    idle_s: float = 60.0  # without a call, until an affinity gives its place back
+    max_affinities: int = 16_384
+    max_standstill_s: float = 3600.0  # paused, updating or without a replica: it does not count as the call's time
+
+
+@dataclass(slots=True)
+class _Affinity:
+    """Calls that share a lease."""
+
+    engine: LeasedEngine
+    num_open: int = 0
+    used_at: float = 0.0  # the loop's time at the end of its last call
+    first_version: int | None = None  # that its first token was sampled under
+
+
+class TokenCalls:
+    """The unrecorded calls of one process. Whoever owns the leases gives back at the end what it holds."""
+
+    def __init__(
+        self,
+        parts: SessionParts,
+        leases: SessionLeases,
+        limits: TokenCallLimits = TokenCallLimits(),
+    ) -> None:
+        self._parts = parts
+        self._leases = leases
+        self._limits = limits
+        self._affinities: dict[str, _Affinity] = {}  # longest without a call first
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    @property
+    def num_affinities(self) -> int:
+        """Affinities that hold a place, or have a call."""
+        return len(self._affinities)
+
+    async def sample(self, chat: ChatCall, affinity: str | None) -> list[Reply]:
+        """Sample all choices of a raw prompt side by side: all of them or none.
+
+        Raises ContextLengthExceeded and InvalidRequest (naming `token_ids`), Overloaded, DeadlineExceeded and what
+        the engine raises.
+        """
+        name = affinity if affinity is not None else f"direct-{uuid.uuid4().hex}"
+        shared = self._taken(name)
+        try:
+            return await self._sample(chat, name, shared)
+        finally:
+            shared.num_open -= 1
+            shared.used_at = asyncio.get_running_loop().time()
+            if affinity is None:
+                self._affinities.pop(name, None)
+                self._leases.end(name)
+            else:
+                self._sweep_later()
+
+    def finish(self, affinity: str) -> bool:
+        """Give an affinity's place back now, unless it has a call; tells if there was one to give back."""
+        shared = self._affinities.get(affinity)
+        if shared is None or shared.num_open:
+            return False
+        self._drop(affinity)
+        return True
+
+    async def _sample(self, chat: ChatCall, name: str, shared: _Affinity) -> list[Reply]:
+        parts, request_id = self._parts, uuid.uuid4().hex
+        try:
+            question = await make_question(chat, TurnGraph(), parts, shared.engine, request_id)
+        except InvalidRequest as error:
+            raise _of_token_ids(error) from error
+        if question.overflow is not None:
+            raise _of_token_ids(question.overflow)
+        keeps_kv = parts.kv_policy is KVPolicy.KEEP
+        wanted = TurnRequest(
+            request_id=request_id,
+            prompt_ids=question.prompt.ids,
+            sampling=question.sampling,
+            turn_index=0,
+            stop=chat.stop,
+            reads_thoughts=False,
+            timeout_s=chat.timeout_s,
+            trajectory_id=name,
+            keeps_kv=keeps_kv,
+            kv_version=shared.first_version if keeps_kv else None,
+        )
+        if chat.num_choices == 1:
+            replies = [await self._choice(wanted, shared, 0)]
+        else:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._choice(wanted, shared, index)) for index in range(chat.num_choices)
+                    ]
+            except BaseExceptionGroup as failures:
+                raise failures.exceptions[0] from failures
+            replies = [task.result() for task in tasks]
+        spans = replies[0].weight_versions
+        if shared.first_version is None and spans:
+            shared.first_version = spans[0].version
+        return replies
+
+    async def _choice(self, wanted: TurnRequest, shared: _Affinity, index: int) -> Reply:
+        sampling = wanted.sampling
+        if sampling.seed is not None and index:
+            sampling = replace(sampling, seed=sampling.seed + index)
+        timeout_s, max_standstill_s = wanted.timeout_s, self._limits.max_standstill_s
+        name = f"{wanted.request_id}:{index}"
+        try:
+            async with Deadline.moving(timeout_s, max_standstill_s) as deadline:
+                own = replace(wanted, request_id=name, sampling=sampling, choice_index=index, deadline=deadline)
+                return await sample_turn(shared.engine, self._parts.reader, own)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from error
+
+    # --- affinities ---
+
+    def _taken(self, name: str) -> _Affinity:
+        """Return an affinity with one call more. Raises Overloaded if all of them have calls."""
+        shared = self._affinities.pop(name, None)
+        if shared is None:
+            if len(self._affinities) >= self._limits.max_affinities:
+                self._make_room()
+            shared = _Affinity(self._leases.engine(name))
+        self._affinities[name] = shared
+        shared.num_open += 1
+        return shared
+
+    def _make_room(self) -> None:
+        idle = next((name for name, one in self._affinities.items() if not one.num_open), None)
+        if idle is None:
+            raise Overloaded(f"{len(self._affinities)} groups of calls are running")
+        self._drop(idle)
+
+    def _drop(self, name: str) -> None:
+        del self._affinities[name]
+        self._leases.release(name)  # not its end: a later call takes a place again
+
+    def _sweep_later(self) -> None:
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(self._limits.idle_s, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        idle_since = asyncio.get_running_loop().time() - self._limits.idle_s
+        idle = [name for name, one in self._affinities.items() if not one.num_open and one.used_at <= idle_since]
+        for name in idle:
+            self._drop(name)
+        if self._affinities:
+            self._sweep_later()
+
+
+def _of_token_ids(error: InvalidRequest) -> InvalidRequest:
+    """Return the error, naming the field that vLLM's route has for a prompt."""
+    if error.param == "prompt":
+        return type(error)(error.message, param="token_ids")
+    return error

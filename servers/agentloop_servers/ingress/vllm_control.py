@@ -1,0 +1,264 @@
+"""The control verbs of vLLM's server for RL, as trainers call them: pause, weights, sleep, and facts of the server.
+
+The paths, parameters and answers are those of vLLM 0.32 (`entrypoints/rl/online`, `serve/dev`, `serve/lora`), and
+prime-rl's `/update_weights {weight_dir}`. Each does what the admin route of the same purpose does, on the whole
+fleet, and needs the admin key as that does. `docs/vllm-dialect.md` says what differs.
+
+Verbs by which vLLM's workers would take tensors from a trainer's NCCL group are refused: this service's receivers
+have a protocol of their own, with checksums, deadlines and retries, which the Python client speaks.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import orjson
+from fastapi import APIRouter, Depends, Query
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from agentloop.api import Body, FrontPort, PauseBody, ServiceStatus, SleepBody, WakeBody, WeightsBody
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.sampling import LogprobsMode
+from agentloop_servers.endpoint import Endpoint
+from agentloop_servers.http import HttpLimits, Keys, errors, in_time, json_body, json_response, takes
+from agentloop_servers.ingress.admin import AdminRoutes
+
+T = TypeVar("T")
+
+_NCCL = (
+    "tensors of a trainer's NCCL group are not taken; push them with `RolloutClient.update_weights`, or write a "
+    "directory and call `/update_weights` with its `weight_dir`"
+)
+REFUSED = {
+    "/abort_requests": "requests are aborted by closing their connections",
+    "/fetch_weights": "deltas are not taken; call `/update_weights` with the `weight_dir` of a whole checkpoint",
+    "/finish_weight_update": _NCCL,
+    "/init_broadcaster": _NCCL,
+    "/init_weight_transfer_engine": _NCCL,
+    "/shutdown_weight_transfer_engine": _NCCL,
+    "/start_draft_weight_update": _NCCL,
+    "/start_weight_update": _NCCL,
+    "/update_weight_version": "a version is given with its weights: `/update_weights` takes it as `version`",
+    "/v1/unload_lora_adapter": "an adapter is replaced by the next one, or by an update of the whole weights",
+    "/unload_lora_adapter": "an adapter is replaced by the next one, or by an update of the whole weights",
+    "/collective_rpc": "engines' workers are not called from outside",
+}
+"""The verbs that are refused, and what to do instead."""
+
+_SAMPLED_MODE = "processed_logprobs"
+_RAW_MODE = "raw_logprobs"
+_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
+
+Path = Annotated[str, Field(min_length=1, max_length=4096)]
+Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
+SleepLevel = Annotated[int, Query(ge=1, le=2)]
+Tags = Annotated[list[Literal["weights", "kv_cache"]] | None, Query(max_length=2)]
+Flag = Annotated[bool, Query()]
+
+
+class UnsupportedVerb(InvalidRequest):
+    """A verb of vLLM's server that this service has in another form."""
+
+    code = "unsupported_verb"
+
+
+class UpdateWeightsBody(Body):
+    """The body of `POST /update_weights`: a directory of weights, and the version they become.
+
+    Without a `version` it is the next one after what is served. `update_info`, which describes tensors of an NCCL
+    group, is refused.
+    """
+
+    weight_dir: Path
+    version: int | None = Field(default=None, ge=0, lt=1 << 63)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_a_directory(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if value.get("update_info") is not None:
+            raise UnsupportedParameter(_NCCL, param="update_info")
+        if "weight_dir" in value and value["weight_dir"] is None:  # prime-rl's, where its trainer broadcasts
+            raise UnsupportedParameter(_NCCL, param="weight_dir")
+        return {name: item for name, item in value.items() if name != "update_info"}
+
+
+class LoadAdapterBody(Body):
+    """The body of `POST /load_lora_adapter`: a directory with an adapter in the PEFT format.
+
+    It becomes the policy that is served, as the next version; its name is a name of the model from then on.
+    """
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+    lora_path: Path
+    load_inplace: bool | None = None
+    is_3d_lora_weight: bool | None = None
+
+
+BODIES = (UpdateWeightsBody, LoadAdapterBody)
+
+UpdateWeights = Annotated[UpdateWeightsBody, Depends(json_body(UpdateWeightsBody))]
+LoadAdapter = Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
+
+
+class VllmControlRoutes:
+    """The verbs. What they change goes through the admin routes' own checks."""
+
+    def __init__(self, coordinator: FrontPort, admin: AdminRoutes, endpoint: Endpoint, limits: HttpLimits) -> None:
+        self._coordinator = coordinator
+        self._admin = admin
+        self._endpoint = endpoint
+        self._limits = limits
+
+    def router(self, keys: Keys) -> APIRouter:
+        """Return the routes, each behind the admin key."""
+        router = APIRouter(
+            dependencies=[Depends(keys.require_admin)], responses={**errors(), **_OBJECT}, tags=["vllm control"]
+        )
+        table: list[tuple[str, str, Any, type[Body] | None]] = [
+            ("POST", "/pause", self.pause, None),
+            ("POST", "/resume", self.resume, None),
+            ("GET", "/is_paused", self.is_paused, None),
+            ("POST", "/update_weights", self.update_weights, UpdateWeightsBody),
+            ("GET", "/weight_info", self.weight_info, None),
+            ("POST", "/load_lora_adapter", self.load_adapter, LoadAdapterBody),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter, LoadAdapterBody),
+            ("POST", "/sleep", self.sleep, None),
+            ("POST", "/wake_up", self.wake_up, None),
+            ("GET", "/is_sleeping", self.is_sleeping, None),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache, None),
+            ("GET", "/server_info", self.server_info, None),
+            ("GET", "/get_world_size", self.get_world_size, None),
+        ]
+        for method, path, handler, body in table:
+            router.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=takes(body))
+        for path, advice in REFUSED.items():
+            router.add_api_route(
+                path, _refusing(path, advice), methods=["POST"], response_model=None, include_in_schema=False
+            )
+        return router
+
+    async def pause(self, mode: Mode = "abort", clear_cache: Flag = True) -> Response:
+        """Pause generation on every replica until `/resume`.
+
+        With `abort` clients see nothing: what was cut goes on after the resume. `clear_cache` is accepted and not
+        used: which KV is used after an update is its `kv_policy`.
+        """
+        await self._admin.pause(PauseBody(mode=mode, reason="/pause"))
+        return json_response({"status": "paused"})
+
+    async def resume(self) -> Response:
+        """Go on after a pause."""
+        await self._admin.resume()
+        return json_response({"status": "resumed"})
+
+    async def is_paused(self) -> Response:
+        """Tell if an operator's or a trainer's pause holds."""
+        return json_response({"is_paused": (await self._status()).is_paused})
+
+    async def update_weights(self, body: UpdateWeights) -> Response:
+        """Bring every replica to the weights of a directory, staged beside decoding, and answer the report.
+
+        The directory is under the service's weight roots, and has safetensors files in checkpoint names. A pause
+        that holds before it holds after it.
+        """
+        version = await self._next_version() if body.version is None else body.version
+        return await self._update(WeightsBody(version=version, directory=body.weight_dir), "weight_dir")
+
+    async def weight_info(self) -> Response:
+        """Return the version of the weights that are served, as text; null while there is none."""
+        version = (await self._status()).weight_version
+        return json_response({"weight_version": None if version is None else str(version)})
+
+    async def load_adapter(self, body: LoadAdapter) -> Response:
+        """Serve the base weights with an adapter, as the next version, and know the model by the adapter's name."""
+        update = WeightsBody(version=await self._next_version(), adapter=body.lora_path)
+        answer = await self._update(update, "lora_path")
+        self._endpoint.name_adapter(body.lora_name)
+        return answer
+
+    async def sleep(self, level: SleepLevel = 1, mode: Mode = "abort") -> Response:
+        """Freeze every replica and give its memory back; what runs goes on after `/wake_up`, whatever the mode."""
+        await self._admin.sleep(SleepBody(level=level, reason="/sleep"))
+        return json_response({"status": "sleeping", "level": level})
+
+    async def wake_up(self, tags: Tags = None) -> Response:
+        """Take memory back; once all of it is, generation goes on."""
+        await self._admin.wake(WakeBody(tags=tags or None))
+        asleep = (await self._status()).asleep
+        return json_response({"status": "sleeping" if asleep else "awake", "tags": tags})
+
+    async def is_sleeping(self) -> Response:
+        """Tell if the fleet has given memory back."""
+        return json_response({"is_sleeping": bool((await self._status()).asleep)})
+
+    async def reset_prefix_cache(self) -> Response:
+        """Answer that nothing was dropped, as vLLM does while blocks are held: an update's `kv_policy` says which
+        KV of older weights may be used."""
+        await self._status()
+        return json_response({"success": False})
+
+    async def server_info(self, config_format: Annotated[Literal["text", "json"], Query()] = "text") -> Response:
+        """Return the fields of vLLM's config that trainers read. With `text`, the same as JSON in a string."""
+        status, endpoint = await self._status(), self._endpoint
+        dtypes = sorted({one.weight_dtype for one in status.replicas if one.weight_dtype is not None})
+        ranks = [one.lora_rank for one in status.replicas if one.lora_rank is not None]
+        is_raw = endpoint.logprobs_mode is LogprobsMode.RAW
+        config = {
+            "model_config": {
+                "model": endpoint.model_name,
+                "served_model_name": endpoint.model_name,
+                "dtype": f"torch.{dtypes[0]}" if len(dtypes) == 1 else None,
+                "max_model_len": endpoint.max_model_len,
+                "logprobs_mode": _RAW_MODE if is_raw else _SAMPLED_MODE,
+            },
+            "parallel_config": {
+                "world_size": _largest_replica(status),
+                "world_size_across_dp": _num_workers(status),
+                "data_parallel_size": len(status.replicas),
+            },
+            "lora_config": {"max_lora_rank": max(ranks), "max_loras": 1} if ranks else None,
+            "weight_transfer_config": None,
+        }
+        shown = config if config_format == "json" else orjson.dumps(config).decode()
+        return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": {}})
+
+    async def get_world_size(self, include_dp: Flag = True) -> Response:
+        """Count the processes that hold weights: of all replicas, or of the largest one."""
+        status = await self._status()
+        return json_response({"world_size": _num_workers(status) if include_dp else _largest_replica(status)})
+
+    async def _update(self, update: WeightsBody, param: str) -> Response:
+        try:
+            report = await self._admin.weights(update)
+        except InvalidRequest as error:
+            if error.param in ("directory", "adapter"):
+                raise type(error)(error.message, param=param) from error
+            raise
+        answer = {"status": "ok", "message": "Weights updated", "weight_version": str(update.version)}
+        return json_response({**answer, "report": orjson.loads(report.body)})
+
+    async def _next_version(self) -> int:
+        version = (await self._status()).weight_version
+        return 0 if version is None else version + 1
+
+    async def _status(self) -> ServiceStatus:
+        message = "the coordinator did not answer in time"
+        return await in_time(self._coordinator.status(), self._limits.coordinator_timeout_s, message)
+
+
+def _num_workers(status: ServiceStatus) -> int:
+    return sum(one.num_workers for one in status.replicas)
+
+
+def _largest_replica(status: ServiceStatus) -> int:
+    return max((one.num_workers for one in status.replicas), default=0)
+
+
+def _refusing(path: str, advice: str) -> Any:
+    async def refuse() -> NoReturn:
+        raise UnsupportedVerb(f"{path} is not served here: {advice}")
+
+    return refuse
