@@ -96,7 +96,7 @@ async def test_names_that_agree_are_one_and_names_that_do_not_are_refused(site: 
         {"x_session_id": "b", "body": {**CHAT, "session": "a"}},
         {"x_session_id": "b", "key": key},
         {"body": {**CHAT, "session": "b"}, "key": key},
-        {"path": "/sessions/a/v1", "x_session_id": "b"},
+        {"path": "/sessions/a/v1", "body": {**CHAT, "session": "b"}},
         {"body": {**CHAT, "session": "a", "session_id": "b"}},
         {"x_session_id": "a b"},
         {"x_session_id": ""},
@@ -104,6 +104,14 @@ async def test_names_that_agree_are_one_and_names_that_do_not_are_refused(site: 
         status, answer, _ = await site.chat(**wrong)  # type: ignore[arg-type]
         assert (status, answer["error"]["code"]) == (400, "invalid_request")
     assert len(site.registry.calls) == 1
+    assert list(site.registry.sessions) == ["a"]
+
+
+async def test_beside_a_path_the_header_of_a_client_of_vllm_says_nothing(site: AuthSite) -> None:
+    await site.call("POST", "/sessions", {"session_id": "a"})
+    for name in ("b", "trace/1", ""):
+        status, _, headers = await site.chat("/sessions/a/v1", x_session_id=name)
+        assert (status, headers["x-session-id"]) == (200, "a")
     assert list(site.registry.sessions) == ["a"]
 
 

@@ -15,14 +15,15 @@ from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
 from agentloop.generation.lease_reporter import LeaseReporter
 from agentloop.generation.turn_piece import TurnPiece
+from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import NO_KWARGS
 from agentloop.rendering.renderer import TemplateRenderer
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd, SessionRecord, SessionState
-from agentloop.sessions.prompts import Prompt
+from agentloop.sessions.prompts import Prompt, SessionParts
 from agentloop.trajectory.node import Node, Reply
-from agentloop.types import FinishReason, Message, Trajectory, WeightVersionSpan
+from agentloop.types import FinishReason, KVPolicy, Message, Trajectory, WeightVersionSpan
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import NewSession
 from agentloop_servers.http.auth import Keys, SessionKeys
@@ -105,6 +106,14 @@ class FakeRegistry:
 
     def __init__(self) -> None:
         self.renderer = TemplateRenderer.from_directory(MODEL)
+        self.parts = SessionParts(
+            renderer=self.renderer,
+            reader=TurnReader(self.renderer, get_parser("hermes")),
+            parser=get_parser("hermes"),
+            kv_policy=KVPolicy.KEEP,
+            max_context_tokens=512,
+            vocab_size=self.renderer.vocab_size,
+        )
         self._keys = SessionKeys("secret")
         self.reporter = LeaseReporter("fake", None)
         self.reset()
