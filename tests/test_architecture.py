@@ -396,7 +396,6 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.endpoint.open_calls_log",
         "agentloop_servers.endpoint.session_records",
         "agentloop_servers.endpoint.session_store",
-        "agentloop_servers.endpoint.token_calls",
         "agentloop_servers.engines.vllm.images",
         "agentloop_servers.http.connections",
         "agentloop_servers.http.bodies",

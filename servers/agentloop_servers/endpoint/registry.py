@@ -248,7 +248,7 @@ class Sessions:
 
     @property
     def parts(self) -> SessionParts:
-        """What calls are made with, also those that no session records."""
+        """Return what calls are made with, also those that no session records."""
         return self._parts
 
     def stats(self) -> SessionStats:
