@@ -1,7 +1,7 @@
 """Rolls verl's prompts out through our agent-loop manager into a real TransferQueue; prints what verl reads of it.
 
-python verl_manager.py URL; starts a Ray of its own for the queue. verl's replay buffer, its config and its own
-function for batches are the judges.
+python verl_manager.py URL PUSH_URL: of the service that samples, and of the one that takes weights. Starts a Ray of
+its own for the queue. verl's replay buffer, its config and its own function for batches are the judges.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ ROOT = Path(__file__).parents[3]
 NUM_PROMPTS, NUM_SAMPLES = 4, 2
 
 
-def make_config(url: str) -> Any:
+def make_config(url: str, push_url: str) -> Any:
     ours = [
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=agentloop.trainers.verl.AgentLoopManager",
-        f"+actor_rollout_ref.rollout.custom.agentloop.url={url}",
-        "+actor_rollout_ref.rollout.custom.agentloop.tools=[calculator]",
-        "+actor_rollout_ref.rollout.custom.agentloop.reward=exact_match",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=agentloop",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=agentloop.trainers.verl",
-        f"+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.agentloop.url={url}",
-        "trainer.v1.trainer_mode=agentloop",
-        "actor_rollout_ref.rollout.name=vllm",
-        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
-        "actor_rollout_ref.rollout.prompt_length=512",
-        "actor_rollout_ref.rollout.response_length=256",
-        "algorithm.rollout_correction.bypass_mode=true",
+        "++actor_rollout_ref.rollout.agent.agent_loop_manager_class=agentloop.trainers.verl.AgentLoopManager",
+        f"++actor_rollout_ref.rollout.custom.agentloop.url={url}",
+        "++actor_rollout_ref.rollout.custom.agentloop.tools=[calculator]",
+        "++actor_rollout_ref.rollout.custom.agentloop.reward=exact_match",
+        "++actor_rollout_ref.rollout.checkpoint_engine.backend=agentloop",
+        "++actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=agentloop.trainers.verl",
+        f"++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.agentloop.url={push_url}",
+        "++trainer.v1.trainer_mode=agentloop",
+        "++actor_rollout_ref.rollout.name=vllm",
+        f"++actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        "++actor_rollout_ref.rollout.prompt_length=512",
+        "++actor_rollout_ref.rollout.response_length=256",
+        "++algorithm.rollout_correction.bypass_mode=true",
     ]
     folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(config_dir=str(folder), version_base=None):
@@ -77,8 +77,8 @@ def push(config: Any) -> dict[str, float]:
     return {**reports[0], "num_of_others": len(reports[1])}
 
 
-def main(url: str) -> None:
-    config = make_config(url)
+def main(url: str, push_url: str) -> None:
+    config = make_config(url, push_url)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # verl's own check of the section
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     tq.init(config.transfer_queue)
@@ -154,4 +154,4 @@ def _objects(values: list[Any]) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:3])
