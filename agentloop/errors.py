@@ -29,6 +29,7 @@
     │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens
     ├── ParserMismatch                  400  the parser does not read what the model's chat format writes
     ├── ToolError                            becomes a tool message; never ends a trajectory
+    ├── ToolLost                             by no fault of the policy: ends its trajectory
     ├── RewardError                          becomes a failed reward; never loses a trajectory
     └── InvariantBroken                 500  a bug: misaligned data, spans that do not tile
 

@@ -40,7 +40,7 @@ def test_every_end_has_its_class(reason: StopReason) -> None:
     assert found is WELL[reason]
 
 
-@pytest.mark.parametrize("reason", set(StopReason) - FAILURES - {StopReason.CANCELLED, StopReason.STALE})
+@pytest.mark.parametrize("reason", sorted(set(StopReason) - FAILURES - {StopReason.CANCELLED, StopReason.STALE}))
 def test_a_lost_call_or_a_failed_score_is_the_infrastructures(reason: StopReason) -> None:
     for is_complete, has_no_score in ((False, False), (True, True)):
         found = failure_of_end(reason, is_complete=is_complete, has_no_score=has_no_score, is_tools_time=False)

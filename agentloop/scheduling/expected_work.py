@@ -104,15 +104,16 @@ class ExpectedWork:
         self._between = self._priors.between_groups**2  # variances
         self._within = self._priors.within_group**2
         self._num_finished = 0.0
-        mean_turns = max(self._priors.growth_tokens / self._priors.turn_tokens, 1.0)
-        self._mean_log = math.log(mean_turns) - (self._between + self._within) / 2
+        self._turn_tokens = min(self._priors.turn_tokens, self._priors.growth_tokens)
+        self._mean_log = (
+            math.log(self._priors.growth_tokens / self._turn_tokens) - (self._between + self._within) / 2
+        )
         spread = math.sqrt(self._between + self._within)
         below = [_normal((math.log(_bucket_end(k)) - self._mean_log) / spread) for k in range(_NUM_BUCKETS)]
         self._ended = [_NUM_PRIOR * (b - a) for a, b in zip([0.0, *below], below, strict=False)]
         self._outgrew = [_NUM_PRIOR * (1 - share) for share in below]
         self._num_changes = self._num_estimates = 0
         self._sampled_share = self._priors.sampled_share
-        self._turn_tokens = self._priors.turn_tokens
         self._num_turns = 0
 
     def begin(self, group_id: str) -> None:

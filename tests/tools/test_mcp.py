@@ -184,11 +184,13 @@ async def answer_in_a_new_scope(server: McpTools) -> ToolResult:
     [
         (["/no/such/program"], "FileNotFoundError"),
         (["true"], "Connection closed"),
-        (f"http://127.0.0.1:{free_port()}/mcp", "ConnectError"),
+        ("http://127.0.0.1:{port}/mcp", "ConnectError"),
     ],
 )
 def test_one_that_cannot_be_reached_is_refused_where_it_is_loaded(server, says: str, monkeypatch) -> None:
     monkeypatch.setattr("agentloop_tools.mcp.FIRST_PAUSE_S", 0.001)
+    if isinstance(server, str):
+        server = server.format(port=free_port())
     with pytest.raises(InvalidRequest, match=says) as refused:
         McpTools(server, connect_timeout_s=10.0).tools()
     assert "\n" not in refused.value.message

@@ -391,7 +391,6 @@ async def test_50_carriers_that_disagree(service: ChatService) -> None:
     key = bearer(made["api_key"])
     for path, fields, headers in (
         (CHAT, {"session": "a"}, {"x-session-id": "b"}),
-        (f"/sessions/carried{CHAT}", {}, {"x-session-id": "b"}),
         (f"/sessions/carried{CHAT}", {"session_id": "b"}, {}),
         (CHAT, {"session": "b"}, key),
         (CHAT, {}, {"x-session-id": "a b"}),

@@ -130,9 +130,10 @@ async def test_a_death_is_one_trajectorys_and_names_its_signal_or_status():
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "late"])
 async def test_a_process_that_blocks_is_killed_with_its_group(tmp_path, is_cancelled: bool):
     told = tmp_path / "pids"
-    bad = task("bad", loop=f"{HERE}:Blocks", reference=str(told), limits=Limits(timeout_s=0.5))
+    limits = Limits(timeout_s=0.5, reward_timeout_s=0.1)
+    bad = task("bad", loop=f"{HERE}:Blocks", reference=str(told), limits=limits)
     feeder = FakeCoordinator([bad])
-    allowance_s = 60.0 if is_cancelled else 0.5
+    allowance_s = 60.0 if is_cancelled else 0.4
     config = IsolationConfig(cancel_grace_s=0.2, allowance_s=allowance_s, look_s=0.2)
     async with isolated_worker(feeder, scripted_engine(ANSWER), config=config) as runs:
         while not told.exists() or not told.read_text():
