@@ -12,7 +12,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -77,6 +77,15 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("failed_after_cancellation", error=repr(error))
         raise
+
+
+async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what all of them return, or raise a group of what failed, the others cancelled; one runs by itself."""
+    if len(works) == 1:
+        return [await works[0]]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(work) for work in works]
+    return [task.result() for task in tasks]
 
 
 class OwnedTasks:

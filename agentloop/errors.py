@@ -231,6 +231,13 @@ def error_line(error: BaseException) -> str:
     return line.encode(errors="backslashreplace").decode()
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """Return what broke first where several tasks broke: an error that is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def error_trace(error: BaseException) -> str:
     """Return the last frames of an error's traceback, for a log. It is safe where `__str__` raises."""
     return "".join(traceback.format_exception(error, limit=-8))

@@ -7,7 +7,7 @@ conversation share.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -80,6 +80,10 @@ class SamplingParams:
         A constraint and two of the penalties look at the reply alone; the repetition penalty at the prompt too.
         """
         return self.constraint is not None or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def of_choice(self, index: int) -> SamplingParams:
+        """Return those of one of n choices: each has a seed of its own, `seed` + its index."""
+        return replace(self, seed=self.seed + index) if self.seed is not None and index else self
 
 
 @dataclass(frozen=True, slots=True)

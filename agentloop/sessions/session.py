@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 import structlog
 
-from agentloop.aio import run_to_end
+from agentloop.aio import run_to_end, side_by_side
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import (
     AgentLoopError,
@@ -34,6 +34,7 @@ from agentloop.errors import (
     RewardError,
     ServiceUnavailable,
     SessionFinished,
+    first_cause,
 )
 from agentloop.generation import ImageAsker, LeasedEngine, TurnPiece, TurnRequest, sample_turn, stream_turn
 from agentloop.images import Image
@@ -392,7 +393,7 @@ class Session:
             live.lost = live.lost or failure
             raise
         except Exception as error:
-            failure = as_asked(_first_cause(error), live.chat)
+            failure = as_asked(first_cause(error), live.chat)
             if not isinstance(failure, AgentLoopError):
                 _log.error("call_broke", session=self.session_id, call=live.call_id, exc_info=failure)
             live.lost = live.lost or failure  # no retry joins it from here on
@@ -464,21 +465,15 @@ class Session:
         """Sample all choices side by side: all of them or none. `number` is that of choice 0."""
         choices = range(live.chat.num_choices)
         turns = [self._turn_request(live, question, number, choice_index) for choice_index in choices]
-        if len(turns) == 1:
-            return [await self._sample_choice(live, turns[0])]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._sample_choice(live, wanted)) for wanted in turns]
-        return [task.result() for task in tasks]
+        return await side_by_side([self._sample_choice(live, wanted) for wanted in turns])
 
     def _turn_request(self, live: LiveCall, question: Question, number: int, choice_index: int) -> TurnRequest:
-        chat, sampling = live.chat, question.sampling
-        if sampling.seed is not None and choice_index:
-            sampling = replace(sampling, seed=sampling.seed + choice_index)
+        chat = live.chat
         keeps_kv = self._parts.kv_policy is KVPolicy.KEEP
         return TurnRequest(
             request_id=f"{live.call_id}:{choice_index}",
             prompt_ids=question.prompt.ids,
-            sampling=sampling,
+            sampling=question.sampling.of_choice(choice_index),
             turn_index=number + choice_index,
             choice_index=choice_index,
             stop=chat.stop,
@@ -590,10 +585,3 @@ class Session:
 
 def _cut_off() -> ServiceUnavailable:
     return ServiceUnavailable("the call was cut off by the end of its process")
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return what broke first where several choices broke."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

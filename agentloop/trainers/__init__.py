@@ -7,7 +7,7 @@ weights: that is the service's.
 
 from __future__ import annotations
 
-from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
+from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, groups_of, is_scored
 from agentloop.trainers.mismatch import CLIP_RANGE, MAX_K3, PERCENTILES, Mismatch, MismatchMonitor, mismatch
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "TrainingRow",
     "count_group",
     "group_rows",
+    "groups_of",
     "is_scored",
     "mismatch",
 ]

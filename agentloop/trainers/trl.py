@@ -35,8 +35,8 @@ import numpy.typing as npt
 import structlog
 
 from agentloop.client import Rollout, RolloutClient
-from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, error_line
-from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, is_scored
+from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, error_line, first_cause
+from agentloop.trainers.batches import GroupCounts, TrainingRow, count_group, group_rows, groups_of, is_scored
 from agentloop.trainers.service_link import ServiceLink
 from agentloop.types import FloatArray, Message, OnStale, RolloutTask, Trajectory
 
@@ -186,7 +186,8 @@ class AsyncRollouts:
         if work is None:
             raise InvalidRequest("the rollout is not started")
         if work.done():
-            error = None if work.cancelled() else _first_cause(work.exception())
+            failure = None if work.cancelled() else work.exception()
+            error = None if failure is None else first_cause(failure)
             if isinstance(error, AgentLoopError):
                 raise error
             raise AgentLoopError(f"the rollout has ended: {error_line(error) if error else 'cancelled'}") from error
@@ -444,17 +445,6 @@ class SyncRollouts:
         trainer.accelerator.wait_for_everyone()
 
 
-async def groups_of(rollout: Rollout, num_samples: int) -> AsyncIterator[Sequence[Trajectory]]:
-    """Yield each group of a rollout once all its samples have ended; at the end those whose records are lost."""
-    begun: dict[str, list[Trajectory]] = defaultdict(list)
-    async for trajectory in rollout:
-        begun[trajectory.group_id].append(trajectory)
-        if len(begun[trajectory.group_id]) == num_samples:
-            yield begun.pop(trajectory.group_id)
-    for group in begun.values():
-        yield group
-
-
 def group_metrics(counts: GroupCounts) -> dict[str, Metric]:
     """Return a group's counts as TRL logs them: rates as pairs, which it sums over its window before it divides."""
     scored = counts.num_scored
@@ -539,10 +529,3 @@ def _messages(messages: Sequence[Message]) -> dict[str, list[dict[str, str]]]:
 def _failure(trajectory: Trajectory) -> str:
     reason = trajectory.error or trajectory.reward_error or "it has no reward"
     return f"{trajectory.stop_reason.value}: {reason}"
-
-
-def _first_cause(error: BaseException | None) -> BaseException | None:
-    """Return what a group of tasks failed of: its first error that is no group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

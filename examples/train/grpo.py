@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from agentloop.api import UpdateReport
 from agentloop.client import Rollout, RolloutClient
-from agentloop.trainers import TrainingRow, group_rows
+from agentloop.trainers import TrainingRow, group_rows, groups_of
 from agentloop.trainers.mismatch import Mismatch, mismatch
 from agentloop.types import OnStale, RolloutTask, Trajectory
 
@@ -133,15 +133,12 @@ async def push_next(client: RolloutClient, model: torch.nn.Module) -> int:
     return report.version
 
 
-async def batches(rollout: Rollout, recipe: Recipe) -> AsyncIterator[list[list[Trajectory]]]:
+async def batches(rollout: Rollout, recipe: Recipe) -> AsyncIterator[list[Sequence[Trajectory]]]:
     """Whole groups as they become whole, `num_groups` at a time."""
-    groups: dict[str, list[Trajectory]] = defaultdict(list)
-    batch: list[list[Trajectory]] = []
-    async for trajectory in rollout:
-        group = groups[trajectory.group_id]
-        group.append(trajectory)
+    batch: list[Sequence[Trajectory]] = []
+    async for group in groups_of(rollout, recipe.group_size):
         if len(group) == recipe.group_size:
-            batch.append(groups.pop(trajectory.group_id))
+            batch.append(group)
         if len(batch) == recipe.num_groups:
             yield batch
             batch = []

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from agentloop.client.client import RolloutClient
 from agentloop.engine import MemoryTag
 from agentloop.errors import AgentLoopError, InvalidRequest
 from tests.support.service.whole_service import simulated_config, whole_service
-from tests.support.transfer.adapters import POLICY
+from tests.support.transfer.adapters import POLICY, shipped_policy
 
 V1 = POLICY.parent / "v1"
 
@@ -20,17 +18,7 @@ V1 = POLICY.parent / "v1"
 SHORT = {"max_context_tokens": 256}  # what pseudo-random ids run on to
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Torch's threads wait for each other by spinning: on busy cores a step would take a minute."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def policy() -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
@@ -46,7 +34,7 @@ async def test_the_hybrid_example_trains_while_the_engines_sleep(tmp_path, capsy
     assert status.weight_version == 2
     assert status.is_ready
     assert not status.asleep
-    num_bytes = sum(4 * parameter.numel() for parameter in policy().parameters())
+    num_bytes = sum(4 * parameter.numel() for parameter in shipped_policy().parameters())
     for report in status.updates:
         assert len(report.replicas) == 2
         for replica in report.replicas:
@@ -72,7 +60,7 @@ async def test_the_judge_example_sleeps_again_after_it_has_scored(tmp_path, caps
 
 async def test_standalone_takes_pushes_and_directories_and_never_sleeps(tmp_path):
     async with whole_service(simulated_config(mode="standalone"), tmp_path) as url, RolloutClient(url) as client:
-        report = await client.update_weights(policy().named_parameters(), version=1)
+        report = await client.update_weights(shipped_policy().named_parameters(), version=1)
         assert [replica.held_in for replica in report.replicas] == ["host", "host"]
         assert (await client.update_weights(V1, version=2)).version == 2
         with pytest.raises(InvalidRequest, match="standalone"):
@@ -83,7 +71,7 @@ async def test_debug_takes_a_directory_by_hand_and_no_push(tmp_path):
     async with whole_service(simulated_config(mode="debug"), tmp_path) as url, RolloutClient(url) as client:
         assert (await client.update_weights(V1, version=1)).version == 1
         with pytest.raises(AgentLoopError, match="debug"):
-            await client.update_weights(policy().named_parameters(), version=2)
+            await client.update_weights(shipped_policy().named_parameters(), version=2)
         for refused in (client.sleep(), client.wake()):
             with pytest.raises(InvalidRequest, match="debug"):
                 await refused
@@ -95,7 +83,7 @@ async def test_a_judge_never_takes_weights(tmp_path):
         with pytest.raises(InvalidRequest, match="colocated"):
             await client.update_weights(V1, version=1)
         with pytest.raises(AgentLoopError, match="colocated"):
-            await client.update_weights(policy().named_parameters(), version=1)
+            await client.update_weights(shipped_policy().named_parameters(), version=1)
         assert (await client.status()).weight_version == 0
 
 
@@ -105,6 +93,6 @@ async def test_a_gang_receives_with_every_worker(tmp_path):
     )
     async with whole_service(config, tmp_path) as url, RolloutClient(url) as client:
         assert [replica.num_workers for replica in (await client.status()).replicas] == [4]
-        report = await client.update_weights(policy().named_parameters(), version=1)
+        report = await client.update_weights(shipped_policy().named_parameters(), version=1)
         assert report.replicas[0].error is None
         assert (await client.status()).weight_version == 1

@@ -31,22 +31,12 @@ from examples.train.learn import saving
 from examples.train.run import Setting
 from examples.train.tasks import held_out_tasks, training_tasks
 from tests.support.service.whole_service import simulated_config, whole_service
-from tests.support.transfer.adapters import POLICY
+from tests.support.transfer.adapters import POLICY, shipped_policy
 
 SMALL = Recipe(num_steps=3, num_groups=2, group_size=4, max_staleness=0, num_warmup_steps=1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Torch's threads wait for each other by spinning: on busy cores a step would take a minute."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def policy() -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def evenness(task: RolloutTask, messages: list[Message]) -> float:
@@ -95,7 +85,7 @@ def rows(groups) -> list[TrainingRow]:
     """Rows of several lengths as if the shipped policy had sampled them; every other one better than the rest."""
     found = [row for group in groups for row in group_rows(group)]
     found = [replace(cut(row, place), advantage=0.5 if place % 2 else -0.5) for place, row in enumerate(found)]
-    under = ablations.recomputed(found, {0: policy()}, lambda row: np.zeros(int(row.mask.sum()), int))
+    under = ablations.recomputed(found, {0: shipped_policy()}, lambda row: np.zeros(int(row.mask.sum()), int))
     return [ablations.with_logprobs(row, values) for row, values in zip(found, under, strict=True)]
 
 
@@ -143,7 +133,7 @@ def test_a_batch_is_whole_groups_and_its_advantages_sum_to_zero(groups):
 
 
 def test_logprobs_over_a_shared_prompt_are_those_of_the_whole_sequences(rows):
-    model, group = policy(), rows[:4]
+    model, group = shipped_policy(), rows[:4]
     assert len({len(row.input_ids) for row in group}) > 1, "rows of one length would not show wrong padding"
     with torch.inference_mode():
         found = logprobs_of(model, group)
@@ -157,7 +147,7 @@ def test_logprobs_over_a_shared_prompt_are_those_of_the_whole_sequences(rows):
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo"])
 def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, loss):
-    model = policy()
+    model = shipped_policy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # downhill, by a clipped gradient; Adam may overshoot
     first = train_step(model, optimizer, rows, Recipe(loss=loss))
     assert first["mismatch"].k3_kl == pytest.approx(0.0, abs=1e-6)
@@ -173,7 +163,7 @@ def test_a_step_makes_good_samples_likelier_and_bad_ones_less_so(rows, loss):
 
 
 def test_a_batch_without_advantages_changes_nothing(rows):
-    model = policy()
+    model = shipped_policy()
     before = [parameter.clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     found = train_step(model, optimizer, [replace(row, advantage=0.0) for row in rows], SMALL)
@@ -182,7 +172,7 @@ def test_a_batch_without_advantages_changes_nothing(rows):
 
 
 async def test_synchronous_training_takes_every_trajectory_at_its_own_version(service):
-    model, steps = policy(), []
+    model, steps = shipped_policy(), []
     async with RolloutClient(service) as client:
         tasks = short_tasks(SMALL.num_steps * SMALL.num_groups)
         found = await train(client, model, tasks, SMALL, steps.append)
@@ -200,7 +190,7 @@ async def test_synchronous_training_takes_every_trajectory_at_its_own_version(se
 async def test_asynchronous_training_is_never_further_behind_than_it_says(service):
     recipe, steps = replace(SMALL, num_steps=5, max_staleness=2), []
     async with RolloutClient(service) as client:
-        await train(client, policy(), short_tasks(10), recipe, steps.append)
+        await train(client, shipped_policy(), short_tasks(10), recipe, steps.append)
     assert max(step.staleness_max for step in steps) in (1, 2)
 
 
@@ -208,7 +198,7 @@ async def test_the_tables_of_a_run_need_its_directory_and_its_versions(service, 
     recipe = replace(SMALL, num_steps=2, max_staleness=2)
     async with RolloutClient(service) as client:
         first = (await client.status()).weight_version + 1
-        await train(client, policy(), short_tasks(4), recipe, prepare=saving(tmp_path, POLICY))
+        await train(client, shipped_policy(), short_tasks(4), recipe, prepare=saving(tmp_path, POLICY))
     assert sorted(int(folder.name) for folder in tmp_path.iterdir()) == [first, first + 1]
     capsys.readouterr()
     ablations.print_tables(run_dir, {int(folder.name): folder for folder in tmp_path.iterdir()}, num_rows=8)
@@ -237,7 +227,10 @@ def test_versions_of_recomputed_logprobs(rows):
     versions = row.versions.copy()
     versions[row.mask] = [0] * half + [1] * (int(row.mask.sum()) - half)
     mixed = replace(row, versions=versions)
-    models = {0: policy(), 1: AutoModelForCausalLM.from_pretrained(POLICY.parent / "v1", dtype=torch.float32)}
+    models = {
+        0: shipped_policy(),
+        1: AutoModelForCausalLM.from_pretrained(POLICY.parent / "v1", dtype=torch.float32),
+    }
     with torch.inference_mode():
         zero, one = (logprobs_of(models[version], [mixed]).numpy() for version in (0, 1))
     [by_span], [by_first], [by_last] = (
@@ -260,7 +253,7 @@ def test_ids_encoded_anew_keep_their_places(rows):
     mask = np.arange(len(ids)) >= row.num_prompt
     logprobs = np.where(mask, -np.arange(len(ids), dtype=np.float32), 0.0).astype(np.float32)
     sampled = replace(row, input_ids=ids, mask=mask, logprobs=logprobs, versions=np.where(mask, 7, -1))
-    [changed] = ablations.RetokenisedIds(tokenizer)([sampled], policy(), 7)
+    [changed] = ablations.RetokenisedIds(tokenizer)([sampled], shipped_policy(), 7)
     assert changed.input_ids[row.num_prompt :].tolist() == exact
     assert changed.logprobs[changed.mask].tolist() == logprobs[mask][: len(exact)].tolist()
     assert ablations.retokenised_table([sampled], tokenizer)["all v7"] == (1, 1, 1, 1)

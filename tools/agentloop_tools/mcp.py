@@ -34,7 +34,7 @@ from mcp.types import CONNECTION_CLOSED, CallToolResult, EmbeddedResource, TextC
 from pydantic import ValidationError
 
 from agentloop.aio import LoopThread
-from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line
+from agentloop.errors import InvalidRequest, ToolError, ToolLost, error_line, first_cause
 from agentloop.rollout import ToolSpec
 from agentloop.types import JSON, RolloutTask
 
@@ -75,13 +75,13 @@ class McpTools:
         is not shared, each trajectory has a connection of its own, for all of the tools, opened before its loop.
         """
         self.server = server
-        self._is_shared = is_shared
+        self.is_shared = is_shared  # all trajectories use one connection
         self._names = names
         self._prefix = prefix
         self._env = dict(env or {})
         self._headers = dict(headers or {})
-        self._call_timeout_s = call_timeout_s
-        self._connect_timeout_s = connect_timeout_s
+        self.call_timeout_s = call_timeout_s  # of one call on a connection
+        self.connect_timeout_s = connect_timeout_s  # of one attempt
         self._max_output_bytes = max_output_bytes
         self._max_concurrency = max_concurrency
         self._thread: LoopThread | None = None
@@ -99,7 +99,7 @@ class McpTools:
         Raises InvalidRequest with param "tools" if it cannot be reached, or lacks one of the names.
         """
         try:
-            listed = self._start(self._listed()).result(self._round_s + 2 * self._connect_timeout_s)
+            listed = self._start(self._listed()).result(self._round_s + 2 * self.connect_timeout_s)
         except (ConnectionBroke, TimeoutError, MCPError, ValidationError) as error:
             self.stop()
             raise InvalidRequest(f"MCP server {self.label!r}: {_line(error)}", param="tools") from error
@@ -126,7 +126,7 @@ class McpTools:
 
     def link(self, trajectory_id: str) -> _Link:
         """Return the connection that a trajectory's tools use, with one more user."""
-        if self._is_shared:
+        if self.is_shared:
             return self._shared
         link = self._own.setdefault(trajectory_id, _Link(self))
         link.num_users += 1
@@ -135,7 +135,7 @@ class McpTools:
     async def let_go(self, trajectory_id: str, link: _Link) -> None:
         """Take a user off a trajectory's connection, which is left with the last one."""
         link.num_users -= 1
-        if not self._is_shared and link.num_users == 0:
+        if not self.is_shared and link.num_users == 0:
             if self._own.get(trajectory_id) is link:
                 del self._own[trajectory_id]
             await self.run(link.leave())
@@ -149,28 +149,13 @@ class McpTools:
         """Connect. What it raises on the way in or out is the SDK's."""
         async with AsyncExitStack() as stack:
             if isinstance(self.server, str):
-                timeout = httpx2.Timeout(self._connect_timeout_s, read=None)
+                timeout = httpx2.Timeout(self.connect_timeout_s, read=None)
                 http = await stack.enter_async_context(httpx2.AsyncClient(headers=self._headers, timeout=timeout))
                 client = Client(streamable_http_client(self.server, http_client=http))
             else:
                 command, *arguments = self.server
                 client = Client(StdioServerParameters(command=command, args=arguments, env=self._env))
             yield await stack.enter_async_context(client)
-
-    @property
-    def is_shared(self) -> bool:
-        """True if all trajectories use one connection."""
-        return self._is_shared
-
-    @property
-    def connect_timeout_s(self) -> float:
-        """Seconds for one attempt to connect."""
-        return self._connect_timeout_s
-
-    @property
-    def call_timeout_s(self) -> float:
-        """Seconds for one call on a connection."""
-        return self._call_timeout_s
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Any:
         if self._thread is None:
@@ -180,13 +165,13 @@ class McpTools:
     @property
     def _round_s(self) -> float:
         """Seconds that a round of attempts to connect takes at most."""
-        return float(MAX_CONNECTS * (self._connect_timeout_s + FIRST_PAUSE_S * 2**MAX_CONNECTS))
+        return float(MAX_CONNECTS * (self.connect_timeout_s + FIRST_PAUSE_S * 2**MAX_CONNECTS))
 
     async def _listed(self) -> list[ListedTool]:
-        link = self._shared if self._is_shared else _Link(self)
+        link = self._shared if self.is_shared else _Link(self)
         client, found, cursor = await link.connected(), list[ListedTool](), None
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 while len(found) <= MAX_TOOLS:
                     page = await client.list_tools(cursor=cursor)
                     found += page.tools
@@ -195,20 +180,20 @@ class McpTools:
                         return found
             raise ConnectionBroke(f"it lists more than {MAX_TOOLS} tools")
         finally:
-            if not self._is_shared:
+            if not self.is_shared:
                 await link.leave()
 
     def _spec(self, tool: ListedTool) -> ToolSpec:
-        beside_s = self._round_s if self._is_shared else 0.0  # to connect again, and to call again
+        beside_s = self._round_s if self.is_shared else 0.0  # to connect again, and to call again
         return ToolSpec(
             name=self._prefix + tool.name,
             description=tool.description or "",
             parameters=tool.input_schema,
-            timeout_s=2 * self._call_timeout_s + beside_s + 5.0,
+            timeout_s=2 * self.call_timeout_s + beside_s + 5.0,
             max_output_bytes=self._max_output_bytes,
             max_concurrency=self._max_concurrency,
-            has_state=not self._is_shared,
-            open_timeout_s=None if self._is_shared else self._connect_timeout_s + 5.0,
+            has_state=not self.is_shared,
+            open_timeout_s=None if self.is_shared else self.connect_timeout_s + 5.0,
             close_timeout_s=LEAVE_S,
         )
 
@@ -403,6 +388,5 @@ def shown(result: CallToolResult) -> str:
 
 def _line(error: BaseException) -> str:
     """Return one line about what is at the bottom of an error: the SDK wraps them in groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_cause(error)
     return str(error) if isinstance(error, ConnectionBroke) else error_line(error)

@@ -15,8 +15,9 @@ import asyncio
 import uuid
 from dataclasses import dataclass, replace
 
+from agentloop.aio import side_by_side
 from agentloop.chat import ChatCall
-from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded, first_cause
 from agentloop.generation import Deadline, LeasedEngine, SessionLeases, TurnRequest, sample_turn
 from agentloop.sessions import SessionParts, make_question
 from agentloop.trajectory import Reply, TurnGraph
@@ -110,26 +111,17 @@ class TokenCalls:
             keeps_kv=keeps_kv,
             kv_version=shared.first_version if keeps_kv else None,
         )
-        if chat.num_choices == 1:
-            replies = [await self._choice(wanted, shared, 0)]
-        else:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._choice(wanted, shared, index)) for index in range(chat.num_choices)
-                    ]
-            except BaseExceptionGroup as failures:
-                raise failures.exceptions[0] from failures
-            replies = [task.result() for task in tasks]
+        try:
+            replies = await side_by_side([self._choice(wanted, shared, index) for index in range(chat.num_choices)])
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
         spans = replies[0].weight_versions
         if shared.first_version is None and spans:
             shared.first_version = spans[0].version
         return replies
 
     async def _choice(self, wanted: TurnRequest, shared: _Affinity, index: int) -> Reply:
-        sampling = wanted.sampling
-        if sampling.seed is not None and index:
-            sampling = replace(sampling, seed=sampling.seed + index)
+        sampling = wanted.sampling.of_choice(index)
         timeout_s, max_standstill_s = wanted.timeout_s, self._limits.max_standstill_s
         name = f"{wanted.request_id}:{index}"
         try:

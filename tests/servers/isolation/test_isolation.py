@@ -1,79 +1,28 @@
 """Trajectories in processes of their own: their records are those of a worker's process, and deaths stay theirs."""
 
 import asyncio
-from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from agentloop.api import TurnEnded
-from agentloop.generation import LeaseReporter
-from agentloop.parsers.by_name import get_parser
-from agentloop.rollout import Toolbox, TurnJournal, Worker, WorkerConfig
 from agentloop.types import KVPolicy, Limits, PauseMode, StopReason
-from agentloop_servers.config import KeysConfig, ServiceConfig
-from agentloop_servers.isolation import IsolatedRuns, IsolationConfig, Setup
-from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, scripted_engine
+from agentloop_servers.config import KeysConfig
+from agentloop_servers.isolation import IsolationConfig
+from tests.support.engine.scripted import call, scripted_engine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
 from tests.support.fleet.lost_worker import HangingEngine, Relay, files
-from tests.support.fleet.worker import running_worker, task
+from tests.support.fleet.worker import isolated_worker, running_worker, task
 
 CALL = call("calculator", expression="2 + 3")
 ANSWER = "The answer is 5."
 HERE = "tests.servers.isolation.poison"
-
-
-@asynccontextmanager
-async def isolated_worker(
-    feeder,
-    engine,
-    *,
-    config: IsolationConfig = IsolationConfig(),  # noqa: B008
-    capacity: int = 4,
-    turns_folder: str = "",
-):
-    """A worker whose trajectories have processes; yields these."""
-    await engine.start()
-    service = {
-        "model": str(POLICY),
-        "engine": {"kind": "simulated"},
-        "workers": {"tools": {"dies": f"{HERE}:dies"}},
-    }
-    limits = WorkerConfig(capacity=capacity, poll_s=0.05, poll_gap_s=0.001, grace_s=0.5)
-    setup = Setup(ServiceConfig.model_validate(service).model_dump_json(), limits, turns_folder=turns_folder)
-    reporter = LeaseReporter("w", feeder.report_leases)
-    journal = TurnJournal(Path(turns_folder)) if turns_folder else None
-    runs = IsolatedRuns(setup, feeder, {"sim://a": engine}.__getitem__, reporter, config, journal=journal)
-    worker = Worker(
-        "w",
-        feeder,
-        {"sim://a": engine}.__getitem__,
-        RENDERER,
-        get_parser("hermes"),
-        Toolbox([]),
-        limits,
-        max_context_tokens=SPEC.max_context_tokens,
-        vocab_size=RENDERER.vocab_size,
-        begin=runs.begin,
-        reporter=reporter,
-    )
-    running = asyncio.create_task(worker.run())
-    try:
-        async with asyncio.timeout(120):
-            yield runs
-    finally:
-        worker.close()
-        await running
-        await runs.close()
-        if journal is not None:
-            await journal.close()
-        await engine.close()
-        assert runs.num_processes == 0
+poisoned_worker = partial(isolated_worker, tools={"dies": f"{HERE}:dies"})
 
 
 async def one(asked, *replies: str, **options):
     feeder = FakeCoordinator([asked])
-    async with isolated_worker(feeder, scripted_engine(*replies), **options):
+    async with poisoned_worker(feeder, scripted_engine(*replies), **options):
         await feeder.is_done.wait()
     return feeder.records[f"{asked.task_id}/0"]
 
@@ -81,7 +30,7 @@ async def one(asked, *replies: str, **options):
 async def test_a_record_is_that_of_the_workers_own_process_and_processes_are_used_again():
     tasks = [task(f"t{n}", seed=7) for n in range(4)]
     feeder, own = FakeCoordinator(tasks), FakeCoordinator(tasks)
-    async with isolated_worker(feeder, scripted_engine(CALL, ANSWER), capacity=1) as runs:
+    async with poisoned_worker(feeder, scripted_engine(CALL, ANSWER), capacity=1) as runs:
         await feeder.is_done.wait()
         assert runs.num_started == 1
     async with running_worker(own, {"sim://a": scripted_engine(CALL, ANSWER)}), asyncio.timeout(60):
@@ -98,7 +47,7 @@ async def test_a_record_is_that_of_the_workers_own_process_and_processes_are_use
 async def test_the_coordinator_hears_which_tool_runs_in_a_process():
     other = call("weather", city="Ulm")
     feeder = FakeCoordinator([task("t")])
-    async with isolated_worker(feeder, scripted_engine(CALL, other, ANSWER)):
+    async with poisoned_worker(feeder, scripted_engine(CALL, other, ANSWER)):
         tools = []
         while not feeder.is_done.is_set() or len(tools) < 3:
             await asyncio.sleep(0.05)
@@ -118,7 +67,7 @@ async def test_a_death_is_one_trajectorys_and_names_its_signal_or_status():
     bad = [task(name, loop=f"{HERE}:Dies", reference=name) for name in deaths]
     poisoned = task("tool", tools=("dies",), limits=Limits(max_turns=2))
     feeder = FakeCoordinator([*bad, *(task(f"good{n}", tools=()) for n in range(8)), poisoned])
-    async with isolated_worker(feeder, scripted_engine(call("dies"), ANSWER)):
+    async with poisoned_worker(feeder, scripted_engine(call("dies"), ANSWER)):
         await feeder.is_done.wait()
     for name, ending in deaths.items():
         assert feeder.records[f"{name}/0"].stop_reason is StopReason.LOOP_FAILED
@@ -135,7 +84,7 @@ async def test_a_process_that_blocks_is_killed_with_its_group(tmp_path, is_cance
     feeder = FakeCoordinator([bad])
     allowance_s = 60.0 if is_cancelled else 0.4
     config = IsolationConfig(cancel_grace_s=0.2, allowance_s=allowance_s, look_s=0.2)
-    async with isolated_worker(feeder, scripted_engine(ANSWER), config=config) as runs:
+    async with poisoned_worker(feeder, scripted_engine(ANSWER), config=config) as runs:
         while not told.exists() or not told.read_text():
             await asyncio.sleep(0.02)
         if is_cancelled:
@@ -161,7 +110,7 @@ def _is_alive(pid: int) -> bool:
 
 async def test_what_a_trajectory_leaves_behind_ends_its_process():
     feeder = FakeCoordinator([task(f"t{n}", loop=f"{HERE}:Leaves") for n in range(2)])
-    async with isolated_worker(feeder, scripted_engine(ANSWER), capacity=1) as runs:
+    async with poisoned_worker(feeder, scripted_engine(ANSWER), capacity=1) as runs:
         await feeder.is_done.wait()
         assert runs.num_started == 2
     assert all(record.stop_reason is StopReason.COMPLETED for record in feeder.records.values())
@@ -183,14 +132,14 @@ async def test_a_trajectory_whose_process_died_goes_on_at_its_last_turn_in_anoth
     """The processes of a worker that ends are killed; what they journalled is older than `YOUNG_S`."""
     asked, replies = task("t", seed=7), (CALL, CALL, ANSWER)
     engine, feeder = HangingEngine(*replies, hangs_at=2), Relay([asked])
-    async with isolated_worker(feeder, engine, turns_folder=str(tmp_path)):
+    async with poisoned_worker(feeder, engine, turns_folder=str(tmp_path)):
         await engine.is_hanging.wait()
         while not files(tmp_path):
             await asyncio.sleep(0.05)
     assert feeder.records == {}
     feeder.lose_worker()
     engine = HangingEngine(*replies)
-    async with isolated_worker(feeder, engine, turns_folder=str(tmp_path)):
+    async with poisoned_worker(feeder, engine, turns_folder=str(tmp_path)):
         await feeder.is_done.wait()
         while files(tmp_path):  # nothing is left to go on from
             await asyncio.sleep(0.05)
@@ -209,7 +158,7 @@ async def test_an_update_and_a_shutdown_reach_processes():
     """A turn that an operator's abort cuts goes on; a worker that closes kills what runs."""
     engine = scripted_engine(" ".join(["word"] * 300), decode_s=0.005)
     feeder = FakeCoordinator([task("long", tools=(), limits=Limits(max_tokens_per_turn=2000))])
-    async with isolated_worker(feeder, engine):
+    async with poisoned_worker(feeder, engine):
         while engine.load().num_running == 0:
             await asyncio.sleep(0.01)
         await engine.pause(PauseMode.ABORT, KVPolicy.KEEP)
@@ -217,7 +166,7 @@ async def test_an_update_and_a_shutdown_reach_processes():
         await feeder.is_done.wait()
     assert feeder.records["long/0"].stop_reason is StopReason.COMPLETED
     engine, feeder = scripted_engine(ANSWER, decode_s=5.0), FakeCoordinator([task("cut")])
-    async with isolated_worker(feeder, engine):
+    async with poisoned_worker(feeder, engine):
         while engine.load().num_running == 0:
             await asyncio.sleep(0.01)
     assert feeder.records == {}

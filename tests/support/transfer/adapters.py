@@ -36,9 +36,14 @@ def write_adapter(
     return folder
 
 
+def shipped_policy() -> Any:
+    """The policy as a model of transformers."""
+    return AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+
+
 def merged_model(adapter: Path | None) -> Any:
     """The policy with the adapter added to its weights, computed without vLLM."""
-    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    model = shipped_policy()
     if adapter is None:
         return model
     config = json.loads((adapter / "adapter_config.json").read_text())
