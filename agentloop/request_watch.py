@@ -92,6 +92,7 @@ class RequestWatch:
         self._late_at = self._began_at + request.timeout_s  # when to look at the deadline
         self._report_at = math.inf if on_progress is None else self._began_at + pace.interval_s
         self._timer: asyncio.TimerHandle | None = None
+        self._look_at = math.inf  # not `timer.when()`: uvloop rounds it, and a timer due at once has none
 
     @property
     def standstill_s(self) -> float:
@@ -136,12 +137,11 @@ class RequestWatch:
 
     def _set_timer(self) -> None:
         """Look at what comes next, if anything does."""
-        at = min(self._late_at, self._report_at)
-        self._timer = None if math.isinf(at) else self._loop.call_at(at, self._look)
+        self._look_at = min(self._late_at, self._report_at)
+        self._timer = None if math.isinf(self._look_at) else self._loop.call_at(self._look_at, self._look)
 
     def _look(self) -> None:
-        assert self._timer is not None
-        due_at = self._timer.when()
+        due_at = self._look_at
         if self._late_at <= due_at:
             self._late_at = self._watch_deadline()
         if self._report_at <= due_at:

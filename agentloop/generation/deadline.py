@@ -27,6 +27,7 @@ class Deadline:
         self._scope: asyncio.Timeout | None = None  # ends the task; None: nobody does
         self._is_enforced = False  # and may still end it
         self._timer: asyncio.TimerHandle | None = None  # of the scope, at that moment or before it
+        self._look_at = math.inf  # not `timer.when()`: uvloop rounds it, and a timer due at once has none
         self._grace_s = 0.0
         self._stood_still_s = 0.0
         self._since: float | None = None  # standing still
@@ -133,26 +134,26 @@ class Deadline:
     def put_off(self, seconds: float) -> None:
         """Enforce it so much later than it comes."""
         self._grace_s = seconds
-        if self._timer is not None and self._timer.when() > self.at + seconds:
+        if self._look_at > self.at + seconds:
             self._enforce()
 
     def _enforce(self) -> None:
         """See that the timer comes no later than the task is to be ended."""
         when = self.enforced_at if self._is_enforced else None
-        if when is not None and (self._timer is None or self._timer.when() > when):
+        if when is not None and self._look_at > when:
             self._set_timer(when)
 
     def _set_timer(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._look_at = when
         self._timer = asyncio.get_running_loop().call_at(when, self._look)
 
     def _look(self) -> None:
         """End the task, or look again if its end was put off."""
         when = self.enforced_at
-        assert self._timer is not None
         assert self._scope is not None
-        if when is not None and when > self._timer.when():
+        if when is not None and when > self._look_at:
             self._set_timer(when)
         else:
             self._is_enforced = False

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 import pytest
+import uvloop
 
 from agentloop.clock import VirtualClock
 from agentloop.generation import Deadline
@@ -107,3 +108,16 @@ def test_a_turn_in_time_sets_no_timer_of_it(monkeypatch: pytest.MonkeyPatch) -> 
             assert counting.num_set == 0
 
     asyncio.run(main())
+
+
+def test_a_time_between_two_milliseconds_ends_the_task_on_uvloop() -> None:
+    """The loop of the service's processes rounds times, down to now too."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60.0) as patience:
+            with pytest.raises(TimeoutError):
+                async with Deadline.moving(0.0054, 3600.0):
+                    await asyncio.sleep(120.0)
+        assert not patience.expired()
+
+    uvloop.run(main())
