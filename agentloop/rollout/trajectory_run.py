@@ -431,6 +431,8 @@ class TrajectoryRun:
         try:
             await self._until_over(task, ctx)
         except asyncio.CancelledError:  # a shutdown: the coordinator gives the trajectory to another worker
+            if not self._cancelled.done():
+                self._cancelled.set_result(None)  # the loop has not failed
             await user_tasks.stop([task], min(self._parts.config.grace_s, SHUTDOWN_GRACE_S))
             raise
         finally:

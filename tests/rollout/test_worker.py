@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from agentloop.api.coordinator import Orders
 from agentloop.clock import VirtualClock
@@ -706,6 +707,25 @@ async def test_a_worker_that_ends_hands_in_what_is_finished_and_leaves():
         await answered.wait()
     assert list(feeder.records) == ["done/0"]
     assert feeder.left == ["w"]
+
+
+async def test_a_loop_that_the_workers_end_cancels_has_not_failed():
+    feeder, has_begun = FakeCoordinator([task("running")]), asyncio.Event()
+    engine = scripted_engine(ANSWER)
+    generate = engine.generate
+
+    async def generate_for_long(*given, **named):
+        has_begun.set()
+        await asyncio.sleep(60)
+        return await generate(*given, **named)
+
+    engine.generate = generate_for_long
+    with capture_logs() as logs:
+        async with running_worker(feeder, {"sim://a": engine}), asyncio.timeout(20):
+            await has_begun.wait()
+    assert feeder.left == ["w"]
+    assert not feeder.records
+    assert [line for line in logs if line["log_level"] == "error"] == []
 
 
 async def test_a_full_worker_waits_for_work_or_cancellations_as_any_other():
