@@ -168,6 +168,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "agentloop_servers.public_port": {"agentloop_servers.tcp"},
     "agentloop_servers.recompute": set(),
+    "agentloop_servers.serve_process": set(),
     "agentloop_servers.deadlines": {
         "agentloop.api",
         "agentloop.fleet",
@@ -346,6 +347,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.engines.vllm.engine",
         "agentloop_servers.ingress.app",
         "agentloop_servers.public_port",
+        "agentloop_servers.serve_process",
         "agentloop_servers.sizing",
         "agentloop_tools",
         "agentloop.rollout.tool_loading",

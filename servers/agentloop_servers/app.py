@@ -30,7 +30,6 @@ from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavai
 from agentloop.fleet import FleetConfig
 from agentloop.generation import ImagePlacer, LeaseReporter, TurnReader
 from agentloop.images import IMAGES_FOLDER, ImageFiles
-from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.rollout import TURNS_FOLDER, Toolbox, TurnJournal, Worker, WorkerConfig, load_tools
 from agentloop.sampling import LogprobsMode
 from agentloop.scheduling import GroupOrder
@@ -75,6 +74,7 @@ from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica import EngineClients, Replica
+from agentloop_servers.serve_process import begin_process
 from agentloop_servers.sizing import sized
 from agentloop_servers.tcp import url_of
 from agentloop_tools import SHIPPED_TOOLS
@@ -83,14 +83,14 @@ APP_NAME = "agentloop"
 COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
+COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
 
 
 class CoordinatorDeployment:
     """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
-        self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        self._closing = begin_process(run_dir, config.log.rotation)
         lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
         self._closing.callback(lock.release)
         store = TrajectoryStore(run_dir / STORE_NAME, min_free_bytes=config.min_free_mib << 20)
@@ -159,8 +159,7 @@ class EngineReplicaDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle, entry_index: int
     ) -> None:
-        self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        self._closing = begin_process(run_dir, config.log.rotation)
         entry, context = config.entries[entry_index], serve.get_replica_context()
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
@@ -191,8 +190,7 @@ class AgentLoopWorkerDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, key: str, coordinator: DeploymentHandle
     ) -> None:
-        self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        self._closing = begin_process(run_dir, config.log.rotation)
         config.keys.hide()  # user code runs here
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
@@ -253,8 +251,7 @@ class IngressDeployment:
         coordinator: DeploymentHandle,
         *deployed_with: DeploymentHandle,
     ) -> None:
-        self._closing = AsyncExitStack()
-        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        self._closing = begin_process(run_dir, config.log.rotation)
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
@@ -455,50 +452,55 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     secret = run_secret(run_dir)
     keep_config(config, run_dir)
     common = (*where, secret)
-    coordinator = serve.deployment(
+    coordinator = processes(
         CoordinatorDeployment,
-        name=COORDINATOR_NAME,
-        num_replicas=1,
+        COORDINATOR_NAME,
         max_ongoing_requests=1000,  # each asks for the address
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=1,  # all wait for it
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=5,
+        health_check_period_s=1.0,  # all wait for it
+        stays_s=COORDINATOR_STAYS_S,
     ).bind(*common)
     engines = [
-        serve.deployment(
+        processes(
             EngineReplicaDeployment,
-            name=engine_deployment(config, entry),
-            num_replicas=entry.replicas,
-            max_ongoing_requests=100,
-            ray_actor_options=engine_actor_options(config, entry),
-            health_check_period_s=2,  # three failed ones end it
-            health_check_timeout_s=30,
-            graceful_shutdown_timeout_s=10,
+            engine_deployment(config, entry),
+            entry.replicas,
+            actor=engine_actor_options(config, entry),
+            ends_within_s=10.0,
         ).bind(*common, coordinator, index)
         for index, entry in enumerate(config.entries)
     ]
-    workers = serve.deployment(
-        AgentLoopWorkerDeployment,
-        name="AgentLoopWorker",
-        num_replicas=config.workers.replicas or 1,
-        max_ongoing_requests=100,
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=2,
-        graceful_shutdown_timeout_s=5,
-    ).bind(*where, worker_key(secret), coordinator)
-    ingress = serve.deployment(
-        IngressDeployment,
-        name="Ingress",
-        num_replicas=config.num_ingress,
-        max_ongoing_requests=10_000,
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=2,  # its sessions wait for it
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=5,
-    )
+    workers = processes(AgentLoopWorkerDeployment, "AgentLoopWorker", config.workers.replicas or 1)
+    ingress = processes(IngressDeployment, "Ingress", config.num_ingress, max_ongoing_requests=10_000)
     # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
-    return ingress.bind(*common, coordinator, *engines, workers)
+    return ingress.bind(*common, coordinator, *engines, workers.bind(*where, worker_key(secret), coordinator))
+
+
+def processes(
+    kind: type,
+    name: str,
+    num_replicas: int = 1,
+    *,
+    actor: dict[str, Any] | None = None,
+    max_ongoing_requests: int = 100,
+    health_check_period_s: float = 2.0,
+    stays_s: float = 0.1,
+    ends_within_s: float = 5.0,
+) -> serve.Deployment:
+    """Return a deployment, not bound. Serve ends a process whose health check fails three times.
+
+    Told to end, a process goes on for `stays_s` before it closes, and is killed after `ends_within_s`.
+    """
+    return serve.deployment(
+        kind,
+        name=name,
+        num_replicas=num_replicas,
+        max_ongoing_requests=max_ongoing_requests,
+        ray_actor_options=actor or {"num_cpus": 0},
+        health_check_period_s=health_check_period_s,
+        health_check_timeout_s=30,
+        graceful_shutdown_wait_loop_s=stays_s,
+        graceful_shutdown_timeout_s=ends_within_s,
+    )
 
 
 def engine_deployment(config: ServiceConfig, entry: EngineEntry) -> str:

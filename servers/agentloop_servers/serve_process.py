@@ -1,0 +1,88 @@
+"""One process of Serve's: its log, and its end on SIGTERM.
+
+Ray's handler of SIGTERM is Python, which runs in the main thread alone, and that one waits within Ray's own loop: a
+process that is told to end would go on. `faulthandler` has a handler in C that may be set from any thread: it tells
+a descriptor at once where the main thread is, and a thread that reads it knows of the signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from agentloop.aio import OwnedTasks
+from agentloop.errors import error_line
+from agentloop.logs import LOG_NAME, LogRotation, configure_logging
+
+SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class Closing(AsyncExitStack):
+    """The parts of a process, the newest closed first. Serve and SIGTERM may both ask: the second waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = asyncio.Lock()
+
+    async def aclose(self) -> None:
+        async with self._lock:
+            await super().aclose()
+
+
+def begin_process(run_dir: Path, rotation: LogRotation) -> Closing:
+    """Write this process's log into the run directory. Returns what SIGTERM closes before the process ends."""
+    closing = Closing()
+    configure_logging(run_dir / LOG_NAME, rotation=rotation)
+    end_on_sigterm(closing.aclose, SIGTERM_GRACE_S)
+    return closing
+
+
+def end_on_sigterm(close: Callable[[], Awaitable[None]], grace_s: float) -> None:
+    """Have SIGTERM run `close` in the running event loop, and end the process then, after `grace_s` at the latest.
+
+    Call it once in a process, from any thread. A loop that is blocked does not keep the process. A process that
+    user code forks does not inherit it: told to end, it ends at once, and not this one.
+    """
+    loop, tasks, is_closed = asyncio.get_running_loop(), OwnedTasks("sigterm"), threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # the handler gives up rather than wait
+
+    async def end() -> None:
+        _log.info("sigterm")
+        try:
+            await close()
+        except Exception as error:
+            _log.error("not_closed", error=error_line(error))
+        finally:
+            is_closed.set()
+
+    def wait() -> None:
+        reader.recv(1)
+        loop.call_soon_threadsafe(lambda: tasks.start(end()))
+        os._exit(0 if is_closed.wait(grace_s) else 1)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+    faulthandler.register(signal.SIGTERM, file=writer.detach(), all_threads=False)
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM}),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}),
+        after_in_child=_begin_child,
+    )
+
+
+def _begin_child() -> None:
+    faulthandler.unregister(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's would raise, which is swallowed here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
