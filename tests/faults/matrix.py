@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "faults.md"
 _SCHEDULES = "faults/test_schedules.py::test_schedules"
 _SERVICE = "servers/test_service.py::test_"
+_DEPLOY = "servers/test_deploy.py::test_a_service_that_is_deployed_again_goes_on_where_it_was"
 _BAD_REQUESTS = "servers/endpoint/test_bad_requests.py::test_"
 _BAD_INPUT = "servers/endpoint/test_bad_input.py::test_"
 _KEYS = "servers/http/test_bad_keys.py::test_"
@@ -295,9 +296,10 @@ ROWS: tuple[Row, ...] = (
         (
             f"{_RESTART}a_service_that_stops_begins_nothing_and_leaves_the_rest_to_the_next",
             f"{_SERVICE}ctrl_c_leaves_no_process",
+            f"{_SERVICE}a_part_that_is_told_to_end_gives_back_what_it_has_and_ends",
         ),
     ),
-    Row("a redeploy under load", "no connection is refused", (f"{_SERVICE}a_redeploy_refuses_no_connection",)),
+    Row("a redeploy under load", "no connection is refused, nothing accepted is lost or doubled", (_DEPLOY,)),
     Row(
         "a client that reads one byte a second",
         "it is cut off; others do not wait",

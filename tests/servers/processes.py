@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import time
 from pathlib import Path
+
+import psutil
 
 
 def processes_with(marker: str, grace_s: float = 10.0) -> list[str]:
     """Command lines of the processes that still have `marker` in their environment after a grace period."""
     give_up_at = time.monotonic() + grace_s
-    while (found := _now(marker)) and time.monotonic() < give_up_at:
+    while (pids := pids_with(marker)) and time.monotonic() < give_up_at:
         time.sleep(0.2)
+    return [command for pid in pids if (command := _command(pid))]
+
+
+def pids_with(marker: str) -> list[int]:
+    """Process ids of the living processes that have `marker` in their environment."""
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _has(folder, marker.encode())]
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Return the command lines of the living descendants of a process, by process id."""
+    found = {}
+    for process in psutil.Process(root).children(recursive=True):
+        if command := _command(process.pid):  # of a zombie there is none
+            found[process.pid] = command
     return found
 
 
-def deployed(kind: str) -> list[int]:
-    """Process ids of one Serve deployment of this test's Ray."""
-    out = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in out.splitlines() if f"ServeReplica:agentloop:{kind}" in line]
+def deployed(kind: str, root: int | None = None) -> list[int]:
+    """Process ids of one Serve deployment that this process, or `root`, has started."""
+    mark = f"ServeReplica:agentloop:{kind}"
+    return [pid for pid, command in descendants(os.getpid() if root is None else root).items() if mark in command]
 
 
-def _now(marker: str) -> list[str]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (folder / "environ").read_bytes():
-                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                if state != "Z":
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended while we looked
-    return found
+def _has(folder: Path, marker: bytes) -> bool:
+    try:
+        if marker not in (folder / "environ").read_bytes():
+            return False
+        return (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False  # it ended while we looked
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

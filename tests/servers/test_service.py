@@ -5,27 +5,22 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-import ray
-from ray import serve
 
 from agentloop.client.client import RolloutClient
 from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NotFound
 from agentloop.types import Limits, Message, RolloutTask
-from agentloop_servers.app import APP_NAME, application
-from agentloop_servers.config import ServiceConfig
-from agentloop_servers.local import running_service
-from tests.servers.processes import deployed, processes_with
+from tests.servers.processes import descendants, processes_with
+from tests.servers.shared_service import Service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -40,22 +35,19 @@ def tasks(count: int, prefix: str = "t", **fields: object) -> list[RolloutTask]:
     return [RolloutTask(task_id=f"{prefix}{n}", **{**given, **fields}) for n in range(count)]  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run")
-
-
-@pytest.fixture(scope="module")
-async def url(run_dir: Path) -> AsyncIterator[str]:
-    config = ServiceConfig.load(CONFIG).model_copy(update={"port": 0})
-    async with running_service(config, run_dir) as base:
-        yield base
+@pytest.fixture
+def service(shared_service: Service) -> Service:
+    return shared_service
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[RolloutClient]:
-    async with RolloutClient(url) as connected:
-        yield connected
+def url(service: Service) -> str:
+    return service.url
+
+
+@pytest.fixture
+def client(service: Service) -> RolloutClient:
+    return service.client
 
 
 async def collect(rollout) -> dict[tuple[str, int], object]:
@@ -84,35 +76,7 @@ async def test_the_ten_lines_of_the_readme(client, url, capsys):
     assert f"now at version {version}" in lines[-1]
 
 
-@pytest.mark.long
-async def test_a_redeploy_refuses_no_connection(client, url, run_dir):
-    """New processes take the place of all, and their port is the service's all the while."""
-    config = ServiceConfig.load(CONFIG).model_copy(
-        update={"port": urlsplit(url).port, "max_queued_trajectories": 99_999}
-    )
-    async with client.session() as session, client.session() as other:
-        await session.openai.chat.completions.create(model="default", messages=[{"role": "user", "content": "Hi"}])
-        before = set(deployed("Ingress"))
-        target = serve.RunTarget(application(config, run_dir), name=APP_NAME, route_prefix=None)
-        redeployed = asyncio.create_task(asyncio.to_thread(serve.run_many, [target]))
-        num_answered = 0
-        async with asyncio.timeout(240):
-            while not redeployed.done():
-                async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as answer:
-                    assert answer.status == 200
-                    num_answered += 1
-                await asyncio.sleep(0.05)
-            await redeployed
-            assert num_answered > 20
-            assert before.isdisjoint(deployed("Ingress"))
-            await client.wait_until_ready()
-            await other.openai.chat.completions.create(
-                model="default", messages=[{"role": "user", "content": "Hi"}]
-            )
-            messages = [{"role": "user", "content": "Hi"}]
-            await session.openai.chat.completions.create(model="default", messages=messages)
-
-
+GCS_ADDRESS = r"--gcs-address=(\S+)"  # in the command lines of Ray's processes
 # As a stranger on the network would: without the token that this user's Ray has.
 ASK_FOR_NODES = """
 import sys, grpc
@@ -125,9 +89,8 @@ except grpc.RpcError as error:
 """
 
 
-async def test_62_a_ray_of_the_services_own_answers_nobody_without_its_token(url):
-    assert url
-    address = ray.get_runtime_context().gcs_address
+async def test_62_a_ray_of_the_services_own_answers_nobody_without_its_token(service):
+    [address, *_] = re.findall(GCS_ADDRESS, " ".join(descendants(service.pid).values()))
     stranger = [sys.executable, "-c", ASK_FOR_NODES, address]
     ran = await asyncio.to_thread(subprocess.run, stranger, capture_output=True, text=True, timeout=100, check=True)
     assert ran.stdout.strip() == "UNAUTHENTICATED"
@@ -217,17 +180,40 @@ PARTS = ("EngineReplica", "AgentLoopWorker", "Coordinator")
 
 
 @pytest.mark.parametrize("kinds", [PARTS, *(pytest.param((kind,), marks=pytest.mark.long) for kind in PARTS)])
-async def test_a_killed_part_costs_no_accepted_task(client, kinds):
+async def test_a_killed_part_costs_no_accepted_task(service, client, kinds):
     """One of each kind, at the same moment."""
     rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
     for kind in kinds:
-        os.kill(deployed(kind)[0], signal.SIGKILL)
+        os.kill(service.deployed(kind)[0], signal.SIGKILL)
     found = await collect(rollout)
     assert set(found) == {(f"t{n}", sample) for n in range(60) for sample in range(2)}
     assert all(trajectory.is_complete for trajectory in found.values())
+    await service.until_whole()
+
+
+OTHER_PARTS = ("EngineReplica", "Coordinator", "Ingress")
+
+
+@pytest.mark.parametrize(
+    "kind", ["AgentLoopWorker", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHER_PARTS)]
+)
+async def test_a_part_that_is_told_to_end_gives_back_what_it_has_and_ends(service, client, kind):
+    rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
     async with asyncio.timeout(60):
-        while len((await client.status()).replicas) < 2:
-            await asyncio.sleep(0.5)
+        while (await rollout.status()).num_running < 50:
+            await asyncio.sleep(0.1)
+    num_before, victim = len(service.events("worker_left")), service.deployed(kind)[0]
+    os.kill(victim, signal.SIGTERM)
+    async with asyncio.timeout(60):
+        while victim in service.deployed(kind):
+            await asyncio.sleep(0.2)
+    left = service.events("worker_left")[num_before:]
+    assert [event["num_running"] > 0 for event in left] == [True] * (kind == "AgentLoopWorker")
+    found = await collect(rollout)
+    assert set(found) == {(f"t{n}", sample) for n in range(60) for sample in range(2)}
+    assert all(trajectory.is_complete and trajectory.attempt <= len(left) for trajectory in found.values())
+    assert service.events("not_closed") == []
+    await service.until_whole()
 
 
 def start(marker: str, out: Path, count: int = 400) -> subprocess.Popen[str]:

@@ -6,12 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import sys
-import uuid
-import zlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,121 +14,16 @@ import pytest
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
-from tests.servers.processes import processes_with
+from tests.servers.shared_service import NUM_INGRESS, Service, body, of_length
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
-
-ROOT = Path(__file__).parents[3]
-NUM = 2
-
-
-@dataclass(frozen=True)
-class Service:
-    url: str
-    run_dir: Path
-    http: aiohttp.ClientSession
-    client: RolloutClient
-
-    async def open(self, owner: int) -> dict[str, Any]:
-        """A new session of ingress process `owner`."""
-        names = (f"s-{uuid.uuid4().hex}" for _ in range(1000))
-        session_id = next(name for name in names if zlib.crc32(name.encode()) % NUM == owner)
-        async with self.http.post(f"{self.url}/sessions", json={"session_id": session_id}) as answer:
-            assert answer.status == 200, await answer.text()
-            place: dict[str, Any] = await answer.json()
-            return place
-
-    async def facts(self, session_id: str) -> dict[str, Any]:
-        async with self.http.get(f"{self.url}/sessions/{session_id}") as answer:
-            assert answer.status == 200, await answer.text()
-            found: dict[str, Any] = await answer.json()
-            return found
-
-    async def call(self, place: dict[str, Any], **changed: Any) -> int:
-        """The status of one call by the public port."""
-        async with self.http.post(f"{place['base_url']}/chat/completions", json=body(**changed)) as answer:
-            await answer.read()
-            return answer.status
-
-    async def call_with_retries(self, place: dict[str, Any], **changed: Any) -> str:
-        """Why the answer ended, by a client with the patience of an agent that outlives a restart."""
-        async with openai.AsyncOpenAI(base_url=place["base_url"], api_key="any", max_retries=10) as agent:
-            given = body(**changed)
-            extra = {"min_tokens": given.pop("min_tokens", 0)}  # no parameter of the client's
-            reply = await agent.chat.completions.create(**given, extra_body=extra)
-        return reply.choices[0].finish_reason
-
-    async def until_open(self, session_id: str, num_open_calls: int, timeout_s: float = 10.0) -> dict[str, Any]:
-        async with asyncio.timeout(timeout_s):
-            while (found := await self.facts(session_id))["num_open_calls"] != num_open_calls:
-                await asyncio.sleep(0.05)
-        return found
-
-    async def until_engines_idle(self, timeout_s: float = 5.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while sum(replica.load.num_running for replica in (await self.client.status()).replicas):
-                await asyncio.sleep(0.1)
-
-    def pid_of(self, seat: int) -> int:
-        """The process that has the sessions of `seat`."""
-        lock = str(self.run_dir / f"sessions-{seat}.lock")
-        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                if os.readlink(descriptor) == lock:
-                    return int(descriptor.parts[2])
-            except OSError:
-                continue  # gone while we looked
-        raise LookupError(lock)
-
-
-def of_length(num_tokens: int) -> dict[str, int]:
-    """A reply of so many tokens, at 4 ms a token and more: the simulated policy might stop at any of them."""
-    return {"max_tokens": num_tokens, "min_tokens": num_tokens}
-
 
 LONG = of_length(3000)
 
 
-def body(content: str = "What is 2 + 3?", **changed: Any) -> dict[str, Any]:
-    given = {"model": "default", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
-    return {**given, **changed}
-
-
-@pytest.fixture(scope="module")
-async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
-    folder = tmp_path_factory.mktemp("service")
-    config = folder / "simulated.yaml"
-    text = (ROOT / "servers" / "simulated.yaml").read_text()
-    config.write_text(
-        text.replace("port: 8000", "port: 0").replace("replicas: 2", f"replicas: 1\n      ingress_replicas: {NUM}")
-    )
-    marker = f"AGENTLOOP_TEST_{uuid.uuid4().hex}"
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agentloop_servers.cli", "serve", "--config", str(config), "--out", str(folder)),
-        cwd=ROOT,
-        env={**os.environ, marker: "1"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    assert process.stdout is not None
-    try:
-        output = b""
-        async with asyncio.timeout(120):
-            while b"/v1\n" not in output:
-                line = await process.stdout.readline()
-                assert line, output.decode()
-                output += line
-        [url] = re.findall(r"ready at (\S+)", output.decode())
-        assert re.findall(r"chat +(\S+)\n", output.decode()) == [f"{url}/v1"]
-        run_dir = (folder / "latest").resolve()
-        async with aiohttp.ClientSession() as http, RolloutClient(url) as client:
-            yield Service(url, run_dir, http, client)
-    finally:
-        process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(60):
-            await process.communicate()
-    assert process.returncode == 130
-    assert processes_with(marker) == []
+@pytest.fixture
+def service(shared_service: Service) -> Service:
+    return shared_service
 
 
 async def is_lost(call: asyncio.Task[int]) -> bool:
@@ -152,7 +41,7 @@ async def record_of(client: RolloutClient, session_id: str) -> Trajectory:
 
 
 @pytest.mark.parametrize("way", ["public", "direct"])
-@pytest.mark.parametrize("owner", range(NUM))
+@pytest.mark.parametrize("owner", range(NUM_INGRESS))
 async def test_an_unmodified_client_has_a_recorded_conversation(service, way, owner):
     place = await service.open(owner)
     assert place["base_url"] == f"{service.url}/sessions/{place['session_id']}/v1"
@@ -185,7 +74,7 @@ async def test_a_session_of_the_client_library(service):
     assert (record.is_complete, record.reward, len(record.path.turns)) == (True, 1.0, 1)
 
 
-@pytest.mark.parametrize("owner", range(NUM))
+@pytest.mark.parametrize("owner", range(NUM_INGRESS))
 async def test_a_stream_comes_through_either_process_as_it_is_sampled(service, owner):
     place = await service.open(owner)
     given = body(stream=True, **of_length(500))
@@ -199,7 +88,7 @@ async def test_a_stream_comes_through_either_process_as_it_is_sampled(service, o
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("owner", range(NUM))
+@pytest.mark.parametrize("owner", range(NUM_INGRESS))
 async def test_a_client_that_leaves_ends_the_call_in_the_engine_through_either_process(service, is_streamed, owner):
     place = await service.open(owner)
     given = body(stream=is_streamed, **LONG)
