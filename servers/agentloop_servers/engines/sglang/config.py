@@ -14,6 +14,10 @@ from agentloop_servers.engines.common import ProcessEngineConfig, replay_endpoin
 _SPARE_CONTEXT_TOKENS = 8
 """SGLang 0.5.17 keeps two places of a context to itself; its own is longer than the one we promise."""
 
+_SPARE_PLACES = 1
+"""A prompt that is read in parts counts twice against free places in the step that ends it (0.5.17):
+with as many places as requests, one of them would stay in the queue until another one ends."""
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -62,7 +66,8 @@ def server_arguments(config: SglangConfig, kv_endpoint: str) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "context_length": config.max_model_len + _SPARE_CONTEXT_TOKENS,
-        "max_running_requests": config.max_num_seqs,
+        "max_running_requests": config.max_num_seqs + _SPARE_PLACES,
+        "pp_max_micro_batch_size": config.max_num_seqs,  # what really bounds a batch, without pipelines too
         "page_size": config.block_size,
         "mem_fraction_static": config.gpu_memory_utilization,
         "tp_size": config.tensor_parallel_size,
