@@ -11,6 +11,10 @@ where
 so `rho` is moved until it is so, with p about 3: it grows slowly while less is lost and work waits, shrinks while
 more is, and is cut by a quarter when more is lost than all fixed parts together (thrashing).
 
+A flush has every trajectory that goes on compute its context again, once. What that costs grows with the first
+power of their number, so a third of it counts beside the other. Nobody has KV to come back to then: those at tools
+ask for room before they go on, and who waits over a flush costs it nothing.
+
 Who comes back from a long tool, and finds no room, waits for the replica where its KV was, and goes elsewhere as
 soon as there is room. Others may pass it, who fit where it does not: those with the most to come are tried first,
 as they end last. Once `MAX_PASSED` others took places on a replica before the one that has waited longest for it,
@@ -27,6 +31,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 MAX_PASSED = 32  # places on a replica that others may take before who waited longest for it
+_FLUSH_SHARE = 1 / 3  # of the seconds that a flush costs, that count: 1 / p
 _NUM_NEXT = 4  # of a line that are tried when there may be room
 
 
@@ -43,7 +48,7 @@ class AdmissionConfig:
     little_lost: float = 0.2  # of the fixed parts
     much_lost: float = 0.45
     thrashing: float = 1.0
-    window_turns: int = 48  # returning turns, over the fleet, before it moves; at least two of each trajectory
+    window_turns: int = 48  # over the fleet, before it moves; at least two of each trajectory
 
 
 @dataclass(slots=True)
@@ -74,6 +79,9 @@ class Admission:
         self._lost_s = 0.0
         self._fixed_s = 0.0
         self._is_waited_for = False
+        self._num_since_flush = 0  # turns
+        self._flush_debt_s = 0.0  # of the flushes so far, not counted yet
+        self._flush_turn_s = 0.0  # of it, that each turn counts
         self._lines: dict[str, _ReplicaLine] = {}  # by replica
         self._line_of: dict[str, str] = {}  # holder -> replica, those that have waited longest first
         self._freed: set[str] = set()  # replicas with news since `next_up`
@@ -81,15 +89,27 @@ class Admission:
     # --- the share ---
 
     def turn(self, lost_s: float, fixed_s: float, num_live: int) -> None:
-        """Take in a turn that returned to its KV: seconds computed again, and its part of the steps' fixed times.
+        """Take in a turn: seconds that its KV was computed again for, and its part of the steps' fixed times.
 
         `num_live` trajectories run in the fleet: what a change brings shows when each has had some turns.
         """
+        flush_s = min(self._flush_turn_s, self._flush_debt_s)
+        self._flush_debt_s -= flush_s
+        self._num_since_flush += 1
         self._num_turns += 1
-        self._lost_s += lost_s
+        self._lost_s += lost_s + _FLUSH_SHARE * flush_s
         self._fixed_s += fixed_s
         if self._num_turns >= max(self._config.window_turns, self._turns_each * num_live):
             self._move()
+
+    def flushed(self, lost_s: float) -> None:
+        """Take in a flush, after which contexts are computed again for so many seconds.
+
+        They are spread over as many turns as came since the flush before: so many are expected until the next.
+        """
+        self._flush_debt_s += lost_s
+        self._flush_turn_s = self._flush_debt_s / max(self._num_since_flush, 1)
+        self._num_since_flush = 0
 
     def refused(self) -> None:
         """Note that a trajectory had to wait."""

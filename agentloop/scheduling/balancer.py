@@ -332,7 +332,7 @@ class Balancer:
         if not demand.is_session:
             self._charges.turn(holding, num_context_tokens, num_sampled_tokens)
             self._rebalance.prompted(num_context_tokens - num_sampled_tokens)
-            if holding.is_warm and is_here and num_cached_tokens is not None:
+            if is_here and num_cached_tokens is not None:
                 self._count_lost(holding, num_sampled_tokens, num_cached_tokens)
         num_left = holding.context_tokens if holding.is_warm else 0.0
         holding.context_tokens = float(num_context_tokens)
@@ -356,25 +356,34 @@ class Balancer:
             self._order(holding, target, now)
 
     def new_epoch(self, is_flushed: bool, now: float) -> None:
-        """Take in new weights. Flushed, no KV is left: whoever is at a tool is placed anew, the most work first."""
+        """Take in new weights. Flushed, no KV is left: whoever is at a tool is placed anew, the most work first.
+
+        Those that are not moved ask for room before they go on: there is nothing to come back to.
+        """
         self._table.epoch += 1
         if not is_flushed:
             return
         self._caches.flushed()
         waiting: list[Holding] = []
+        lost_s = 0.0
         for holding in self._table:
+            if holding.is_warm or (holding.is_sampling and not holding.demand.is_session):
+                lost_s += self._times.prefill(max(holding.context_tokens, holding.prompt_tokens))
             holding.is_warm = False
             if holding.is_at_tool and holding.is_counted and holding.charge.is_kept and not holding.earlier:
                 waiting.append(holding)
+        self.admission.flushed(lost_s)
         for holding, target in self._rebalance.spread(waiting):
             self._order(holding, target, now)
+        for holding in waiting:
+            if not holding.earlier and not holding.demand.is_session:  # somebody waits for its calls
+                self._let_go(holding)
 
     def look(self, now: float) -> None:
         """Let go of the KV of tools that take long; about once a second."""
         for holding in self._retention.due(now):
             if holding.is_counted and holding.is_at_tool and holding.charge.is_kept and not holding.earlier:
-                self._recount(holding, is_kept=False)
-                self._table.have_ask(holding)
+                self._let_go(holding)
 
     def check(self) -> None:
         """Raise InvariantBroken unless every count is what the leases add up to."""
@@ -446,9 +455,9 @@ class Balancer:
     # --- counting ---
 
     def _count_lost(self, holding: Holding, sampled_tokens: int, cached_tokens: int) -> None:
-        """Tell admission of a turn that returned to its KV: seconds computed again, and its part of fixed times."""
+        """Tell admission of a turn: seconds computed again if its KV was to be there, its part of fixed times."""
         num_lost = holding.context_tokens - cached_tokens
-        is_lost = num_lost > 2 * max(holding.lease.block_size, 1)
+        is_lost = holding.is_warm and num_lost > 2 * max(holding.lease.block_size, 1)
         lost_s = self._times.prefill(holding.context_tokens, float(cached_tokens)) if is_lost else 0.0
         num_sampling = max(self._placement.book(holding.lease.replica_id).num_sampling, 1)
         self.admission.turn(lost_s, self._times.step_s * sampled_tokens / num_sampling, self._placement.num_counted)
@@ -460,7 +469,7 @@ class Balancer:
         is_kept = capacity_tokens <= 0 or self._retention.keeps(holding, capacity_tokens, now)
         self._recount(holding, is_kept=is_kept)
         held_tokens = self._placement.book(holding.lease.replica_id).forecast.now_tokens
-        if is_kept and 0 < max(self.admission.rho, 1.0) * capacity_tokens < held_tokens:
+        if is_kept and 0 < self.admission.rho * capacity_tokens < held_tokens:
             is_kept = False  # the replica has grown beyond its KV: who goes to a tool makes room
             self._recount(holding, is_kept=False)
         return is_kept
@@ -510,6 +519,11 @@ class Balancer:
             replica_id, group_id = holding.lease.replica_id, holding.demand.group_id
             self._placement.change(replica_id, group_id, before, holding.charge)
             self.admission.freed(replica_id)
+
+    def _let_go(self, holding: Holding) -> None:
+        """Give the room of a trajectory that is at a tool to others: it asks before its next turn."""
+        self._recount(holding, is_kept=False)
+        self._table.have_ask(holding)
 
     def _order(self, holding: Holding, replica_id: str, now: float) -> None:
         """Move a trajectory that is at a tool; its process hears of it with its next report."""

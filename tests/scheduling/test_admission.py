@@ -176,15 +176,39 @@ def test_a_flush_places_anew_what_waits_at_tools_the_longest_first():
     assert balancer.orders("w") == ()
     balancer.new_epoch(is_flushed=True, now=3.0)
     orders = dict(balancer.orders("w"))
-    assert orders.keys() <= {lease.lease_id for lease in leases[:6]}
-    assert len(orders) >= 3
-    assert {lease.replica_id for lease in orders.values()} == {"b"}
-    assert {lease.epoch for lease in orders.values()} == {2}
-    old, new = next(iter(orders.items()))
+    assert orders.keys() == {lease.lease_id for lease in leases[:6]}
+    moved = {old: new for old, new in orders.items() if new is not None}  # the others ask before they go on
+    assert len(moved) >= 3
+    assert {lease.replica_id for lease in moved.values()} == {"b"}
+    assert {lease.epoch for lease in moved.values()} == {2}
+    old, new = next(iter(moved.items()))
     balancer.turn_begun(old, 3.5)  # this turn had begun before the order came
     assert old in dict(balancer.orders("w"))
     balancer.turn_begun(new.lease_id, 4.0)
     assert old not in dict(balancer.orders("w"))
+    balancer.check()
+
+
+def test_after_a_flush_trajectories_go_on_as_there_is_room_and_sessions_at_once():
+    balancer = Balancer(small_fleet(), BalancerConfig(priors=PRIORS))
+    leases = fill(balancer)
+    call = balancer.acquire(session("s", expires_at=10.0), 0.0)
+    for lease in leases.values():
+        turn(balancer, lease, 1500, 1.0)
+    turn(balancer, call, 500, 1.0)
+    assert not any(balancer.orders(name) for name in (*leases, ""))
+    balancer.new_epoch(is_flushed=True, now=2.0)
+    assert all(balancer.orders(name) == ((lease.lease_id, None),) for name, lease in leases.items())
+    assert balancer.orders("") == ()
+    balancer.admission.rho = 0.5  # as after some flushes
+    gone_on = []
+    for lease in leases.values():
+        with suppress(NoHealthyReplica):
+            gone_on.append(balancer.move(lease, is_failed=False, now=3.0))
+    assert 1 <= len(gone_on) < len(leases)
+    for lease in gone_on:
+        balancer.release(lease, 3000, 4.0)
+    assert balancer.move(leases[balancer.admission.next_up()[0]], is_failed=False, now=4.0).replica_id == "r0"
     balancer.check()
 
 
@@ -226,6 +250,27 @@ def test_the_share_of_kv_shrinks_while_contexts_are_lost_and_grows_again():
     for _ in range(100_000):
         admission.turn(9.0, 1.0, 1)
     assert admission.rho == AdmissionConfig().least
+
+
+def test_what_a_flush_costs_is_spread_over_the_turns_until_the_next_one():
+    """A third of it counts, beside the fixed parts: little of it lets the share be, much of it shrinks it."""
+    often, seldom = Admission(AdmissionConfig(window_turns=10)), Admission(AdmissionConfig(window_turns=10))
+    for admission, num_turns in ((often, 10), (seldom, 100)):
+        for _ in range(4):
+            for _ in range(num_turns):
+                admission.turn(0.0, 1.0, 1)
+            admission.flushed(20.0)
+    assert often.rho == pytest.approx((1 - AdmissionConfig().shrinkage) ** 3)
+    assert seldom.rho == AdmissionConfig().initial
+
+
+def test_after_the_last_flush_the_share_grows_again():
+    admission = Admission(AdmissionConfig(window_turns=10))
+    admission.flushed(1000.0)  # before any turn: all at once
+    for _ in range(100):
+        admission.refused()
+        admission.turn(0.0, 1.0, 1)
+    assert 0.75 < admission.rho < 1.2
 
 
 def test_the_share_of_kv_does_not_grow_while_nobody_waits():

@@ -49,7 +49,7 @@ def main() -> None:
     regimes = [one for one in REGIMES if not options.regimes or one.key in options.regimes]
     scale = BIG if options.big else Scale()
     scale = replace(scale, step_times=options.step_times)
-    seeds = range(options.seeds)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     source = partial(arms, options.arms, options.grid)
     for name, why in missing_arms().items():
         print(f"{name}: {why}")
@@ -96,7 +96,8 @@ def _options() -> argparse.Namespace:
     keys = ", ".join(one.key for one in REGIMES)
     parser.add_argument("--regimes", type=names, default=[], help=f"by commas; all without: {keys}")
     parser.add_argument("--arms", type=names, default=[], help="parts of names, by commas; all without")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0")
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--grid", action="store_true", help="run every arm's declared variants too")
     parser.add_argument("--big", action="store_true", help="64 replicas and 10,000 trajectories")
     parser.add_argument(
@@ -114,10 +115,10 @@ def _settings(scale: Scale, options: argparse.Namespace, wall_s: float) -> str:
     return (
         f"{scale.num_replicas} replicas of {scale.step_times}, blocks of {scale.block_size} tokens, "
         f"{scale.num_trajectories:,} trajectories, places for {scale.num_live:,}; mean of {options.seeds} seeds "
-        f"± their standard deviation. Reuse is the share of prompt tokens that the engine had cached, beside "
-        f"the bound of one cache for the fleet that never evicts. {wall_s / 60:.1f} minutes in "
-        f"{options.processes} processes. CPU is that of Python's thread: what Dynamo's own threads compute is not "
-        f"in it.{missing}"
+        f"from {options.first_seed} on ± their standard deviation. Reuse is the share of prompt tokens that the "
+        f"engine had cached, beside the bound of one cache for the fleet that never evicts. {wall_s / 60:.1f} "
+        f"minutes in {options.processes} processes. CPU is that of Python's thread: what Dynamo's own threads "
+        f"compute is not in it.{missing}"
     )
 
 
