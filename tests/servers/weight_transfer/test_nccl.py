@@ -1,14 +1,18 @@
 """What of the NCCL transport can be seen without a GPU; the rest is `tests/gpu/push_transports.py`."""
 
+import os
+
 import pytest
 
+from agentloop_servers.engines.sglang.config import SglangConfig, prepare_environment
 from agentloop_servers.weight_transfer.transports.base import TransportBroken
-from agentloop_servers.weight_transfer.transports.nccl import check_settings, settings
+from agentloop_servers.weight_transfer.transports.nccl import SHARED_SETTINGS, check_settings, settings
+from tests.support.transfer.adapters import POLICY
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_ALGO", "NCCL_PROTO"):
+    for name in SHARED_SETTINGS:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -25,6 +29,7 @@ def test_equal_settings_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"NCCL_PROTO": "LL"}, "NCCL_PROTO is Simple in the engine's worker and LL in the sender"),
         ({}, "NCCL_PROTO is Simple in the engine's worker and unset in the sender"),
         ({"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring"}, "NCCL_ALGO is unset in the engine's worker and ring"),
+        ({"NCCL_PROTO": "Simple", "NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE is unset .* and 0 in the sender"),
     ],
 )
 def test_settings_that_would_hang_a_broadcast_are_named(
@@ -33,3 +38,11 @@ def test_settings_that_would_hang_a_broadcast_are_named(
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     with pytest.raises(TransportBroken, match=reason):
         check_settings(theirs)
+
+
+def test_sglang_is_joined_by_a_trainer_whose_environment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = settings()
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    prepare_environment(SglangConfig(str(POLICY / "v0"), 0))
+    assert os.environ["NCCL_CUMEM_ENABLE"]  # SGLang sets it where it finds nothing
+    check_settings(theirs)

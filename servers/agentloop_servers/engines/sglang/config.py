@@ -46,6 +46,10 @@ def prepare_environment(config: SglangConfig) -> None:
     """Set what SGLang reads from the environment. Call before its first import; what the user set stays."""
     wanted = {
         "HF_HUB_OFFLINE": "1",  # models are folders
+        # SGLang would switch both off, and a trainer in which they are not could not join its NCCL. These are the
+        # values that NCCL takes where nothing is set.
+        "NCCL_CUMEM_ENABLE": "-2",
+        "NCCL_NVLS_ENABLE": "2",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the spare places
         "SGLANG_FORCE_STREAM_INTERVAL": str(config.progress_tokens),
         "TOKENIZERS_PARALLELISM": "false",

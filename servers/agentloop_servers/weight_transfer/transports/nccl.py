@@ -201,17 +201,19 @@ def _check(what: str, result: int) -> None:
         raise NcclFailed(f"NCCL {what}: {text}")
 
 
-# NCCL takes these from each process and never reconciles them: where they differ a broadcast fails or hangs. vLLM
-# sets them in its workers in batch-invariant mode.
-SHARED_SETTINGS = (
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_NTHREADS",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_COLLNET_ENABLE",
-)
+# NCCL takes these from each process and never reconciles them: where they differ, a join or a broadcast fails or
+# hangs. vLLM sets some in its workers in batch-invariant mode.
+SHARED_SETTINGS = {
+    "NCCL_ALGO": "",
+    "NCCL_PROTO": "",
+    "NCCL_MIN_NCHANNELS": "",
+    "NCCL_MAX_NCHANNELS": "",
+    "NCCL_NTHREADS": "",
+    "NCCL_COLLNET_ENABLE": "",
+    "NCCL_NVLS_ENABLE": "2",
+    "NCCL_CUMEM_ENABLE": "-2",
+}
+"""The variables that all ranks of a group must share, each with the value that stands for unset (NCCL 2.28)."""
 GROUP_JOIN_TIMEOUT_S = 60.0
 TRANSFER_TIMEOUT_S = 600.0  # of one attempt; `Peer.check` usually knows better
 
@@ -426,15 +428,17 @@ class NcclReceiveTransport(_NcclTransport):
 
 def settings() -> dict[str, str]:
     """Return this process's NCCL variables that all ranks of a group must share."""
-    return {name: os.environ[name] for name in SHARED_SETTINGS if name in os.environ}
+    return {name: os.environ.get(name, unset) for name, unset in SHARED_SETTINGS.items()}
 
 
 def check_settings(theirs: Mapping[str, str]) -> None:
     """Raise TransportBroken, naming the first variable that differs, unless the sender's are this process's."""
     ours = settings()
-    for name in SHARED_SETTINGS:
-        if ours.get(name) != theirs.get(name):
-            here, there = ours.get(name, "unset"), theirs.get(name, "unset")
+    for name, unset in SHARED_SETTINGS.items():
+        here, there = (
+            "unset" if found in ("", unset) else found for found in (ours[name], theirs.get(name, unset))
+        )
+        if here != there:
             raise TransportBroken(
                 f"{name} is {here} in the engine's worker and {there} in the sender: start the sender with the "
                 "worker's NCCL variables (batch-invariant vLLM sets them)"
