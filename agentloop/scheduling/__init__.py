@@ -24,5 +24,7 @@ __all__ = [
     "ReportDesk",
     "RolloutQueue",
     "Sample",
+    "Sample",
+    "Sample",
     "StepTimes",
 ]

@@ -56,6 +56,9 @@ class EngineCase:
     skips the recomputation of logprobs."""
     logit_error: float = 0.0
     """How far the engine's arithmetic may put a logit from that of `logits_of`, as a share of the largest."""
+    rounded_logits_of: Callable[[str, Sequence[int]], FloatArray] | None = None
+    """The same model in the engine's own precision, where that is low: after some contexts, of a model trained
+    sharply, its logits are far from exact ones. None where `logit_error` says it all."""
     allowed_by: Callable[[Constraint, Sequence[int], Sequence[int]], BoolArray] | None = None
     """Gives the ids `[n, vocabulary]` that a constraint allows at each of n sampled ids, and the stop ids it ends
     with, by its grammar alone."""

@@ -37,13 +37,13 @@ def write_poisoned(source: Path, target: Path) -> None:
 
 
 @cache
-def _model(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def _model(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def logits_of(folder: str, token_ids: Sequence[int]) -> FloatArray:
+def logits_of(folder: str, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> FloatArray:
     with torch.inference_mode():
-        logits: FloatArray = _model(folder)(torch.tensor([list(token_ids)])).logits[0].float().numpy()
+        logits: FloatArray = _model(folder, dtype)(torch.tensor([list(token_ids)])).logits[0].float().numpy()
     return logits
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,6 +60,7 @@ async def start_sglang_case() -> EngineCase:
         stop_id=tokenizer.token_to_id("<|im_end|>"),
         logits_of=logits_of,
         logit_error=logit_error(str(POLICY / "v0"), DTYPE),
+        rounded_logits_of=partial(logits_of, dtype=torch.bfloat16) if DTYPE == "bfloat16" else None,
         allowed_by=allowed_by,
     )
 

@@ -22,6 +22,7 @@ over sums in another order is a tenth of it."""
 APART = 0.02  # two distributions that are not one differ by more at some token
 NUM_TOKENS = 24
 NUM_SLACKS = 17  # so that two cuts in a row are nearer than the bound
+NUM_ROUNDINGS = 2  # the engine and the rounded model each round in an order of their own
 BOOK = [
     {"type": "function", "function": {"name": "book", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 ]
@@ -95,12 +96,16 @@ def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: 
     prompt, ids, constraint = request.token_ids, answer.token_ids, request.sampling.constraint
     told = turn_sampling(request.sampling, answer.logprobs_mode)
     logits = case.logits_of(case.checkpoint, prompt + ids)[len(prompt) - 1 : -1]
+    errors = case.logit_error * np.abs(logits).max(axis=1)
+    if case.rounded_logits_of is not None:
+        rounded = case.rounded_logits_of(case.checkpoint, prompt + ids)[len(prompt) - 1 : -1]
+        errors = np.maximum(errors, NUM_ROUNDINGS * np.abs(rounded - logits).max(axis=1))
     allowed = np.ones_like(logits, dtype=np.bool_)
     if constraint is not None:
         assert case.allowed_by is not None
         allowed = case.allowed_by(constraint, ids, told.stop_token_ids)
     stretch = max(told.repetition_penalty, 1 / told.repetition_penalty) / (told.temperature or 1.0)
-    within = bound(case, logits, stretch)
+    within = bound(errors, stretch)
     found = np.array(
         [
             [
@@ -119,7 +124,7 @@ def check(case: EngineCase, request: GenerateRequest, answer: Generation, what: 
     is_off = (logprobs <= low - within) | (logprobs >= high + within)
     off = [(logprobs[at], low[at], high[at], within[at]) for at in np.flatnonzero(is_off)]
     assert not off, f"{what}: recorded, lowest, highest, bound: {off}"
-    assert (np.abs(np.array(answer.raw_logprobs) - raw) < bound(case, logits, 1.0)).all(), what
+    assert (np.abs(np.array(answer.raw_logprobs) - raw) < bound(errors, 1.0)).all(), what
     return float(np.abs(sampled - raw).max())
 
 
@@ -133,14 +138,14 @@ def slacks(error: float) -> tuple[float, ...]:
     return 0.0, *np.linspace(-2 * error, 2 * error, NUM_SLACKS)
 
 
-def bound(case: EngineCase, logits: FloatArray, stretch: float) -> FloatArray:
+def bound(errors: FloatArray, stretch: float) -> FloatArray:
     """Return how far each logprob may be from the recomputed one: the precision of the engine, and no more.
 
-    An error of a logprob is that of its logit, at most `logit_error` of the row's largest one: the normaliser
-    averages over the others. `stretch` is what the sampling multiplies logits by. So the bound of a CPU in float32
-    is `STRICT`; of a GPU, whose float32 is TF32 in places, it is 0.06 for logits of 20 at temperature 1.
+    An error of a logprob is that of its row's logits, `errors`: the normaliser averages over the others. `stretch`
+    is what the sampling multiplies logits by. So the bound of a CPU in float32 is `STRICT`; of a GPU, whose float32
+    is TF32 in places, it is 0.06 for logits of 20 at temperature 1.
     """
-    result: FloatArray = STRICT + case.logit_error * stretch * np.abs(logits).max(axis=1)
+    result: FloatArray = STRICT + stretch * errors
     return result
 
 
