@@ -24,7 +24,5 @@ __all__ = [
     "ReportDesk",
     "RolloutQueue",
     "Sample",
-    "Sample",
-    "Sample",
     "StepTimes",
 ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from agentloop.clock import RealClock
 from agentloop.engine import Delta, StageReport, WeightUpdate
 from agentloop.fleet.registry import Fleet
 from agentloop.fleet.replica_sync import ReplicaSync
-from agentloop.request_watch import StreamPace
 from agentloop.types import FinishReason, GenerateRequest, Generation, KVPolicy, SamplingParams
 from agentloop_servers.engines.sglang import SglangConfig, SglangEngine
 from agentloop_servers.engines.vllm.config import VllmConfig
@@ -194,7 +192,6 @@ async def running_site(config: VllmConfig | SglangConfig, trainer: TrainerProces
     else:
         engine = VllmEngine(config)
         engine._process.scheduler_stats = counters  # vLLM reports to this object; the port has no counters
-    engine.stream_pace = StreamPace(pieces_per_s=math.inf)  # a piece for every step: the gap is the engine's alone
     async with asyncio.TaskGroup() as group:
         group.create_task(trainer.started())
         group.create_task(engine.start())
