@@ -31,7 +31,7 @@ from agentloop.types import OnStale, RolloutTask, Trajectory
 class Recipe:
     """The settings of one training run. A step trains on `num_groups` tasks of `group_size` samples each."""
 
-    num_steps: int = 60
+    num_steps: int = 90
     num_groups: int = 16
     group_size: int = 8
     max_staleness: int = 4  # versions that a trained token may be behind; 0: synchronous

@@ -141,14 +141,16 @@ class EngineSite:
 
     async def stream(self, request_id: str, prompt: tuple[int, ...]) -> AsyncIterator[Piece]:
         """Tokens as they come, until an abort or the end of the context; then `finals` has the whole answer."""
-        room = self.engine.info.max_context_tokens - len(prompt)
-        request = GenerateRequest(request_id, prompt, SamplingParams(max_tokens=room), timeout_s=REQUEST_TIMEOUT_S)
-        async with contextlib.aclosing(self.engine.stream(request)) as items:  # type: ignore[type-var]
+        async with contextlib.aclosing(self.engine.stream(self._request(request_id, prompt))) as items:  # type: ignore[type-var]
             async for item in items:
                 if isinstance(item, Delta):
                     yield Piece(item.token_ids, item.weight_versions[-1].version)
                 else:
                     self.finals[request_id] = item
+
+    async def generate(self, request_id: str, prompt: tuple[int, ...]) -> None:
+        """The same request without its pieces."""
+        self.finals[request_id] = await self.engine.generate(self._request(request_id, prompt))
 
     async def greedy(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[tuple[int, ...]]:
         """The most probable continuations."""
@@ -165,7 +167,12 @@ class EngineSite:
 
     def num_lost(self, flight: Flight) -> int:
         """Requests of an ended flight that ended before their abort, or whose answer is not what they streamed."""
-        return sum(not self._is_whole(stream.request_id, stream.token_ids) for stream in flight.streams)
+        requests = (*flight.streams, *flight.others)
+        return sum(not self._is_whole(request.request_id, request.token_ids) for request in requests)
+
+    def _request(self, request_id: str, prompt: tuple[int, ...]) -> GenerateRequest:
+        room = self.engine.info.max_context_tokens - len(prompt)
+        return GenerateRequest(request_id, prompt, SamplingParams(max_tokens=room), timeout_s=REQUEST_TIMEOUT_S)
 
     def _is_whole(self, request_id: str, streamed: Sequence[int]) -> bool:
         final = self.finals.get(request_id)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 Source = Callable[[str, tuple[int, ...]], AsyncIterator["Piece"]]
 """Starts one request, by id and prompt; yields its pieces to its end."""
+
+Load = Callable[[str, tuple[int, ...]], Awaitable[None]]
+"""Runs one request to its end, whose pieces nobody looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,26 @@ class Stream:
 class Flight:
     """Requests in flight. Raises what any of them raises, at the next call."""
 
-    def __init__(self, source: Source, prompts: Sequence[tuple[int, ...]], name: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        prompts: Sequence[tuple[int, ...]],
+        name: str,
+        *,
+        load: Load | None = None,
+        num_streams: int | None = None,
+    ) -> None:
+        """The first `num_streams` are streamed, all by default; the others are in flight as `load`."""
+        requests = [Stream(f"{name}-{n}", prompt) for n, prompt in enumerate(prompts)]
         self._source = source
-        self.streams = [Stream(f"{name}-{n}", prompt) for n, prompt in enumerate(prompts)]
+        self._load = load
+        self.streams, self.others = requests[:num_streams], requests[num_streams or len(requests) :]
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, num_tokens: int, timeout_s: float) -> None:
-        """Return once every request has `num_tokens`."""
-        self._tasks = [asyncio.create_task(self._read(stream)) for stream in self.streams]
+        """Return once every stream has `num_tokens`."""
+        self._tasks = [asyncio.create_task(self._run(other)) for other in self.others]
+        self._tasks += [asyncio.create_task(self._read(stream)) for stream in self.streams]
         await self.until(lambda stream: len(stream.token_ids) >= num_tokens, timeout_s)
 
     async def restart(self) -> None:
@@ -79,13 +94,13 @@ class Flight:
     @property
     def num_over(self) -> int:
         """Requests that have ended: nobody asked for it, so they are lost (or their budget was too small)."""
-        return sum(stream.is_over for stream in self.streams)
+        return sum(request.is_over for request in (*self.streams, *self.others))
 
     async def end(self, abort: Callable[[str], object], timeout_s: float = 60.0) -> None:
         """Abort them all, and wait for their last answers. Raises what any of them raised."""
-        for stream in self.streams:
-            if not stream.is_over:
-                await abort(stream.request_id)  # type: ignore[misc]
+        for request in (*self.streams, *self.others):
+            if not request.is_over:
+                await abort(request.request_id)  # type: ignore[misc]
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*self._tasks)
 
@@ -123,6 +138,11 @@ class Flight:
             if start <= earlier[0] and later[0] < end
         ]
         return statistics.median(gaps) if gaps else 0.0
+
+    async def _run(self, other: Stream) -> None:
+        assert self._load is not None, "somebody has to run them"
+        await self._load(other.request_id, other.prompt)
+        other.is_over = True
 
     async def _read(self, stream: Stream) -> None:
         prompt = stream.prompt + tuple(stream.token_ids)

@@ -155,7 +155,7 @@ def _stall_row(name: str, one: Updates) -> tuple[object, ...]:
 def _throughput(staging: Staging) -> str:
     share = staging.staging_tokens_per_s / staging.undisturbed_tokens_per_s
     rows = [
-        ("undisturbed, tok/s", staging.undisturbed_tokens_per_s),
+        ("undisturbed, tok/s of the streams", staging.undisturbed_tokens_per_s),
         ("within stage calls, tok/s", staging.staging_tokens_per_s),
         ("share of undisturbed", f"{share:.1%}"),
         ("stages, one after the other", staging.num_stages),

@@ -5,8 +5,9 @@
     python -m tests.benchmarks.weight_updates --engine sglang --graphs --transport ipc --kv-gib 24         # 1 GPU
     python -m tests.benchmarks.weight_updates --device cpu --shape tiny                                   # dry run
 
-64 requests stream; the trainer is another process, on the next GPU (nccl) or on the same one (ipc). Variants, each
-on an engine of its own, one after the other:
+64 requests are in flight, 12 of them streamed: as many as an engine gives a piece for every step. With the engine's
+own paths all stream. The trainer is another process, on the next GPU (nccl) or on the same one (ipc). Variants, one
+after the other, each on an engine of its own:
 - `staged`: two phases, KV kept. Also throughput while staging, 20 updates in a row, and vLLM's prefill counters;
 - `one-phase`: ours with `weight_staging` none;
 - `native`: the engine's own path. Of vLLM packed NCCL (needs NCCL >= 2.29.7: VLLM_NCCL_SO_PATH); of SGLang
@@ -40,13 +41,14 @@ from tests.benchmarks.baselines_sglang import PlainSglang
 from tests.benchmarks.link_speed import measure
 from tests.benchmarks.report import finish
 from tests.benchmarks.shapes import SHAPES, random_prompts, write_model_folder
-from tests.benchmarks.site import EngineSite, PrefillCounts, TimedUpdate, running_site
+from tests.benchmarks.site import EngineSite, TimedUpdate, running_site
 from tests.benchmarks.streams import Flight, Gaps
 from tests.benchmarks.trainer import TrainerConfig, TrainerProcess
 from tests.benchmarks.update_results import Consecutive, Failed, Plain, Staged, Staging, Updates, is_bad, tables
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_VERSION = 16, 4, 1  # every variant's first version
 WARM_TOKENS = 16
+NUM_STREAMS = 12  # more would be given out in larger pieces (`StreamPace`), and a gap be that between these
 SPACING_S = 0.7  # between single updates: the streams are steady again
 
 
@@ -59,15 +61,13 @@ async def staged(site: EngineSite, options: argparse.Namespace) -> Staged:
     before = await site.memory()
     row = await _updates(site, flight, options.consecutive, 0.0)
     after = await site.memory()
-    kept, recomputed = site.counts - counts, PrefillCounts()
-    if options.engine == "vllm":  # SGLang has no counters
-        counts = site.counts
-        await site.update(KVPolicy.RECOMPUTE)
-        await flight.until(lambda stream: stream.arrivals[-1][2] == site.version, timeout_s=60)
-        recomputed = site.counts - counts
+    kept, counts = site.counts - counts, site.counts
+    await site.update(KVPolicy.RECOMPUTE)
+    await flight.until(lambda stream: stream.arrivals[-1][2] == site.version, timeout_s=60)
+    recomputed = site.counts - counts
     await flight.end(site.engine.abort)
     lost = site.num_lost(flight)
-    return Staged(single, staging, Consecutive(row, before, after, len(flight.streams), lost), kept, recomputed)
+    return Staged(single, staging, Consecutive(row, before, after, options.requests, lost), kept, recomputed)
 
 
 async def one_phase(site: EngineSite, options: argparse.Namespace) -> Updates:
@@ -80,7 +80,7 @@ async def one_phase(site: EngineSite, options: argparse.Namespace) -> Updates:
 
 async def _flight(site: EngineSite, options: argparse.Namespace, name: str) -> Flight:
     prompts = random_prompts(SHAPES[options.shape], options.requests, options.prompt_tokens)
-    flight = Flight(site.stream, prompts, name)
+    flight = Flight(site.stream, prompts, name, load=site.generate, num_streams=NUM_STREAMS)
     try:
         await flight.start(WARM_TOKENS, timeout_s=120)
     except BaseException:
