@@ -1,11 +1,10 @@
 """Versions, recorded logprobs and exact ids, measured for their worth: `docs/learning.md` shows the results.
 
-    python -m examples.train.ablations table RUN --model 0=examples/tiny_policy/v0 --model 1=examples/tiny_policy/v1
-    python -m examples.train.ablations train --arms sync,stale4 --seeds 3 --into runs/arms
+    python -m examples.train.ablations --arms sync,stale4 --seeds 3 --into runs/arms
     python -m examples.train.curves runs/arms
 
-`table` needs a run directory and the checkpoints of its versions, and trains nothing. `train` trains once for each
-arm and seed in one service, from the same checkpoint and on the same tasks; `--into` goes on where it stopped.
+It trains once for each arm and seed in one service, from the same checkpoint and on the same tasks; `--into` goes
+on where it stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import asyncio
 import copy
 import json
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -28,11 +26,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from agentloop.client import RolloutClient
-from agentloop.export import read_all
 from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.storage import STORE_NAME, TrajectoryReader
-from agentloop.trainers import TrainingRow, group_rows
-from agentloop.trainers.mismatch import Mismatch, mismatch
+from agentloop.trainers import TrainingRow
 from agentloop_servers.config import ServiceConfig, new_run_dir
 from agentloop_servers.local import running_service
 from examples.train.grpo import Prepare, Recipe, by_prompt, evaluate, logprobs_of, push_next, unchanged
@@ -43,11 +38,6 @@ Choice = Callable[[TrainingRow], np.ndarray]
 """The version under which each token of a row is given its logprob."""
 
 
-def by_span(row: TrainingRow) -> np.ndarray:
-    """The version that sampled each token."""
-    return row.versions[row.mask]
-
-
 def by_first(row: TrainingRow) -> np.ndarray:
     """The oldest version of the row, for all its tokens."""
     return np.full(int(row.mask.sum()), row.oldest_version)
@@ -56,9 +46,6 @@ def by_first(row: TrainingRow) -> np.ndarray:
 def by_last(row: TrainingRow) -> np.ndarray:
     """The newest version of the row, for all its tokens."""
     return np.full(int(row.mask.sum()), row.newest_version)
-
-
-CHOICES: dict[str, Choice] = {"its span's version": by_span, "the first version": by_first, "the last": by_last}
 
 
 def recomputed(
@@ -88,79 +75,6 @@ def retokenised(ids: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> list
             text = tokenizer.decode(sampled.tolist(), skip_special_tokens=False)
             turns.append((sampled, np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)))
     return turns
-
-
-# --- tables of a finished run -----------------------------------------------------------------------------
-
-
-def rows_of_run(run_dir: Path) -> list[TrainingRow]:
-    """All rows of a run directory. Raises InvalidRequest if it holds no store."""
-    groups: dict[str, list[Any]] = defaultdict(list)
-    store = TrajectoryReader(run_dir / STORE_NAME)
-    try:
-        for trajectory in read_all(store):
-            groups[trajectory.group_id].append(trajectory)
-    finally:
-        store.close()
-    return [row for group in groups.values() for row in group_rows(group)]
-
-
-def mismatch_table(rows: Sequence[TrainingRow], models: Mapping[int, torch.nn.Module]) -> dict[str, Mismatch]:
-    """The distance of recorded to recomputed logprobs, by the version; in rows that have several."""
-    mixed = [row for row in rows if row.oldest_version != row.newest_version]
-    recorded = _joined([row.logprobs[row.mask] for row in mixed])
-    return {
-        name: mismatch(recorded, _joined(recomputed(mixed, models, choice))) for name, choice in CHOICES.items()
-    }
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.float32), *parts])
-
-
-def retokenised_table(rows: Sequence[TrainingRow], tokenizer: Tokenizer) -> dict[str, tuple[int, int, int, int]]:
-    """Rows and turns that a decode and an encode would change, of how many: by versions, and by task family."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        versions = f"all v{row.oldest_version}" if row.oldest_version == row.newest_version else "several versions"
-        turns = retokenised(row.input_ids, row.mask, tokenizer)
-        num_changed = sum(not np.array_equal(*turn) for turn in turns)
-        for name in (versions, row.task_id.rpartition("-")[0]):
-            counts[name].update(rows=1, rows_changed=num_changed > 0, turns=len(turns), turns_changed=num_changed)
-    kinds = ("rows_changed", "rows", "turns_changed", "turns")
-    return {name: tuple(count[kind] for kind in kinds) for name, count in counts.items()}  # type: ignore[misc]
-
-
-def print_tables(run_dir: Path, checkpoints: Mapping[int, Path], num_rows: int | None) -> None:
-    """Print both tables as Markdown; the first one of `num_rows` rows, evenly spaced, if that is not None."""
-    models = {version: load(folder) for version, folder in checkpoints.items()}
-    tokenizer = Tokenizer.from_file(str(next(iter(checkpoints.values())) / "tokenizer.json"))
-    rows = [row for row in rows_of_run(run_dir) if set(row.versions[row.mask].tolist()) <= models.keys()]
-    chosen = rows if num_rows is None else rows[:: max(1, len(rows) // num_rows)]
-    print(
-        "| logprob of the token under | tokens | mean abs diff | max | k3-KL | ESS | ratio <0.5 | ratio p1, p99 |"
-    )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for name, one in mismatch_table(chosen, models).items():
-        low, high = one.ratio_percentiles[0], one.ratio_percentiles[-1]
-        print(
-            f"| {name} | {one.num_tokens:,} | {one.mean_abs_diff:.6f} | {one.max_abs_diff:.4f} | {one.k3_kl:.6f}"
-            f" | {one.ess:.3f} | {100 * one.share_below_half:.1f} % | {low:.3f}, {high:.3f} |"
-        )
-    print("\n| decode and encode change | trajectories | turns |\n|---|---:|---:|")
-    for name, (changed, of, turns_changed, of_turns) in sorted(retokenised_table(rows, tokenizer).items()):
-        print(
-            f"| {name} | {100 * changed / of:.1f} % ({changed}/{of})"
-            f" | {100 * turns_changed / of_turns:.1f} % ({turns_changed}/{of_turns}) |"
-        )
-
-
-def load(folder: Path) -> torch.nn.Module:
-    """The checkpoint in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-# --- arms that train --------------------------------------------------------------------------------------
 
 
 class RecomputedLogprobs:
@@ -282,7 +196,8 @@ async def train_arms(
 async def _baseline(client: RolloutClient, setting: Setting, file: Path) -> dict[str, float]:
     """Held-out success of the first checkpoint, by task; from the file if it was measured before."""
     if (found := _read(file)) is None:
-        await push_next(client, load(setting.policy))
+        model = AutoModelForCausalLM.from_pretrained(setting.policy, dtype=torch.float32)
+        await push_next(client, model)
         found = await evaluate(client, held_out_tasks(setting.num_held_out, setting.family), setting.num_samples)
         _write(file, found)
     return found
@@ -348,28 +263,14 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    table = commands.add_parser("table", help="tables of a finished run")
-    table.add_argument("run", type=Path)
-    table.add_argument("--model", action="append", default=[], metavar="VERSION=DIR")
-    table.add_argument("--versions", type=Path, help="a directory of checkpoints named by their versions")
-    table.add_argument("--rows", type=int, help="recompute this many, evenly spaced; all by default")
-    training = commands.add_parser("train", parents=[parser_of_runs()], help="train arms")
-    training.add_argument("--arms", default="sync,stale1,stale4,stale8", help=f"some of {', '.join(ARMS)}")
-    training.add_argument("--seeds", type=int, default=3)
-    training.add_argument("--first-seed", type=int, default=0)
-    training.add_argument("--into", type=Path, help="a directory to go on with")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[parser_of_runs()]
+    )
+    parser.add_argument("--arms", default="sync,stale1,stale4,stale8", help=f"some of {', '.join(ARMS)}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--into", type=Path, help="a directory to go on with")
     arguments = parser.parse_args()
-    if arguments.command == "table":
-        checkpoints = {
-            int(version): Path(folder) for version, folder in (one.split("=", 1) for one in arguments.model)
-        }
-        if arguments.versions is not None:
-            checkpoints |= {int(folder.name): folder for folder in arguments.versions.iterdir()}
-        settle_torch(1)
-        print_tables(arguments.run, checkpoints, arguments.rows)
-        return
     settle_torch(arguments.threads)
     asyncio.run(run(arguments, Console()))
 

@@ -14,8 +14,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from agentloop.client import RolloutClient
+from agentloop.storage import STORE_NAME
 from agentloop.trainers import TrainingRow, group_rows
 from agentloop.types import Limits, Message, RolloutTask
+from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, versions_in
 from examples.train import ablations, curves
 from examples.train.grpo import (
     Recipe,
@@ -194,17 +196,17 @@ async def test_asynchronous_training_is_never_further_behind_than_it_says(servic
     assert max(step.staleness_max for step in steps) in (1, 2)
 
 
-async def test_the_tables_of_a_run_need_its_directory_and_its_versions(service, run_dir, tmp_path, capsys):
+async def test_a_run_that_saved_its_versions_is_checked_against_them(service, run_dir, tmp_path):
     recipe = replace(SMALL, num_steps=2, max_staleness=2)
     async with RolloutClient(service) as client:
         first = (await client.status()).weight_version + 1
         await train(client, shipped_policy(), short_tasks(4), recipe, prepare=saving(tmp_path, POLICY))
-    assert sorted(int(folder.name) for folder in tmp_path.iterdir()) == [first, first + 1]
-    capsys.readouterr()
-    ablations.print_tables(run_dir, {int(folder.name): folder for folder in tmp_path.iterdir()}, num_rows=8)
-    printed = capsys.readouterr().out
-    assert [line for line in printed.splitlines() if line.startswith("| its span's version |")]
-    assert f"| all v{first} |" in printed
+    versions = versions_in(tmp_path)
+    assert sorted(versions) == [first, first + 1]
+    load = load_reference("cpu", "float32")
+    found = check_logprobs(run_dir / STORE_NAME, POLICY, versions, load, max_trajectories=8)
+    assert found.rows[0].under == "span, all"
+    assert f"{first}" in {row.version for row in found.retokenized}
 
 
 def test_held_out_tasks_are_never_trained_on():
@@ -233,9 +235,8 @@ def test_versions_of_recomputed_logprobs(rows):
     }
     with torch.inference_mode():
         zero, one = (logprobs_of(models[version], [mixed]).numpy() for version in (0, 1))
-    [by_span], [by_first], [by_last] = (
-        ablations.recomputed([mixed], models, choice) for choice in ablations.CHOICES.values()
-    )
+    choices = (ablations.by_first, ablations.by_last, lambda row: row.versions[row.mask])
+    [by_first], [by_last], [by_span] = (ablations.recomputed([mixed], models, choice) for choice in choices)
     np.testing.assert_allclose(by_span, np.concatenate([zero[:half], one[half:]]), atol=1e-5)
     np.testing.assert_allclose(by_first, zero, atol=1e-5)
     np.testing.assert_allclose(by_last, one, atol=1e-5)
@@ -256,7 +257,6 @@ def test_ids_encoded_anew_keep_their_places(rows):
     [changed] = ablations.RetokenisedIds(tokenizer)([sampled], shipped_policy(), 7)
     assert changed.input_ids[row.num_prompt :].tolist() == exact
     assert changed.logprobs[changed.mask].tolist() == logprobs[mask][: len(exact)].tolist()
-    assert ablations.retokenised_table([sampled], tokenizer)["all v7"] == (1, 1, 1, 1)
 
 
 async def test_arms_go_on_where_they_stopped(service, tmp_path):

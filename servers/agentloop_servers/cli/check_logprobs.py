@@ -111,6 +111,14 @@ def parse_versions(named: Sequence[str]) -> dict[int, Path]:
     return found
 
 
+def versions_in(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a folder that are named by their versions. Raises InvalidRequest if none is."""
+    found = {int(one.name): one for one in folder.glob("*") if one.name.isdecimal()}
+    if not found:
+        raise InvalidRequest(f"{folder} has no folder that is named by a version", param="versions")
+    return found
+
+
 def check_logprobs(
     store: Path,
     model: Path,

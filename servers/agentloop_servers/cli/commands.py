@@ -28,7 +28,7 @@ from agentloop.logs import LOG_NAME, configure_logging
 from agentloop.storage import STORE_NAME
 from agentloop.trainers import MAX_K3
 from agentloop.types import KVPolicy, OnStale, StalenessLimit
-from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, parse_versions, tables
+from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, parse_versions, tables, versions_in
 from agentloop_servers.cli.doctor import doctor
 from agentloop_servers.cli.progress import summary_table
 from agentloop_servers.cli.run import (
@@ -205,6 +205,9 @@ def check_run(
     model_version: Annotated[
         list[str] | None, typer.Option(help="N=DIR: the checkpoint of version N; may be repeated.")
     ] = None,
+    versions: Annotated[
+        Path | None, typer.Option(help="A folder of checkpoints that are named by their versions.")
+    ] = None,
     device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.AUTO,
     dtype: Annotated[Precision, typer.Option(help="What to compute in: your trainer's.")] = Precision.FLOAT32,
     trajectories: Annotated[int, typer.Option(min=1, help="Look at no more than these, chosen at random.")] = 1000,
@@ -213,10 +216,12 @@ def check_run(
 ) -> None:
     """Compare a run's recorded logprobs with those of the checkpoints that sampled them."""
     with _clear_errors(), Console(stderr=True).status("loading") as progress:
-        store, versions = _store_of(run), parse_versions(model_version or [])
+        store, named = _store_of(run), parse_versions(model_version or [])
+        if versions is not None:
+            named = {**versions_in(versions), **named}
         load = load_reference(device.value, dtype.value)
         found = check_logprobs(
-            store, model, versions, load, max_trajectories=trajectories, on_progress=progress.update
+            store, model, named, load, max_trajectories=trajectories, on_progress=progress.update
         )
     if as_json:
         typer.echo(orjson.dumps(codec.to_builtins(found)))

@@ -189,3 +189,6 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         assert words in out
     with pytest.raises(InvalidRequest, match="N=DIR"):
         parse_versions(["v1"])
+    code, out = run(store, "--model", V0, "--versions", adapter)
+    assert code == 1
+    assert "no folder that is named by a version" in out
