@@ -11,9 +11,9 @@ import pytest
 
 from agentloop.parsers.by_name import get_parser
 from agentloop.sampling import LogprobsMode, turn_sampling
-from agentloop.types import Constraint, ConstraintKind, FloatArray, GenerateRequest, Generation
+from agentloop.types import Constraint, ConstraintKind, FloatArray, GenerateRequest, Generation, KVPolicy
 from tests.contract.cases import EngineCase
-from tests.contract.driving import Reading, generated
+from tests.contract.driving import Reading, commit_next, generated
 from tests.contract.reference import log_softmax, sampled_logprobs
 
 STRICT = 1e-3
@@ -152,15 +152,14 @@ def bound(errors: FloatArray, stretch: float) -> FloatArray:
 async def test_logprobs_are_those_of_the_record_recomputed(recomputable: EngineCase) -> None:
     """All settings at once: what shares a batch must not shape another's distribution."""
     case = recomputable
+    if case.checkpoint != case.checkpoints[0]:  # the other is so certain of its tokens that settings may look alike
+        await commit_next(case, KVPolicy.RECOMPUTE)
     requests = [ask(case, case.prompt(), given) for given in SETTINGS.values()]
     answers = await asyncio.gather(*(generated(case, request) for request in requests))
     apart = {}
     for name, request, answer in zip(SETTINGS, requests, answers, strict=True):
         apart[name] = check(case, request, answer, name)
-    same = {name for name in SETTINGS if apart[name] < APART}
-    # Others may seem the same where a policy is certain of every token, but not most of them.
-    assert {"T 0", "T 1", "T 0, truncated"} <= same
-    assert len(same) < len(SETTINGS) / 2
+    assert [name for name in SETTINGS if apart[name] < APART] == ["T 0", "T 1", "T 0, truncated"]
 
 
 @pytest.mark.parametrize("what", ["regex", "forced call"])
