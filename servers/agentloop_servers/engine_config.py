@@ -66,10 +66,12 @@ class EngineConfig(_EngineModel):
     lora_rank: LoraRank | None = None  # the largest rank of an adapter; None: no adapters
     stage_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # of a push, from the connection to the last byte
     commit_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0  # with loading and compiling; then it is started again
     stall_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # without a step while requests run: it is restarted
     report_interval_s: Annotated[float, Field(gt=0, le=5)] = 2.0  # of turns under way; a crash loses as much
     report_tokens: Annotated[int, Field(ge=1)] = 256  # and where that comes sooner
     enforce_eager: bool = False  # always on for CPU
+    batch_invariant: bool = False  # a context has the same logits in whatever batch, for some speed; GPUs only
     logprobs_mode: Literal["sampled", "raw", "both"] = "sampled"  # the distribution: `docs/distribution.md`
     num_threads: Annotated[int, Field(ge=1)] | None = None  # None: on CPU 1; on CUDA many while it loads, then 1
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # what Ray reserves for a replica
@@ -84,6 +86,8 @@ class EngineConfig(_EngineModel):
             raise ValueError("kv_cache_mib is required on device cpu: vLLM would take most of the memory")
         if is_cpu_vllm and self.block_size % 32:
             raise ValueError(f"block_size on device cpu is a multiple of 32, not {self.block_size}")
+        if self.batch_invariant and not self.on_gpu:
+            raise ValueError("batch_invariant is for vLLM and SGLang on GPUs")
         if self.expert_parallel and self.num_workers == 1:
             raise ValueError("expert_parallel needs a tensor_parallel_size or data_parallel_size above 1")
         if self.gpu_share < 1 and self.num_workers > 1:

@@ -109,6 +109,7 @@ def _common_fields(config: ServiceConfig, entry: EngineEntry) -> dict[str, Any]:
         "weight_staging": config.weight_staging(entry),
         "lora_rank": entry.lora_rank,
         "enforce_eager": entry.enforce_eager,
+        "batch_invariant": entry.batch_invariant,
         "logprobs_mode": LogprobsMode(entry.logprobs_mode),
         "stage_timeout_s": entry.stage_timeout_s,
         "commit_timeout_s": entry.commit_timeout_s,

@@ -283,7 +283,12 @@ TOOLS = [
                     "note": {"type": "string", "maxLength": 12},
                 },
                 "required": ["when", "is_quick", "note"],
-                "$defs": {"day": {"type": "object", "properties": {"hour": {"type": "integer", "maximum": 23}}}},
+                "$defs": {
+                    "day": {
+                        "type": "object",
+                        "properties": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}},
+                    }
+                },
             },
         },
     },

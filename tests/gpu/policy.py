@@ -29,6 +29,7 @@ def service_config(
     max_running: int,
     kv_cache_mib: int,
     kind: str = "vllm",
+    batch_invariant: bool = False,
     tensor_parallel_size: int = 1,
     data_parallel_size: int = 1,
     **changed: object,
@@ -44,6 +45,7 @@ def service_config(
         "kv_cache_mib": kv_cache_mib,
         "gpu_memory_utilization": 0.3,  # that has to be free; the cache has a size of its own
         "enforce_eager": True,
+        "batch_invariant": batch_invariant,
         "tensor_parallel_size": tensor_parallel_size,
         "data_parallel_size": data_parallel_size,
         "num_cpus": 0.5 if is_cpu else 1.0,

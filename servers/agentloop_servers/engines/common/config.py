@@ -29,6 +29,7 @@ class ProcessEngineConfig:
     weight_staging: str = "auto"  # where pushed weights wait: "auto", "device", "host" or "none"
     lora_rank: int | None = None  # the largest; None: no adapters
     enforce_eager: bool = False  # no CUDA graphs
+    batch_invariant: bool = False  # a context has the same logits in whatever batch; CUDA only
     seed: int = 0
     control_timeout_s: float = 60.0  # pause, resume
     drain_timeout_s: float = 600.0  # pause(WAIT): as long as a request may run
@@ -46,6 +47,8 @@ class ProcessEngineConfig:
         if self.device == "cpu" and self.can_sleep:
             # vLLM would only log a warning, and keep everything.
             raise ValueError("memory cannot be given back on CPU")
+        if self.device == "cpu" and self.batch_invariant:
+            raise ValueError("batch_invariant is for GPUs: no engine has such kernels for a CPU")
 
     @property
     def can_constrain(self) -> bool:

@@ -80,6 +80,7 @@ def server_arguments(config: SglangConfig, kv_endpoint: str) -> dict[str, Any]:
         "cuda_graph_max_bs_decode": config.max_num_seqs,  # its own, 256 on most GPUs, leaves larger batches without
         "attention_backend": config.attention_backend or ("torch_native" if is_cpu else "triton"),
         "sampling_backend": "pytorch",  # not used: `sampler.py` samples
+        "enable_deterministic_inference": config.batch_invariant,
         "grammar_backend": "none",  # ours is put in its place
         # Token ids in, token ids out, straight from the scheduler; the tokenizer is for constraints only.
         "skip_tokenizer_init": True,

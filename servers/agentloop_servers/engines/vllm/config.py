@@ -62,6 +62,8 @@ def prepare_environment(config: VllmConfig) -> None:
     }
     if config.logprobs_mode is not LogprobsMode.SAMPLED:
         wanted["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the one that `raw_logprobs.py` fits
+    if config.batch_invariant:
+        wanted["VLLM_BATCH_INVARIANT"] = "1"
     if config.device == "cpu":
         wanted |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a host on the same cores

@@ -208,7 +208,9 @@ def test_the_arguments(tmp_path: Path) -> None:
     assert arguments["context_length"] > 100
     assert arguments["skip_tokenizer_init"]
     assert "enable_memory_saver" not in arguments
+    assert not arguments["enable_deterministic_inference"]
     assert server_arguments(config(tmp_path, can_sleep=True), "ipc:///x")["enable_memory_saver"]
+    assert server_arguments(config(tmp_path, batch_invariant=True), "ipc:///x")["enable_deterministic_inference"]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,7 @@ def test_the_arguments(tmp_path: Path) -> None:
         {"load_format": "dummy"},
         {"device": "tpu"},
         {"device": "cpu", "can_sleep": True},
+        {"device": "cpu", "batch_invariant": True},
         {"dtype": "int8"},
         {"dtype": "float32"},
         {"progress_tokens": 0},

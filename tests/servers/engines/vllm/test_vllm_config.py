@@ -7,6 +7,7 @@ and the values are the ones written down here.
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from agentloop.images import MAX_IMAGES
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
 from agentloop_servers.engines.common import kv_endpoint, kv_endpoints
-from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments
+from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
 from tests.support.records.vision_folder import write_vision_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
@@ -166,6 +167,14 @@ def test_what_the_adapter_needs_beside_the_arguments():
     assert (config.can_sleep, config.lora_rank) == (True, 8)
     with pytest.raises(ValueError, match="cannot be given back on CPU"):
         dataclasses.replace(configured({"mode": "debug", "engine": CPU}), can_sleep=True)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_mode_in_which_batches_do_not_matter_is_vllm_s_own(wanted, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("VLLM_BATCH_INVARIANT", None)
+    prepare_environment(configured({"engine": {"batch_invariant": wanted}}))
+    assert os.environ.get("VLLM_BATCH_INVARIANT") == ("1" if wanted else None)
 
 
 def test_a_model_with_vision_has_bounds_and_no_cache_of_processed_images(tmp_path):
