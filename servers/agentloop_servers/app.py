@@ -74,7 +74,7 @@ from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica import EngineClients, Replica
-from agentloop_servers.serve_process import begin_process
+from agentloop_servers.serve_process import begin_process, ends_unless_done
 from agentloop_servers.sizing import sized
 from agentloop_servers.tcp import url_of
 from agentloop_tools import SHIPPED_TOOLS
@@ -173,6 +173,7 @@ class EngineReplicaDeployment:
             private_host(config),
             slot=context.rank.rank + sum(one.replicas for one in config.entries[:entry_index]),
             config=replica_config(config, entry),
+            starting=lambda: ends_unless_done(entry.start_timeout_s, "the engine's start"),
         )
         self._closing.push_async_callback(self._replica.close)
         await self._replica.start()
@@ -465,6 +466,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             engine_deployment(config, entry),
             entry.replicas,
             actor=engine_actor_options(config, entry),
+            health_check_timeout_s=10.0,  # three are what the coordinator waits for a sign of life
             ends_within_s=10.0,
         ).bind(*common, coordinator, index)
         for index, entry in enumerate(config.entries)
@@ -483,6 +485,7 @@ def processes(
     actor: dict[str, Any] | None = None,
     max_ongoing_requests: int = 100,
     health_check_period_s: float = 2.0,
+    health_check_timeout_s: float = 30.0,  # a loop that user code blocks answers late
     stays_s: float = 0.1,
     ends_within_s: float = 5.0,
 ) -> serve.Deployment:
@@ -497,7 +500,7 @@ def processes(
         max_ongoing_requests=max_ongoing_requests,
         ray_actor_options=actor or {"num_cpus": 0},
         health_check_period_s=health_check_period_s,
-        health_check_timeout_s=30,
+        health_check_timeout_s=health_check_timeout_s,
         graceful_shutdown_wait_loop_s=stays_s,
         graceful_shutdown_timeout_s=ends_within_s,
     )

@@ -1,4 +1,4 @@
-"""One process of Serve's: its log, and its end on SIGTERM.
+"""One process of Serve's: its log, its end on SIGTERM, and that of a start that hangs.
 
 Ray's handler of SIGTERM is Python, which runs in the main thread alone, and that one waits within Ray's own loop: a
 process that is told to end would go on. `faulthandler` has a handler in C that may be set from any thread: it tells
@@ -13,8 +13,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from agentloop.errors import error_line
 from agentloop.logs import LOG_NAME, LogRotation, configure_logging
 
 SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end
+_LOCK_GRACE_S = 1.0
+_STDERR = 2
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -47,6 +49,30 @@ def begin_process(run_dir: Path, rotation: LogRotation) -> Closing:
     configure_logging(run_dir / LOG_NAME, rotation=rotation)
     end_on_sigterm(closing.aclose, SIGTERM_GRACE_S)
     return closing
+
+
+@contextmanager
+def ends_unless_done(timeout_s: float, work: str) -> Iterator[None]:
+    """End the process, at once, if the block takes longer than `timeout_s`; `work` is its name in the log.
+
+    For what may hang in any thread, and that nobody else bounds: Serve waits for a start for ever. What hangs with
+    Python's lock in hand, in C, keeps this from the log: `faulthandler` ends it then, on stderr.
+    """
+    timer = threading.Timer(timeout_s, _give_up, (timeout_s, work))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(timeout_s + _LOCK_GRACE_S, exit=True, file=_STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+def _give_up(timeout_s: float, work: str) -> None:
+    _log.error("process_ends", because=f"{work} takes longer than {timeout_s:g} s")
+    faulthandler.dump_traceback(file=_STDERR)  # where it hangs
+    os._exit(1)
 
 
 def end_on_sigterm(close: Callable[[], Awaitable[None]], grace_s: float) -> None:

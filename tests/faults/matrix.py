@@ -488,6 +488,19 @@ ROWS: tuple[Row, ...] = (
         "every accepted call is committed once or has failed openly; no token is mislabelled; memory is flat",
         why_not="`make soak` is that run, 20 minutes on both cores; its output: `tests/benchmarks/RESULTS.md`.",
     ),
+    Row(
+        "a replica's process stands still for good",
+        "its work goes on elsewhere; the process is ended within a minute, and another is started",
+        (f"{_SERVICE}a_replica_that_stands_still_for_good_is_replaced", _SCHEDULES),
+    ),
+    Row(
+        "an engine hangs in its start, in whatever language",
+        "its process ends, says where it hung, and another is started",
+        (
+            "servers/test_start_bound.py::test_the_process_ends_and_says_why",
+            f"{_REPLICA}the_start_of_the_engine_is_bounded_and_the_wait_before_it_is_not",
+        ),
+    ),
 )
 
 

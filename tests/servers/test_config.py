@@ -136,6 +136,8 @@ CPU = {"device": "cpu", "kv_cache_mib": 64}
         ({"engine": {"device": "cpu"}}, "kv_cache_mib is required on device cpu"),
         ({"engine": {**CPU, "block_size": 16}}, "a multiple of 32, not 16"),
         ({"engine": {"expert_parallel": True}}, "tensor_parallel_size or data_parallel_size above 1"),
+        ({"engine": {**CPU, "batch_invariant": True}}, "batch_invariant is for vLLM and SGLang on GPUs"),
+        ({"engine": {"kind": "simulated", "batch_invariant": True}}, "batch_invariant is for vLLM and SGLang"),
         ({"engine": {"data_parallel_size": 0}}, "greater than or equal to 1"),
         ({"engine": {"gpu_share": 0.5, "data_parallel_size": 2}}, "gpu_share is for replicas of one GPU"),
         ({"engine": {"lora_rank": 7}}, "1, 8, 16"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -278,13 +278,16 @@ class Replica:
         *,
         slot: int = 0,
         config: ReplicaConfig = ReplicaConfig(),
+        starting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`slot` is its place among the replicas, which another process may have had before it."""
+        """`slot` is its place among the replicas, which another process may have had before it. The engine is
+        started within `starting()`, which bounds it."""
         self.replica_id = replica_id
         self._engine = engine
         self._coordinator = coordinator
         self._slot = slot
         self._config = config
+        self._starting = starting
         self._server = DataPlaneServer(engine, replica_id, secret, host)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_known = False  # to the coordinator
@@ -303,7 +306,8 @@ class Replica:
             wait_s = await self._ask_to_start(wait_s)
         asking = asyncio.create_task(self._keep_asking(), name=f"start-{self.replica_id}")
         try:
-            await self._engine.start()
+            with self._starting():
+                await self._engine.start()
             events = self._engine.kv_events()  # from the first request on
             await self._server.start()
         finally:

@@ -433,6 +433,36 @@ def test_the_time_in_which_the_replica_itself_stood_still_does_not_count():
     assert set(looked(watch, [load(3)] * 5, interval_s=100.0)) == {None}
 
 
+class SlowToStart(SimulatedEngine):
+    """Says when its start begins and ends."""
+
+    def __init__(self, seen):
+        super().__init__(SPEC, clock=RealClock())
+        self._seen = seen
+
+    async def start(self):
+        self._seen.append("starts")
+        await super().start()
+        self._seen.append("has started")
+
+
+async def test_the_start_of_the_engine_is_bounded_and_the_wait_before_it_is_not():
+    seen, directory = [], Directory()
+
+    @contextlib.contextmanager
+    def starting():
+        seen.append(f"bounded, {len(directory.waits)} waits left")
+        yield
+        seen.append("unbounded")
+
+    replica = Replica("r", SlowToStart(seen), directory, "secret", "127.0.0.1", starting=starting)
+    assert directory.waits
+    async with asyncio.timeout(30):
+        await replica.start()
+        await replica.close()
+    assert seen == ["bounded, 0 waits left", "starts", "has started", "unbounded"]
+
+
 async def test_a_hung_engine_is_ended_by_its_replica_and_its_requests_fail_as_lost():
     engine, directory = SimulatedEngine(SPEC, clock=RealClock()), Directory()
     config = ReplicaConfig(heartbeat_interval_s=0.02, stall_timeout_s=0.3)
