@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 import structlog
 
-from agentloop.aio import run_to_end, side_by_side
+from agentloop.aio import OwnedTasks, run_to_end, side_by_side
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import (
     AgentLoopError,
@@ -256,7 +256,7 @@ class Session:
             if self._closed is not None:
                 raise self._closed
             if self._finishing is None:
-                self._finishing = asyncio.create_task(self._finish(end), name=f"finish {self.session_id}")
+                self._finishing = OwnedTasks(f"finish {self.session_id}").start(self._finish(end))
             await asyncio.shield(self._finishing)
         return self.trajectory()
 

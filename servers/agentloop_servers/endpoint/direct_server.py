@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentloop.errors import ServiceUnavailable
 from agentloop_servers.http import BoundedHttp, ConnectionLimits, Connections
@@ -52,7 +52,7 @@ class DirectServer:
         port = listener.getsockname()[1]
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of what strangers send
         config = uvicorn.Config(
-            self._app,
+            self._serve,
             log_config=None,
             access_log=False,
             ws="none",
@@ -60,6 +60,7 @@ class DirectServer:
             timeout_keep_alive=math.ceil(self._connections.limits.idle_timeout_s),
             lifespan="on",
             backlog=BACKLOG,
+            interface="asgi3",  # uvicorn takes a bound method for an older one
             http=partial(BoundedHttp, table=self._connections),  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
         )
@@ -93,6 +94,15 @@ class DirectServer:
             watching, self._watching = self._watching, None
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app, whose guard answers for what is still in flight a while after `close`."""
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["server_ends"] = self._ends
+        await self._app(scope, receive, send)
+
+    def _ends(self) -> bool:
+        return self._server is not None and self._server.should_exit
 
     def _listener(self, port: int) -> socket.socket:
         try:

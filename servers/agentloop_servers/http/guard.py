@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentloop.api import invalid_request, parse_body
 from agentloop.checks import is_loopback
-from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop_servers.http.bodies import LONG_BODY_BYTES, LongBodies
 
 T = TypeVar("T")
@@ -269,7 +269,10 @@ class TickLimiter:
 
 
 class HttpGuard:
-    """The outermost layer of the app: ids, bounds, and an answer for what nothing else caught."""
+    """The outermost layer of the app: ids, bounds, and an answer for what nothing else caught.
+
+    A server that cancels what runs in its end puts `server_ends` into the state of a request, which tells that.
+    """
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, *, is_local_only: bool = False) -> None:
         """With `is_local_only`, which a service without keys is, requests must name a loopback host: a web page
@@ -301,6 +304,12 @@ class HttpGuard:
                 await self._app(scope, guarded.receive, guarded.send)
             except ClientDisconnect:
                 _log.debug("client_left", path=scope["path"])
+            except asyncio.CancelledError:
+                if not state.get("server_ends", bool)():
+                    raise
+                if not guarded.is_started:  # else the server cuts it
+                    ending = ServiceUnavailable("this process of the endpoint ends; ask again")
+                    await error_response(ending, envelope=envelope_of(scope))(scope, receive, guarded.send)
             except Exception as error:
                 _log.exception("request_failed", path=scope["path"], method=scope["method"])
                 if guarded.is_started:
