@@ -422,7 +422,6 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
     ),
     "few lines that say all of one idea": (
         "agentloop.parsers.choose",
-        "agentloop_servers.engines.common.config",
         "agentloop_servers.tcp",
     ),
 }

@@ -405,7 +405,7 @@ class _ContextBlocks:
     def take(self, request: GenerateRequest, generation: Generation) -> None:
         """Take in a turn. Its last sampled token has no KV yet, and is hashed with the next turn."""
         self._take_prompt(request.token_ids)
-        self._ids.extend(generation.token_ids)
+        self._ids.extend(array("I", generation.token_ids))  # twice as fast as one after the other
         chain = self._chain
         if chain is None:
             return
@@ -437,7 +437,7 @@ class _ContextBlocks:
             if num_same < num_known:
                 self._cut_chain(num_same)
         else:
-            self._ids.extend(prompt[num_known:])
+            self._ids.extend(array("I", prompt[num_known:]))
         self._num_prompt = len(prompt)
         places = range(len(prompt) - 1, -1, -max(1, len(prompt) // _NUM_WITNESSES))
         self._witnesses = tuple((place, prompt[place]) for place in places if prompt[place] > _SMALL_INTS)

@@ -21,7 +21,7 @@ class Updates:
     ordinary_gap_ms: float  # median between two pieces of a request, just before
     stall_p50_ms: float  # pause to resume
     stall_max_ms: float
-    transport: str = "nccl"
+    transport: str
     held_in: str | None = None
     num_bytes: int = 0
     transfer_ms: float = 0.0

@@ -179,20 +179,21 @@ async def plain(engine: PlainEngine, trainer: TrainerProcess, options: argparse.
                 await flight.end(engine.abort)
             finally:
                 await flight.cancel()
-            updates = _plain_summary(found, ordinary_ms, SHAPES[options.shape].num_bytes(options.dtype))
+            updates = _plain_summary(found, ordinary_ms, options)
             bench.results[name] = Plain(updates, has_delivered, before, after)
     finally:
         await engine.close()
 
 
-def _plain_summary(found: Sequence[PlainUpdate], ordinary_ms: float, num_bytes: int) -> Updates:
+def _plain_summary(found: Sequence[PlainUpdate], ordinary_ms: float, options: argparse.Namespace) -> Updates:
     return Updates(
         num_updates=len(found),
         gaps=Gaps.of([gap for update in found for gap in update.gaps_ms]),
         ordinary_gap_ms=ordinary_ms,
         stall_p50_ms=statistics.median(update.stall_ms for update in found),
         stall_max_ms=max(update.stall_ms for update in found),
-        num_bytes=num_bytes,
+        transport=options.transport,
+        num_bytes=SHAPES[options.shape].num_bytes(options.dtype),
         transfer_ms=statistics.median(update.update_ms for update in found),  # loading included
     )
 
@@ -321,6 +322,8 @@ def _options() -> argparse.Namespace:
     has_baselines = options.transport == "nccl" or options.engine == "sglang"
     usual = "link,staged,one-phase,native,resend" if has_baselines else "staged,one-phase"
     options.variants = (options.variants or usual).split(",")
+    if not has_baselines and {"native", "resend", "link"} & set(options.variants):
+        parser.error("vLLM's own path and the link are between two GPUs: --transport nccl")
     if options.transport == "nccl" and torch.cuda.device_count() < 2:
         parser.error("nccl needs two GPUs: the trainer has one of its own")
     if not {"staged", "one-phase"} & set(options.variants) and {"native", "resend"} & set(options.variants):
