@@ -36,7 +36,7 @@ from tests.support.service.whole_service import simulated_config, whole_service
 from tests.support.transfer.adapters import POLICY, shipped_policy
 
 SMALL = Recipe(num_steps=3, num_groups=2, group_size=4, max_staleness=0, num_warmup_steps=1)
-
+CONFIG = simulated_config(mode="standalone", engine={"max_context_tokens": 512})
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,14 +55,8 @@ def short_tasks(num_tasks: int) -> list[RolloutTask]:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("service")
-
-
-@pytest.fixture(scope="module")
-async def service(run_dir):
-    config = simulated_config(mode="standalone", engine={"max_context_tokens": 512})
-    async with whole_service(config, run_dir) as url:
+async def service(tmp_path_factory):
+    async with whole_service(CONFIG, tmp_path_factory.mktemp("service")) as url:
         yield url
 
 
@@ -196,15 +190,17 @@ async def test_asynchronous_training_is_never_further_behind_than_it_says(servic
     assert max(step.staleness_max for step in steps) in (1, 2)
 
 
-async def test_a_run_that_saved_its_versions_is_checked_against_them(service, run_dir, tmp_path):
-    recipe = replace(SMALL, num_steps=2, max_staleness=2)
-    async with RolloutClient(service) as client:
+async def test_a_run_that_saved_its_versions_is_checked_against_them(tmp_path):
+    recipe, folder, run_dir = replace(SMALL, num_steps=2, max_staleness=2), tmp_path / "versions", tmp_path / "run"
+    run_dir.mkdir()
+    async with whole_service(CONFIG, run_dir) as url, RolloutClient(url) as client:
         first = (await client.status()).weight_version + 1
-        await train(client, shipped_policy(), short_tasks(4), recipe, prepare=saving(tmp_path, POLICY))
-    versions = versions_in(tmp_path)
+        await train(client, shipped_policy(), short_tasks(4), recipe, prepare=saving(folder, POLICY))
+    versions = versions_in(folder)
     assert sorted(versions) == [first, first + 1]
     load = load_reference("cpu", "float32")
-    found = check_logprobs(run_dir / STORE_NAME, POLICY, versions, load, max_trajectories=8)
+    found = check_logprobs(run_dir / STORE_NAME, POLICY, versions, load, max_trajectories=100)
+    assert found.num_trajectories == 4 * SMALL.group_size
     assert found.rows[0].under == "span, all"
     assert f"{first}" in {row.version for row in found.retokenized}
 

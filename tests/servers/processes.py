@@ -1,8 +1,10 @@
-"""Which processes descend from a command, by a variable of its environment, and which run a part of the service."""
+"""Which processes descend from a command, by a variable of its environment, which run a part of the service, and
+how one of them is stopped."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -37,11 +39,21 @@ def deployed(kind: str, root: int | None = None) -> list[int]:
     return [pid for pid, command in descendants(os.getpid() if root is None else root).items() if mark in command]
 
 
+def stop_process(pid: int, timeout_s: float = 10.0) -> None:
+    """Send SIGSTOP, and wait until every thread has stopped: on busy cores some run on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    give_up_at = time.monotonic() + timeout_s
+    while any(_state(thread) not in "TX" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"process {pid} goes on after SIGSTOP")
+        time.sleep(0.001)
+
+
 def _has(folder: Path, marker: bytes) -> bool:
     try:
         if marker not in (folder / "environ").read_bytes():
             return False
-        return (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return _state(folder) not in "ZX"
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False  # it ended while we looked
 
@@ -51,3 +63,11 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def _state(folder: Path) -> str:
+    """The letter of proc(5) for a process or a thread: T is stopped, Z a zombie, X gone."""
+    try:
+        return (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"

@@ -19,7 +19,7 @@ import pytest
 from agentloop.client.client import RolloutClient
 from agentloop.errors import CheckpointUnreadable, Conflict, InvalidRequest, NotFound
 from agentloop.types import Limits, Message, RolloutTask
-from tests.servers.processes import descendants, processes_with
+from tests.servers.processes import descendants, processes_with, stop_process
 from tests.servers.shared_service import Service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -213,6 +213,20 @@ async def test_a_part_that_is_told_to_end_gives_back_what_it_has_and_ends(servic
     assert set(found) == {(f"t{n}", sample) for n in range(60) for sample in range(2)}
     assert all(trajectory.is_complete and trajectory.attempt <= len(left) for trajectory in found.values())
     assert service.events("not_closed") == []
+    await service.until_whole()
+
+
+@pytest.mark.long
+async def test_a_replica_that_stands_still_for_good_is_replaced(service, client):
+    rollout = await client.submit(tasks(60, limits=Limits(max_tokens_per_turn=800, timeout_s=120)), num_samples=2)
+    victim = service.deployed("EngineReplica")[0]
+    stop_process(victim)
+    async with asyncio.timeout(90):
+        while victim in service.deployed("EngineReplica"):
+            await asyncio.sleep(0.5)
+    found = await collect(rollout)
+    assert set(found) == {(f"t{n}", sample) for n in range(60) for sample in range(2)}
+    assert all(trajectory.is_complete for trajectory in found.values())
     await service.until_whole()
 
 

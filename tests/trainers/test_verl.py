@@ -50,6 +50,7 @@ async def test_verl_s_replay_buffer_takes_what_the_manager_put(tmp_path, push_ur
         assert tag["seq_len"] == tag["prompt_len"] + tag["response_len"] == seen["lengths"]["input_ids"][place]
         for name in ("response_mask", "loss_mask", "rollout_log_probs", "rm_scores", "responses"):
             assert seen["lengths"][name][place] == tag["response_len"], name
+    assert seen["evicted"]["training/rollout_failure/evicted_samples"] == 1
     assert seen["is_joined"]
     assert set(seen["rewards"]) <= {0.0, 1.0}
     assert all(logprob < 0 for logprob in seen["max_logprobs"])

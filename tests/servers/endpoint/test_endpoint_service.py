@@ -14,6 +14,7 @@ import pytest
 
 from agentloop.client.client import RolloutClient
 from agentloop.types import Trajectory
+from tests.servers.processes import stop_process
 from tests.servers.shared_service import NUM_INGRESS, Service, body, of_length
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -109,7 +110,7 @@ async def test_a_client_that_leaves_ends_the_call_in_the_engine_through_either_p
 async def test_a_stopped_ingress_process_holds_up_its_own_sessions_alone(service):
     others = await service.open(1)
     stopped = service.pid_of(0)
-    os.kill(stopped, signal.SIGSTOP)
+    stop_process(stopped)
     try:
         for _ in range(8):  # each by a connection of its own, which the process that runs accepts
             async with aiohttp.ClientSession() as http:

@@ -50,6 +50,7 @@ def make_config(url: str, push_url: str) -> Any:
         "++actor_rollout_ref.rollout.prompt_length=512",
         "++actor_rollout_ref.rollout.response_length=256",
         "++algorithm.rollout_correction.bypass_mode=true",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",  # one CPU each, which Ray waits for
     ]
     folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(config_dir=str(folder), version_base=None):

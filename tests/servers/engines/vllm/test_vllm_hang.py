@@ -3,7 +3,6 @@
 import asyncio
 import multiprocessing
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import Replica, ReplicaConfig
 from tests.contract.policy_model import POLICY
 from tests.contract.vllm_case import vllm_config
+from tests.servers.processes import stop_process
 from tests.support.fleet.directory import Directory
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -53,7 +53,7 @@ async def test_a_stopped_engine_process_is_found_by_its_steps_and_ended():
         ]
         while engine.load().num_running < 3:
             await asyncio.sleep(0.01)
-        os.kill(core.pid, signal.SIGSTOP)
+        stop_process(core.pid)
         async with asyncio.timeout(60):
             for call in calls:
                 with pytest.raises(EngineLost):
