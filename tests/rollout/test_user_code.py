@@ -118,16 +118,27 @@ async def test_modules_are_imported_off_the_event_loop_and_failures_are_remember
         "import threading, time",
         f"with open({str(imports)!r}, 'a') as file:",
         "    print(threading.get_ident(), file=file)",
-        "time.sleep(0.2)",
+        "time.sleep(0.6)",
         "raise OSError('no GPU here')",
     )
     (tmp_path / "slow_user_module.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
+    gaps = []
+
+    async def beat():
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - started)
+
+    beating = asyncio.create_task(beat())
     found = await beside_good_ones(*(task(f"bad{n}", loop="slow_user_module:Loop") for n in range(5)))
+    beating.cancel()
     assert {one.stop_reason for one in found} == {StopReason.INVALID_TASK}
     assert all("OSError: no GPU here" in (one.error or "") for one in found)
     (thread,) = imports.read_text().split()  # one import for five tasks
     assert int(thread) != threading.get_ident()
+    assert max(gaps) < 0.5
 
 
 # --- running ----------------------------------------------------------------------------------------------

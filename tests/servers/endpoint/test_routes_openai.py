@@ -257,14 +257,14 @@ async def test_a_failure_in_the_middle_is_an_error_event(site: RouteSite) -> Non
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_leaves_cancels_at_once(site: RouteSite, is_streamed: bool) -> None:
+async def test_a_client_that_leaves_cancels_within_a_second(site: RouteSite, is_streamed: bool) -> None:
     site.registry.before = hanging(2 if is_streamed else 0)
     asking = asyncio.create_task(site.post("/v1/chat/completions", {**CHAT, "stream": is_streamed}))
     while not site.registry.calls:
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.1)
     asking.cancel()
-    async with asyncio.timeout(10):  # its turn has minutes
+    async with asyncio.timeout(1):
         await site.registry.cancelled.wait()
 
 

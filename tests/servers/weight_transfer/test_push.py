@@ -32,7 +32,7 @@ from tests.servers.weight_transfer.pushing import (
     weights,
 )
 
-NEVER_S = 15.0  # far less than any deadline here, far more than a notice takes
+NEVER_S = 5.0  # far less than any deadline here, far more than a notice takes
 
 
 @pytest.fixture

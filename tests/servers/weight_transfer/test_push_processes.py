@@ -28,7 +28,7 @@ from tests.servers.weight_transfer.pushing import (
 
 pytestmark = pytest.mark.slow
 
-NOTICE_S = 15.0  # within one second on an idle machine; a deadline would be a minute
+NOTICE_S = 5.0  # within one second on an idle machine; a deadline would be a minute
 
 
 @pytest.fixture

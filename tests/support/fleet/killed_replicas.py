@@ -13,7 +13,7 @@ from agentloop.clock import VirtualClock
 from agentloop.engine import OnProgress
 from agentloop.errors import EngineUnreachable
 from agentloop.request_watch import ReportPace
-from agentloop.simulation.engine import SimulatedEngine, SimulatedSpec
+from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import HashPolicy, TokenStream
 from agentloop.types import GenerateRequest, Generation, Limits, RolloutTask, Trajectory
 from tests.support.fleet.live_run import SPEC, STEP_S, LiveRun, live_run, talk, write_checkpoint
@@ -102,14 +102,13 @@ class Loss:
     num_sampled: int
     num_wasted: int
     num_kills: int
-    seconds: float
 
 
 def run_with_kills(folder: Path, pace: ReportPace, seed: int = 0) -> Loss:
     """64 trajectories of two turns of 18 s on two replicas, one of which is killed every 15 s and comes back 5 s
     later. Virtual time."""
     clock, policy, random = VirtualClock(), CountingPolicy(), Random(seed)
-    spec: SimulatedSpec = replace(ROOM, pace=pace)
+    spec = replace(ROOM, pace=pace)
 
     def make(clock: VirtualClock) -> SimulatedEngine:
         return SimulatedEngine(spec, clock=clock, policy=policy)
@@ -126,6 +125,6 @@ def run_with_kills(folder: Path, pace: ReportPace, seed: int = 0) -> Loss:
                 await killer.start(f"n{killer.num_kills}")
             num_wasted = policy.num_sampled - num_recorded(run)
             records = tuple(run.store.records.values())
-            return Loss(records, policy.num_sampled, num_wasted, killer.num_kills, clock.now())
+            return Loss(records, policy.num_sampled, num_wasted, killer.num_kills)
 
     return clock.run(main())
