@@ -34,6 +34,10 @@ StepTimeName = Literal["h200-qwen3-4b", "h200-qwen3-8b"]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
+_PREFILL_TOKENS = 512
+"""Of the turns that begin in one step beside full decodes; in a steady state nearly every step has some."""
+
+
 class StepTimeSettings(_EngineModel):
     """The seconds of an engine's steps, as `tests/gpu/step_times.py` fits them: a, b, c and alpha, beta, gamma."""
 
@@ -56,6 +60,11 @@ class EngineConfig(_EngineModel):
     load_format: Literal["auto", "dummy"] = "auto"
     max_context_tokens: int | None = None  # None: what the model's config.json says
     max_running: Annotated[int, Field(ge=1)] | None = None  # of one engine; None: 512 on a GPU, else 256
+    max_step_tokens: Annotated[int, Field(ge=1)] | None = (
+        None  # decodes and prefill; vLLM only; None: its own, 2048
+    )
+    # Of steps that run as CUDA graphs, on vLLM: larger ones are launched kernel by kernel. None: as `graph_tokens`.
+    max_graph_tokens: Annotated[int, Field(ge=1)] | None = None
     block_size: Annotated[int, Field(ge=1)] = 32  # of KV, in tokens (SGLang: a page); vLLM on CPU: times 32
     kv_cache_mib: Annotated[int, Field(ge=1)] | None = None  # CPU: required, the default takes most of the memory
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -92,6 +101,10 @@ class EngineConfig(_EngineModel):
             raise ValueError("expert_parallel needs a tensor_parallel_size or data_parallel_size above 1")
         if self.gpu_share < 1 and self.num_workers > 1:
             raise ValueError("gpu_share is for replicas of one GPU: Ray shares no others")
+        if self.kind != "vllm" and (self.max_step_tokens or self.max_graph_tokens):
+            raise ValueError(
+                "max_step_tokens and max_graph_tokens are vLLM's: SGLang decodes in steps of their own"
+            )
         if self.kind != "sglang" and self.attention_backend:
             raise ValueError("attention_backend is SGLang's")
         if self.kind == "sglang" and self.device == "cuda" and self.dtype == "float32":
@@ -116,6 +129,11 @@ class EngineConfig(_EngineModel):
     def num_seats(self) -> int:
         """Requests that one engine runs at once."""
         return self.max_running or (512 if self.on_gpu else 256)
+
+    @property
+    def graph_tokens(self) -> int:
+        """Tokens of the largest step that runs as a CUDA graph: all decodes, and the prefill that comes with them."""
+        return self.max_graph_tokens or self.num_seats + _PREFILL_TOKENS
 
 
 class EngineEnvironment(_EngineModel):

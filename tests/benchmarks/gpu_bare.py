@@ -1,8 +1,8 @@
 """The same requests straight into an engine, without our service: one process, token ids, final-only output.
 
-`gpu_throughput` starts it beside a service and lets it begin when that is gone: it imports its engine, waits for a
-line on its standard input, and writes its figures as JSON. The engine has the service's own arguments, less what
-only the service needs: events of the KV cache, and our code in its workers.
+`gpu_throughput` starts it beside a service, on the same GPU, and says by lines on its standard input when to run
+which load; it writes its figures as JSON lines. The engine has the service's own arguments, less what only the
+service needs: events of the KV cache, and our code in its workers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import asyncio
 import importlib
 import json
 import os
+import random
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,21 @@ import uvloop
 from agentloop.aio import freeze_gc
 from agentloop.types import SamplingParams
 from agentloop_servers import engine_parts
-from agentloop_servers.config import ServiceConfig
+from agentloop_servers.config import ServiceConfig, model_sizes
 from agentloop_servers.engines.sglang import config as sglang
 from agentloop_servers.engines.vllm import config as vllm
 from agentloop_servers.engines.vllm.convert import sampling_params
 from tests.benchmarks.cpu_seconds import CpuSeconds
-from tests.benchmarks.gpu_load import Planned
+from tests.benchmarks.gpu_load import PromptSizes, Turn, Workload
 
 OURS = ("kv_events_config", "worker_extension_cls")
-WARM_UP_TOKENS = 16  # of each of the most that are asked for at once, as the service is warmed up
 
 
 @dataclass(frozen=True, slots=True)
 class BareRun:
-    """One plan's figures."""
+    """One window's figures."""
 
-    num_at_once: int
-    num_turns: int
-    num_tokens: int
-    seconds: float
-    turn_s: list[float]
+    turns: list[Turn]
     cpu_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -125,69 +120,62 @@ class BareSglang(BareEngine):
 ENGINES: dict[str, type[BareEngine]] = {"vllm": BareVllm, "sglang": BareSglang}
 
 
-async def run_plan(engine: BareEngine, plan: Sequence[Planned], num_at_once: int) -> BareRun:
-    """Run all trajectories, so many at once; each asks for its turns one after another."""
-    seats, turn_s, num_tokens = asyncio.Semaphore(num_at_once), [], 0
+async def run_load(engine: BareEngine, load: Workload, sizes: PromptSizes) -> BareRun:
+    """Run trajectories of the service's sizes until the load's end, so many at once; ids are drawn at random."""
+    turns: list[Turn] = []
+    vocab_size = model_sizes(engine.config).vocab_size
+    plain_ids = range(vocab_size // 2, 3 * vocab_size // 4)
+    common = random.Random("shared").choices(plain_ids, k=sizes.num_shared)
+    numbers = iter(range(load.num_trajectories))
+    run_name = f"{time.time_ns():x}"  # prompts of their own: nothing of an earlier window is cached
 
-    async def one(number: int, planned: Planned) -> None:
-        nonlocal num_tokens
-        async with seats:
-            ids = list(planned.prompt_ids)
-            for turn, (length, observed) in enumerate(planned.turns):
+    async def seat() -> None:
+        for number in numbers:
+            choose = random.Random(f"{run_name}-{number}")
+            ids = common + choose.choices(plain_ids, k=sizes.num_own)
+            for turn, length in enumerate(load.lengths(number)):
                 began_at = time.perf_counter()
-                sampled = await engine.sample(f"{num_at_once}-{number}-{turn}", ids, length)
-                turn_s.append(time.perf_counter() - began_at)
+                if began_at >= load.until:
+                    return
+                sampled = await engine.sample(f"{run_name}-{number}-{turn}", ids, length)
                 if len(sampled) != length:
                     raise RuntimeError(f"{len(sampled)} tokens were sampled, not {length}")
-                num_tokens += length
-                ids = ids + sampled + observed
+                turns.append(Turn(began_at, time.perf_counter(), length))
+                ids = ids + sampled + choose.choices(plain_ids, k=sizes.num_observed)
 
     cpu = CpuSeconds(os.getpid(), root="front end")
-    began_at = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for number, planned in enumerate(plan):
-            group.create_task(one(number, planned))
-    seconds = time.perf_counter() - began_at
-    return BareRun(num_at_once, len(turn_s), num_tokens, seconds, turn_s, cpu.used())
+        for _ in range(load.num_at_once):
+            group.create_task(seat())
+    return BareRun(turns, cpu.used())
 
 
-async def run(options: argparse.Namespace) -> list[BareRun]:
-    """Start the engine, warm it up, and run every plan."""
+async def run(options: argparse.Namespace) -> None:
+    """Start the engine, and run a load for each line of standard input; `--out` gets a line for each."""
     config = ServiceConfig.model_validate_json(options.config.read_text())
     engine = ENGINES[config.engine.kind](config)
-    await asyncio.to_thread(engine.load)
-    print("loaded", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
     began_at = time.perf_counter()
+    await asyncio.to_thread(engine.load)
+    loaded_at = time.perf_counter()
     await engine.start()
-    print(f"the bare engine is ready after {time.perf_counter() - began_at:.0f} s", flush=True)
-    found = []
+    start_s = time.perf_counter() - loaded_at
     try:
-        plans = {at_once: path.read_text().splitlines() for at_once, path in options.plan}
-        freeze_gc()
-        most = max(plans)
-        some = [Planned.from_json(line).prompt_ids for line in plans[most][:most]]
-        calls = (engine.sample(f"warm-{n}", ids[::-1], WARM_UP_TOKENS) for n, ids in enumerate(some))
-        await asyncio.gather(*calls)
-        for at_once, lines in plans.items():
-            found.append(await run_plan(engine, [Planned.from_json(line) for line in lines], at_once))
-            print(f"{at_once} at once: {found[-1].num_tokens / found[-1].seconds:,.0f} tok/s", flush=True)
-            options.out.write_text(json.dumps([asdict(one) for one in found]))
+        with options.out.open("a", buffering=1) as out:
+            out.write(json.dumps({"import_s": loaded_at - began_at, "start_s": start_s}) + "\n")
+            freeze_gc()
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                asked = json.loads(line)
+                ran = await run_load(engine, Workload(**asked["load"]), PromptSizes(**asked["sizes"]))
+                turns = [astuple(turn) for turn in ran.turns]
+                out.write(json.dumps({"turns": turns, "cpu_s": ran.cpu_s}) + "\n")
     finally:
         await engine.close()
-    return found
-
-
-def _plan(text: str) -> tuple[int, Path]:
-    at_once, _, path = text.partition("=")
-    return int(at_once), Path(path)
 
 
 def main() -> None:
-    """Run the plans; the figures are in `--out`."""
+    """Run loads until standard input ends; the figures are in `--out`, a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="a ServiceConfig, as JSON")
-    parser.add_argument("--plan", type=_plan, action="append", required=True, metavar="AT_ONCE=FILE")
     parser.add_argument("--out", type=Path, required=True)
     uvloop.run(run(parser.parse_args()))
 

@@ -2,17 +2,20 @@
 
 A trajectory has a prompt of its own and samples so many tokens in each turn; between two turns a tool answers at
 once (`Turns`), or the agent does (`ChatAgent`, over raw keep-alive connections, in processes of their own). Times
-are `time.perf_counter()`, which all processes of a host share on Linux.
+are `time.perf_counter()`, which all processes of a host share on Linux. A load stops by itself: after its window
+no turn begins.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
+import math
 import multiprocessing
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -24,7 +27,7 @@ from agentloop.aio import freeze_gc
 from agentloop.client import RolloutClient
 from agentloop.client.session import AgentSession
 from agentloop.rollout import LoopContext
-from agentloop.types import Limits, Message, RolloutTask, ToolCall
+from agentloop.types import Limits, Message, RolloutTask, ToolCall, Trajectory
 from agentloop_tools.calculator import calculator
 from tests.benchmarks.endpoint_load import Connection
 
@@ -36,6 +39,41 @@ _WORDS = ("river", "stone", "window", "seven", "garden", "paper", "morning", "br
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a load. `outside_s`: what it took beside the engine, tool included; None: not known."""
+
+    began_at: float
+    ended_at: float
+    num_tokens: int
+    outside_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The steady part of a load: what is measured."""
+
+    begins_at: float
+    ends_at: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ends_at - self.begins_at
+
+    def share(self, turn: Turn) -> float:
+        """The part of a turn's time that is within."""
+        within = min(turn.ended_at, self.ends_at) - max(turn.began_at, self.begins_at)
+        return max(within, 0.0) / (turn.ended_at - turn.began_at)
+
+    def num_tokens(self, turns: Sequence[Turn]) -> float:
+        """The tokens sampled within; those of a turn that crosses its edge are spread evenly over the turn."""
+        return sum(turn.num_tokens * self.share(turn) for turn in turns)
+
+    def ended_within(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns that ended in it."""
+        return [turn for turn in turns if self.begins_at <= turn.ended_at < self.ends_at]
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """`num_trajectories`, of which `num_at_once` are in flight; turns of `num_sampled` tokens, more or less.
 
@@ -44,6 +82,7 @@ class Workload:
 
     num_trajectories: int
     num_at_once: int
+    until: float = math.inf  # no turn begins later
     num_turns: int = 3
     num_sampled: int = 160
     spread: float = 0.0
@@ -75,7 +114,7 @@ class Workload:
                 (Message("user", self.text(number)),),
                 tools=("calculator",) if self.has_tools else (),
                 loop=LOOP,
-                reference={"lengths": list(self.lengths(number))},
+                reference={"lengths": list(self.lengths(number)), "until": min(self.until, 1e12)},
                 limits=limits,
             )
             for number in range(self.num_trajectories)
@@ -90,40 +129,47 @@ class Turns:
 
     async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
         assert isinstance(task.reference, dict)
-        lengths = task.reference["lengths"]
-        times = {"began_at": time.perf_counter()}
+        lengths, until = task.reference["lengths"], task.reference["until"]
+        times: dict[str, float] = {}
         for number, length in enumerate(lengths):
             began_at, before_s = time.perf_counter(), ctx.engine_s
+            if began_at >= until:
+                break
             reply = await ctx.sample(max_tokens=length)
             if number < len(lengths) - 1 and task.tools:
                 await ctx.run_tools(reply.calls or [_CALL])
             elif number < len(lengths) - 1:
                 ctx.observe(Message("user", ANSWER))
             took_s = time.perf_counter() - began_at
-            times[f"turn_s.{number}"] = took_s
+            times |= {f"began_at.{number}": began_at, f"turn_s.{number}": took_s}
             times[f"outside_s.{number}"] = took_s - (ctx.engine_s - before_s)
-        ctx.set_metrics(**times, ended_at=time.perf_counter())
+        ctx.set_metrics(**times)
+
+
+def turns_of(record: Trajectory) -> list[Turn]:
+    """The turns that `Turns` noted of a record."""
+    metrics, found = record.metrics, []
+    for number, turn in enumerate(record.path.turns if "began_at.0" in metrics else ()):
+        began_at = metrics[f"began_at.{number}"]
+        ended_at = began_at + metrics[f"turn_s.{number}"]
+        found.append(Turn(began_at, ended_at, turn.end - turn.start, metrics[f"outside_s.{number}"]))
+    return found
 
 
 @dataclass(slots=True)
 class ChatLoad:
     """What agents of the endpoint saw."""
 
-    began_at: float = float("inf")
-    ended_at: float = 0.0
-    turn_s: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)  # to a stream's first piece
     open_s: list[float] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
     num_chunks: int = 0
 
     def add(self, other: ChatLoad) -> None:
         """Take in what another process's agents saw."""
-        self.began_at, self.ended_at = min(self.began_at, other.began_at), max(self.ended_at, other.ended_at)
-        for name in ("turn_s", "first_s", "open_s", "finish_s"):
+        for name in ("turns", "first_s", "open_s", "finish_s"):
             getattr(self, name).extend(getattr(other, name))
-        self.num_tokens += other.num_tokens
         self.num_chunks += other.num_chunks
 
 
@@ -149,12 +195,14 @@ class ChatAgent:
         self._connection = Connection()
         self._messages: list[dict[str, object]] = []
 
-    async def talk(self, text: str, lengths: list[int]) -> None:
-        """Say the text, and after each turn that the tool has answered."""
+    async def talk(self, text: str, lengths: list[int], until: float) -> None:
+        """Say the text, and after each turn that the tool has answered; no turn begins after `until`."""
         await asyncio.get_running_loop().create_connection(lambda: self._connection, *self._address)
         said = text
         try:
             for length in lengths:
+                if time.perf_counter() >= until:
+                    break
                 self._messages.append({"role": "user", "content": said})
                 self._messages.append({"role": "assistant", "content": await self._turn(length)})
                 said = ANSWER
@@ -172,20 +220,22 @@ class ChatAgent:
         began_at = time.perf_counter()
         request = f"{self._head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
         head, answer = await self._connection.ask(request)
-        ended_at, load = time.perf_counter(), self._load
+        ended_at = time.perf_counter()
         if not head.startswith(b"HTTP/1.1 200 "):
             raise RuntimeError(f"a call was refused: {answer[:500]!r}")
-        load.began_at, load.ended_at = min(load.began_at, began_at), max(load.ended_at, ended_at)
-        load.turn_s.append(ended_at - began_at)
-        if not self._is_streamed:
+        if self._is_streamed:
+            self._load.first_s.append(self._connection.first_body_at - began_at)
+            text, num_tokens = self._read_stream(answer)
+        else:
             document = orjson.loads(answer)
-            load.num_tokens += document["usage"]["completion_tokens"]
-            return document["choices"][0]["message"]["content"] or ""
-        load.first_s.append(self._connection.first_body_at - began_at)
-        return self._read_stream(answer)
+            num_tokens = document["usage"]["completion_tokens"]
+            text = document["choices"][0]["message"]["content"] or ""
+        self._load.turns.append(Turn(began_at, ended_at, num_tokens))
+        return text
 
-    def _read_stream(self, answer: bytes) -> str:
+    def _read_stream(self, answer: bytes) -> tuple[str, int]:
         pieces: list[str] = []
+        num_tokens = 0
         for line in answer.split(b"\n"):
             if not line.startswith(b"data: {"):
                 continue
@@ -193,9 +243,9 @@ class ChatAgent:
             if "error" in document:
                 raise RuntimeError(f"a stream failed: {line[:500]!r}")
             self._load.num_chunks += 1
-            self._load.num_tokens += (document.get("usage") or {}).get("completion_tokens", 0)
+            num_tokens += (document.get("usage") or {}).get("completion_tokens", 0)
             pieces += (choice["delta"].get("content") or "" for choice in document["choices"])
-        return "".join(pieces)
+        return "".join(pieces), num_tokens
 
 
 async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *, is_streamed: bool) -> ChatLoad:
@@ -206,11 +256,13 @@ async def chat(url: str, workload: Workload, numbers: range, num_at_once: int, *
         async def one(number: int) -> None:
             async with seats:
                 begun_at = time.perf_counter()
+                if begun_at >= workload.until:
+                    return
                 session = client.session(session_id=f"chat-{is_streamed:d}-{time.time_ns():x}-{number}")
                 async with session:
                     load.open_s.append(time.perf_counter() - begun_at)
                     agent = ChatAgent(session, load, is_streamed=is_streamed, has_tools=workload.has_tools)
-                    await agent.talk(workload.text(number), workload.lengths(number))
+                    await agent.talk(workload.text(number), workload.lengths(number), workload.until)
                     begun_at = time.perf_counter()
                     await session.finish()
                     load.finish_s.append(time.perf_counter() - begun_at)
@@ -227,17 +279,17 @@ def _chat(url: str, workload: Workload, numbers: range, num_at_once: int, is_str
 
 
 async def chat_from_processes(
-    url: str, workload: Workload, num_processes: int, *, is_streamed: bool, on_ready: Callable[[], None]
+    url: str, num_processes: int, *, is_streamed: bool, on_ready: Callable[[], Workload]
 ) -> ChatLoad:
     """Run `chat` in so many processes, each with its share of the trajectories and of the places.
 
-    `on_ready` is called before the first call, when all of them are up.
+    `on_ready` is called before the first call, when all of them are up, and says what to run.
     """
     whole, loop = ChatLoad(), asyncio.get_running_loop()
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=num_processes, mp_context=spawn) as pool:
         await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, 0.5) for _ in range(num_processes)))
-        on_ready()
+        workload = on_ready()
         shares = [range(start, workload.num_trajectories, num_processes) for start in range(num_processes)]
         num_at_once = -(-workload.num_at_once // num_processes)
         calls = (
@@ -250,18 +302,19 @@ async def chat_from_processes(
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One trajectory as plain requests: its prompt, and of each turn the tokens sampled and those observed then."""
+class PromptSizes:
+    """Tokens of the service's prompts: those that all begin with, a trajectory's own, and a tool's answer."""
 
-    prompt_ids: list[int]
-    turns: list[tuple[int, list[int]]]
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps([self.prompt_ids, self.turns])
+    num_shared: int
+    num_own: int
+    num_observed: int
 
     @classmethod
-    def from_json(cls, line: str) -> Planned:
-        """Read it back."""
-        prompt_ids, turns = json.loads(line)
-        return cls(prompt_ids, [(num, ids) for num, ids in turns])
+    def of(cls, records: Sequence[Trajectory]) -> PromptSizes:
+        """As two records or more have them."""
+        one, other = (record.path for record in records[:2])
+        pairs = zip(one.prompt_ids.tolist(), other.prompt_ids.tolist(), strict=False)
+        num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        observed = [later.start - turn.end for turn, later in itertools.pairwise(one.turns)]
+        num_observed = round(statistics.mean(observed)) if observed else 0
+        return cls(num_shared, len(one.prompt_ids) - num_shared, num_observed)

@@ -1,19 +1,21 @@
 """The service beside the bare engine on GPUs: loops and endpoint clients against the same requests straight in.
 
-    python -m tests.benchmarks.gpu_throughput --shape qwen3-4b             # 256 and 512 in flight, 6 minutes
-    python -m tests.benchmarks.gpu_throughput --shape qwen3-4b --quick     # 512, shorter turns, 4 minutes
+    python -m tests.benchmarks.gpu_throughput --shape qwen3-4b             # 512 in flight, 9 minutes
+    python -m tests.benchmarks.gpu_throughput --arms service,bare --bare max_graph_tokens=512
     python -m tests.benchmarks.gpu_throughput --model examples/tiny_policy/v1 --engine sglang
     python -m tests.benchmarks.gpu_throughput --replicas 2 --arms service           # on two GPUs
     python -m tests.benchmarks.gpu_throughput --device cpu --model examples/tiny_policy/v1 --at-once 8 --sampled 24
 
-Trajectories of three turns with exact lengths, each prompt its own, so that a prefix is reused within a trajectory
-only. `service`: agent loops whose tool answers at once; `endpoint`, `streams`: agents in processes of their own, in
-sessions of the chat endpoint. What the first arm recorded is then asked of the engine itself (`bare`), final-only,
-in one process, with the service's engine arguments: same prompts and observed ids, same numbers of tokens.
+Trajectories of three turns, each prompt its own, so that a prefix is reused within a trajectory only; a turn's
+tokens are drawn from half to one and a half of `--sampled`, so that turns end in different steps. `service`: agent
+loops whose tool answers at once; `endpoint`, `streams`: agents in processes of their own, in sessions of the chat
+endpoint; `bare`: requests of the same sizes into the engine itself, final-only, in one process, with the service's
+engine arguments. `--bare KEY=VALUE,...` is one more bare engine with other settings of its entry in the config.
 
-All figures are from the first turn's beginning to the last one's end. `idle`: the share of the places in which no
-request was in the engine. `outside`: a turn's time, tool included, less what the engine took. CPU is of all
-processes of the service (the load's own are not).
+All engines are up at once, each with its share of the GPU's memory, and the arms run in turn, `--cycles` times. A
+figure is of a steady window: `--window-s` seconds that begin `--ramp-s` after the load. `idle`: the share of the
+places in which no request was in the engine. `outside`: a turn's time, tool included, less what the engine took.
+CPU is of all processes of the service (the load's own are not).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +40,39 @@ from agentloop_servers.config import CHECKOUT, ServiceConfig
 from agentloop_servers.local import running_service
 from tests.benchmarks import report
 from tests.benchmarks.cpu_seconds import CpuSeconds
-from tests.benchmarks.gpu_load import Planned, Workload, chat_from_processes
+from tests.benchmarks.gpu_load import PromptSizes, Turn, Window, Workload, chat_from_processes, turns_of
 from tests.benchmarks.gpu_models import model_folder
 from tests.benchmarks.shapes import SHAPES
 
 ARMS = ("service", "endpoint", "streams", "bare")
 GOALS = {"service": 0.97, "endpoint": 0.90, "streams": 0.75}
-SHORT_TURNS = 128  # tokens, with --quick
 WARM_UP_TOKENS = 16
-BARE_START_S = 300.0
-GRAPHS_MIB = 8192  # activations, graphs and contexts
+BARE_START_S = 420.0
+DRAIN_S = 8.0  # for the turns that are under way at a load's end
+DEFAULT_SIZES = PromptSizes(200, 60, 30)  # where no service says them
+GRAPHS_MIB = 8192  # of an engine: activations, graphs and contexts
 OTHERS_MIB = 12288  # for those that still run while the service starts
 SMALL_KV_MIB = 8192  # of a small model
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One arm with so many trajectories in flight. Times in seconds; None: not measured in this arm."""
+    """One arm's window. Times in seconds; None: not measured in this arm."""
 
     arm: str
     num_at_once: int
-    num_turns: int
-    num_tokens: int
+    num_turns: int  # that ended in the window
+    num_tokens: float
     seconds: float
     turn_p50_s: float
     turn_p99_s: float
     idle: float | None = None
     outside_p50_s: float | None = None
     outside_p99_s: float | None = None
-    begin_s: float | None = None  # from the submit to the first turn
-    end_s: float | None = None  # from the last turn to the last record, or of finishing a session, p99
+    end_s: float | None = None  # of finishing a session, p99
     first_p50_s: float | None = None  # to a stream's first piece
     num_chunks: int | None = None
-    cpu_s: dict[str, float] = field(default_factory=dict)  # by kind of process
+    cpu_s_per_turn: dict[str, float] = field(default_factory=dict)  # by kind of process
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,76 +84,90 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
-def workload(options: argparse.Namespace, at_once: int) -> Workload:
-    """The trajectories of one arm."""
-    return Workload(
+def begin_load(options: argparse.Namespace, at_once: int) -> tuple[Workload, Window]:
+    """A load that begins now, and the window of it that is measured."""
+    begins_at = time.perf_counter() + options.ramp_s
+    window = Window(begins_at, begins_at + options.window_s)
+    load = Workload(
         num_trajectories=at_once * options.rounds,
         num_at_once=at_once,
+        until=window.ends_at,
         num_turns=options.turns,
         num_sampled=options.sampled,
         spread=options.spread,
         has_tools=not options.no_tools,
     )
+    return load, window
 
 
-async def run_loops(url: str, load: Workload, name: str) -> tuple[Figures, list[Trajectory]]:
-    """Roll out as agent loops."""
-    cpu, submitted_at = CpuSeconds(os.getpid()), time.perf_counter()
-    async with RolloutClient(url) as client:
-        run_id = f"{name}-{time.time_ns():x}"
-        rollout = await client.submit(load.tasks(), run_id=run_id, max_running=load.num_at_once)
-        records = [record async for record in rollout]
-    ended_at, cpu_s = time.perf_counter(), cpu.used(children_of_this())
-    broken = [record for record in records if len(record.path.turns) != load.num_turns or not record.is_complete]
-    if broken:
-        raise RuntimeError(f"{len(broken)} trajectories are not whole: {broken[0].stop_reason}, {broken[0].error}")
-    metrics = [record.metrics for record in records]
-    turn_s = [one[f"turn_s.{n}"] for one in metrics for n in range(load.num_turns)]
-    outside_s = [one[f"outside_s.{n}"] for one in metrics for n in range(load.num_turns)]
-    first_at, last_at = min(one["began_at"] for one in metrics), max(one["ended_at"] for one in metrics)
-    in_engine_s = sum(record.timings.engine_s for record in records)
-    figures = Figures(
-        "service",
+def figures_of(arm: str, load: Workload, window: Window, turns: Sequence[Turn], cpu_s: dict[str, float]) -> Figures:
+    """The figures of a window. Raises RuntimeError if the load ended before it."""
+    within = window.ended_within(turns)
+    if len(within) < 2 or max(turn.began_at for turn in turns) < window.ends_at - window.seconds / 4:
+        raise RuntimeError("the load ended before its window: give it more --rounds")
+    turn_s = [turn.ended_at - turn.began_at for turn in within]
+    outside_s = [turn.outside_s for turn in within if turn.outside_s is not None]
+    in_engine_s = sum(
+        window.share(turn) * (turn.ended_at - turn.began_at - (turn.outside_s or 0.0)) for turn in turns
+    )
+    return Figures(
+        arm,
         load.num_at_once,
-        num_turns=len(turn_s),
-        num_tokens=sum(record.num_sampled_tokens for record in records),
-        seconds=last_at - first_at,
+        num_turns=len(within),
+        num_tokens=window.num_tokens(turns),
+        seconds=window.seconds,
         turn_p50_s=statistics.median(turn_s),
         turn_p99_s=quantile(turn_s, 0.99),
-        idle=1 - in_engine_s / (load.num_at_once * (last_at - first_at)),
-        outside_p50_s=statistics.median(outside_s),
-        outside_p99_s=quantile(outside_s, 0.99),
-        begin_s=first_at - submitted_at,
-        end_s=ended_at - last_at,
-        cpu_s=cpu_s,
+        idle=1 - in_engine_s / (load.num_at_once * window.seconds) if outside_s or arm.startswith("bare") else None,
+        outside_p50_s=statistics.median(outside_s) if outside_s else None,
+        outside_p99_s=quantile(outside_s, 0.99) if outside_s else None,
+        cpu_s_per_turn={kind: seconds / len(turns) for kind, seconds in cpu_s.items()},
     )
-    return figures, records
 
 
-async def run_chat(url: str, load: Workload, num_processes: int, *, is_streamed: bool) -> Figures:
+async def run_loops(
+    url: str, load: Workload, *, drain_s: float = DRAIN_S
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Roll out as agent loops until the load's end, and cancel what is queued `drain_s` later.
+
+    Returns the records, and the CPU seconds until the load's end.
+    """
+    cpu, records = CpuSeconds(os.getpid()), []
+    async with RolloutClient(url) as client, asyncio.TaskGroup() as group:
+        run_id = f"loops-{time.time_ns():x}"
+        rollout = await client.submit(load.tasks(), run_id=run_id, max_running=load.num_at_once)
+
+        async def read() -> None:
+            async for record in rollout:
+                records.append(record)
+
+        reading = group.create_task(read())
+        await asyncio.wait([reading], timeout=load.until - time.perf_counter())
+        cpu_s = cpu.used(children_of_this())
+        await asyncio.wait([reading], timeout=drain_s)
+        await rollout.cancel()
+    if broken := [record for record in records if not record.is_complete and turns_of(record)]:
+        raise RuntimeError(f"{len(broken)} trajectories are not whole: {broken[0].stop_reason}, {broken[0].error}")
+    return records, cpu_s
+
+
+async def run_chat(options: argparse.Namespace, url: str, at_once: int, *, is_streamed: bool) -> Figures:
     """Roll out as agents of the endpoint."""
-    ready: list[tuple[CpuSeconds, float]] = []
+    begun: list[tuple[CpuSeconds, Workload, Window]] = []
 
-    def on_ready() -> None:
-        ready.append((CpuSeconds(os.getpid()), time.perf_counter()))
+    def on_ready() -> Workload:
+        begun.append((CpuSeconds(os.getpid()), *begin_load(options, at_once)))
+        return begun[0][1]
 
-    seen = await chat_from_processes(url, load, num_processes, is_streamed=is_streamed, on_ready=on_ready)
-    ((cpu, begun_at),) = ready
-    if len(seen.turn_s) != load.num_trajectories * load.num_turns:
-        raise RuntimeError(f"{len(seen.turn_s)} turns were answered")
-    return Figures(
-        "streams" if is_streamed else "endpoint",
-        load.num_at_once,
-        num_turns=len(seen.turn_s),
-        num_tokens=seen.num_tokens,
-        seconds=seen.ended_at - seen.began_at,
-        turn_p50_s=statistics.median(seen.turn_s),
-        turn_p99_s=quantile(seen.turn_s, 0.99),
-        begin_s=seen.began_at - begun_at,
+    seen = await chat_from_processes(url, options.load_processes, is_streamed=is_streamed, on_ready=on_ready)
+    ((cpu, load, window),) = begun
+    arm = "streams" if is_streamed else "endpoint"
+    figures = figures_of(arm, load, window, seen.turns, cpu.used(children_of_this()))
+    return replace(
+        figures,
         end_s=quantile(seen.finish_s, 0.99),
         first_p50_s=statistics.median(seen.first_s) if is_streamed else None,
-        num_chunks=seen.num_chunks if is_streamed else None,
-        cpu_s=cpu.used(children_of_this()),
+        num_chunks=round(seen.num_chunks * figures.num_turns / len(seen.turns)) if is_streamed else None,
     )
 
 
@@ -163,120 +179,142 @@ def children_of_this() -> frozenset[int]:
     return frozenset(_OTHER_CHILDREN)
 
 
-def plan_of(records: Sequence[Trajectory]) -> list[Planned]:
-    """What was asked of the engine, without the sampled ids themselves."""
-    plan = []
-    for record in records:
-        path, turns = record.path, record.path.turns
-        starts = [turn.start for turn in turns[1:]] + [turns[-1].end]
-        parts = [
-            (turn.end - turn.start, path.response_ids[turn.end : start].tolist())
-            for turn, start in zip(turns, starts, strict=True)
-        ]
-        plan.append(Planned(path.prompt_ids.tolist(), parts))
-    return plan
+class BareProcess:
+    """A bare engine in a process of its own; it starts at once."""
 
-
-async def run_service(options: argparse.Namespace, config: ServiceConfig, work: Path, found: list[Figures]) -> None:
-    """All arms of the service, and a plan for the bare engine."""
-    run_dir = work / f"run-{time.time_ns():x}"
-    run_dir.mkdir()
-    async with running_service(config, run_dir) as url:
-        say("the service is ready")
-        await asyncio.to_thread(wait_for, options.gate)
-        most = max(options.at_once)
-        warm_up = Workload(most, most, num_turns=1, num_sampled=WARM_UP_TOKENS, has_tools=not options.no_tools)
-        async with asyncio.timeout(options.arm_s):
-            await run_loops(url, warm_up, "warm-up")
-        for at_once in options.at_once:
-            load = workload(options, at_once)
-            for arm in options.arms:
-                if arm == "bare":
-                    continue
-                try:
-                    async with asyncio.timeout(options.arm_s):
-                        if arm == "service":
-                            figures, records = await run_loops(url, load, arm)
-                            lines = (planned.to_json() for planned in plan_of(records))
-                            (work / f"plan-{at_once}").write_text("\n".join(lines))
-                        else:
-                            figures = await run_chat(
-                                url, load, options.load_processes, is_streamed=arm == "streams"
-                            )
-                except (Exception, TimeoutError) as error:
-                    say(f"{arm}, {at_once} at once: failed: {error!r}")
-                    options.failures.append(f"{arm} {at_once}: {error!r}"[:500])
-                    continue
-                keep(options, found, figures)
-    say("the service has ended")
-
-
-def keep(options: argparse.Namespace, found: list[Figures], figures: Figures) -> None:
-    """Keep an arm's figures, also on disk: what comes after may be cut."""
-    found.append(figures)
-    say(f"{figures.arm}, {figures.num_at_once} at once: {figures.tokens_per_s:,.0f} tok/s")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".partial.json").write_text(json.dumps([asdict(one) for one in found]))
-
-
-def begin_bare(config: ServiceConfig, work: Path, at_once: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the bare engine's process, which imports its engine and waits."""
-    (work / "config.json").write_text(config.model_dump_json())
-    plans = [part for number in at_once for part in ("--plan", f"{number}={work / f'plan-{number}'}")]
-    command = [sys.executable, "-m", "tests.benchmarks.gpu_bare", "--config", str(work / "config.json"), *plans]
-    bare = subprocess.Popen([*command, "--out", str(work / "bare.json")], stdin=subprocess.PIPE, cwd=CHECKOUT)
-    _OTHER_CHILDREN.append(bare.pid)
-    return bare
-
-
-async def end_bare(bare: subprocess.Popen[bytes], options: argparse.Namespace, work: Path) -> list[Figures]:
-    """Let it run; returns what it measured, also if it failed in its middle."""
-    timeout_s = BARE_START_S + options.arm_s * len(options.at_once)
-    try:
-        await asyncio.to_thread(bare.communicate, b"go\n", timeout_s)
-    except subprocess.TimeoutExpired:
-        options.failures.append("bare: it did not end in time")
-    if bare.returncode:
-        options.failures.append(f"bare: exit status {bare.returncode}")
-    path = work / "bare.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return [
-        Figures(
-            "bare",
-            one["num_at_once"],
-            num_turns=one["num_turns"],
-            num_tokens=one["num_tokens"],
-            seconds=one["seconds"],
-            turn_p50_s=statistics.median(one["turn_s"]),
-            turn_p99_s=quantile(one["turn_s"], 0.99),
-            idle=1 - sum(one["turn_s"]) / (one["num_at_once"] * one["seconds"]),
-            cpu_s=one["cpu_s"],
+    def __init__(self, arm: str, config: ServiceConfig, work: Path) -> None:
+        self.arm = arm
+        folder = work / f"bare-{len(_OTHER_CHILDREN)}"
+        folder.mkdir()
+        (folder / "config.json").write_text(config.model_dump_json())
+        self._out = folder / "figures.jsonl"
+        self._num_read = 0
+        command = [sys.executable, "-m", "tests.benchmarks.gpu_bare", "--config", str(folder / "config.json")]
+        self._process = subprocess.Popen(
+            [*command, "--out", str(self._out)], stdin=subprocess.PIPE, cwd=CHECKOUT, text=True
         )
-        for one in found
-    ]
+        _OTHER_CHILDREN.append(self._process.pid)
+
+    async def answer(self, timeout_s: float) -> dict[str, Any]:
+        """Return its next line. Raises RuntimeError if it ended, TimeoutError if none comes."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                lines = self._out.read_text().split("\n") if self._out.exists() else [""]
+                if len(lines) > self._num_read + 1:
+                    self._num_read += 1
+                    found: dict[str, Any] = json.loads(lines[self._num_read - 1])
+                    return found
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"{self.arm} ended with status {self._process.returncode}")
+                await asyncio.sleep(0.2)
+
+    async def run(
+        self, load: Workload, sizes: PromptSizes, timeout_s: float
+    ) -> tuple[list[Turn], dict[str, float]]:
+        """Run a load to its end; returns its turns, and CPU seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"load": asdict(load), "sizes": asdict(sizes)}) + "\n")
+        self._process.stdin.flush()
+        found = await self.answer(timeout_s)
+        return [Turn(*turn) for turn in found["turns"]], found["cpu_s"]
+
+    async def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.to_thread(self._process.wait, 30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
-async def measure(options: argparse.Namespace, work: Path) -> list[Figures]:
-    """All arms. What fails is in `options.failures`."""
-    config = service_config(options)
-    found: list[Figures] = []
-    bare = begin_bare(config, work, options.at_once) if "bare" in options.arms else None
-    try:
-        if options.arms != ["bare"]:
-            try:
-                await run_service(options, config, work, found)
-            except Exception as error:
-                say(f"the service failed: {error!r}")
-                options.failures.append(f"service: {error!r}"[:500])
-        if bare is not None and all((work / f"plan-{number}").exists() for number in options.at_once):
-            for figures in await end_bare(bare, options, work):
-                keep(options, found, figures)
-    finally:
-        if bare is not None and bare.poll() is None:
-            bare.terminate()
-            await asyncio.to_thread(bare.wait, 60)
-    return found
+@dataclass(slots=True)
+class Measurement:
+    """What one command measures, and has found so far."""
+
+    options: argparse.Namespace
+    found: list[Figures] = field(default_factory=list)
+    starts: dict[str, dict[str, float]] = field(default_factory=dict)
+    sizes: PromptSizes = DEFAULT_SIZES
+    failures: list[str] = field(default_factory=list)
+
+    async def run(self, config: ServiceConfig, work: Path) -> None:
+        """Start all engines, and run all arms in turn."""
+        options = self.options
+        bares = [BareProcess(name, _with(config, settings), work) for name, settings in options.bares]
+        try:
+            if any(not arm.startswith("bare") for arm in options.arms):
+                begun_at = time.perf_counter()
+                async with running_service(config, work / "run") as url:
+                    self.starts["service"] = {"start_s": time.perf_counter() - begun_at}
+                    await self._run_arms(url, bares)
+            else:
+                await self._run_arms("", bares)
+        finally:
+            for bare in bares:
+                await bare.close()
+
+    async def _run_arms(self, url: str, bares: Sequence[BareProcess]) -> None:
+        options = self.options
+        for bare in bares:
+            self.starts[bare.arm] = await bare.answer(BARE_START_S)
+        say(f"all are up: {self.starts}; GPU {gpu_used_mib(options)} MiB")
+        await asyncio.to_thread(wait_for, options.gate)
+        by_name = {bare.arm: bare for bare in bares}
+        arms = [arm for arm in options.arms if arm != "bare"] + list(by_name)
+        await self._warm_up(url, bares)
+        for cycle in range(options.cycles):
+            for at_once in options.at_once:
+                for arm in arms:
+                    try:
+                        async with asyncio.timeout(options.arm_s):
+                            figures = await self._run_arm(url, arm, at_once, by_name.get(arm))
+                    except (Exception, TimeoutError) as error:
+                        say(f"{arm}, {at_once} at once, cycle {cycle}: failed: {error!r}")
+                        self.failures.append(f"{arm} {at_once}: {error!r}"[:500])
+                        continue
+                    self._keep(figures)
+
+    async def _warm_up(self, url: str, bares: Sequence[BareProcess]) -> None:
+        """All places of each engine once; the service's records say how large its prompts are."""
+        most = max(self.options.at_once)
+        load = Workload(most, most, num_turns=2, num_sampled=WARM_UP_TOKENS, has_tools=not self.options.no_tools)
+        if url:
+            records, _ = await run_loops(url, replace(load, until=time.perf_counter() + self.options.arm_s))
+            self.sizes = PromptSizes.of(records)
+            say(f"prompts: {self.sizes}")
+        for bare in bares:
+            await bare.run(replace(load, until=time.perf_counter() + self.options.arm_s), self.sizes, 120)
+
+    async def _run_arm(self, url: str, arm: str, at_once: int, bare: BareProcess | None) -> Figures:
+        if arm in ("endpoint", "streams"):
+            return await run_chat(self.options, url, at_once, is_streamed=arm == "streams")
+        load, window = begin_load(self.options, at_once)
+        if bare is None:
+            records, cpu_s = await run_loops(url, load)
+            turns = [turn for record in records for turn in turns_of(record)]
+        else:
+            turns, cpu_s = await bare.run(load, self.sizes, self.options.arm_s)
+        return figures_of(arm, load, window, turns, cpu_s)
+
+    def _keep(self, figures: Figures) -> None:
+        """Keep an arm's figures, also on disk: what comes after may be cut."""
+        self.found.append(figures)
+        outside = "" if figures.outside_p99_s is None else f", outside p99 {figures.outside_p99_s:.3f} s"
+        say(f"{figures.arm}, {figures.num_at_once} at once: {figures.tokens_per_s:,.0f} tok/s{outside}")
+        if self.options.out is not None:
+            self.options.out.parent.mkdir(parents=True, exist_ok=True)
+            document = {"starts": self.starts, "figures": [asdict(one) for one in self.found]}
+            self.options.out.with_suffix(".partial.json").write_text(json.dumps(document))
+
+
+def _with(config: ServiceConfig, settings: str) -> ServiceConfig:
+    """The config with other settings of its engine, as `key=value,...`."""
+    engine = config.engine.model_dump()
+    for setting in filter(None, settings.split(",")):
+        key, _, value = setting.partition("=")
+        engine[key] = json.loads(value)
+    return ServiceConfig.model_validate({**config.model_dump(), "engine": engine})
 
 
 def service_config(options: argparse.Namespace) -> ServiceConfig:
@@ -288,7 +326,7 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
         "dtype": "float32" if is_cpu else "bfloat16",
         "max_running": -(-most // options.replicas),
         "block_size": 32 if is_cpu else 16,
-        "gpu_memory_utilization": options.gpu_share,
+        "gpu_memory_utilization": 0.85 / options.num_engines,  # of the GPU's memory that is free at the start
         "tensor_parallel_size": options.tp,
         "max_context_tokens": options.context if options.model is None else None,
     }
@@ -305,14 +343,23 @@ def service_config(options: argparse.Namespace) -> ServiceConfig:
 
 
 def kv_mib_of_this_gpu(options: argparse.Namespace) -> int:
-    """What is left beside the weights and graphs: a size of its own, as others may be on the GPU at the start."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    total_mib = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+    """An engine's share of what is left beside the weights and graphs of all."""
     if options.model is not None:
         return SMALL_KV_MIB
     weights_mib = SHAPES[options.shape].num_bytes("bfloat16") / options.tp / 2**20
     others_mib = 0 if options.gate is None else OTHERS_MIB
-    return int(0.9 * total_mib - weights_mib - GRAPHS_MIB - others_mib)
+    free_mib = 0.9 * _nvidia_smi("memory.total") - others_mib
+    return int(free_mib / options.num_engines - weights_mib - GRAPHS_MIB)
+
+
+def gpu_used_mib(options: argparse.Namespace) -> int:
+    """The GPU's memory in use; 0 without one."""
+    return _nvidia_smi("memory.used") if options.device == "cuda" and options.engine != "simulated" else 0
+
+
+def _nvidia_smi(what: str) -> int:
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
 
 
 def wait_for(gate: Path | None) -> None:
@@ -321,9 +368,22 @@ def wait_for(gate: Path | None) -> None:
         time.sleep(0.2)
 
 
+def ratios(found: Sequence[Figures]) -> dict[str, float]:
+    """Each arm's tokens a second over those of `bare` with as many in flight, as medians of the cycles."""
+    medians = {
+        key: statistics.median(one.tokens_per_s for one in found if (one.arm, one.num_at_once) == key)
+        for key in dict.fromkeys((one.arm, one.num_at_once) for one in found)
+    }
+    return {
+        f"{arm} {at_once}": round(value / medians["bare", at_once], 4)
+        for (arm, at_once), value in medians.items()
+        if arm != "bare" and ("bare", at_once) in medians
+    }
+
+
 def tables(found: Sequence[Figures]) -> dict[str, str]:
-    """The table of throughput, and that of CPU seconds for 1,000 turns."""
-    bare = {one.num_at_once: one.tokens_per_s for one in found if one.arm == "bare"}
+    """The table of all windows, in their order, and that of CPU seconds for 1,000 turns."""
+    of_bare = ratios(found)
 
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else 1000 * seconds
@@ -332,29 +392,27 @@ def tables(found: Sequence[Figures]) -> dict[str, str]:
         (
             f"{one.arm}, {one.num_at_once}",
             one.tokens_per_s,
-            round(one.tokens_per_s / bare[one.num_at_once], 3) if one.num_at_once in bare else None,
+            of_bare.get(f"{one.arm} {one.num_at_once}"),
             None if one.idle is None else 100 * one.idle,
             ms(one.outside_p50_s),
             ms(one.outside_p99_s),
             one.turn_p50_s,
             one.turn_p99_s,
             one.first_p50_s,
-            one.begin_s,
             one.end_s,
             one.num_turns,
-            one.num_tokens,
             None if one.num_chunks is None else one.num_chunks / one.num_turns,
         )
         for one in found
     ]
-    columns = ["arm, in flight", "tok/s", "of bare", "idle %", "outside p50 ms", "p99 ms", "turn p50 s", "p99 s"]
-    columns += ["first piece p50 s", "begin s", "end s", "turns", "tokens", "pieces a turn"]
-    kinds = sorted({kind for one in found for kind in one.cpu_s}, key=lambda kind: -sum(_cpu(found, kind)))
+    columns = ["arm, in flight", "tok/s", "median of bare's", "idle %", "outside p50 ms", "p99 ms", "turn p50 s"]
+    columns += ["p99 s", "first piece p50 s", "end s", "turns", "pieces a turn"]
+    kinds = sorted({kind for one in found for kind in one.cpu_s_per_turn}, key=lambda kind: -sum(_cpu(found, kind)))
     cpu_rows = [
         (
             f"{one.arm}, {one.num_at_once}",
-            *(1000 * one.cpu_s.get(kind, 0.0) / one.num_turns for kind in kinds),
-            1000 * sum(one.cpu_s.values()) / one.num_turns,
+            *(1000 * one.cpu_s_per_turn.get(kind, 0.0) for kind in kinds),
+            1000 * sum(one.cpu_s_per_turn.values()),
         )
         for one in found
     ]
@@ -365,7 +423,7 @@ def tables(found: Sequence[Figures]) -> dict[str, str]:
 
 
 def _cpu(found: Sequence[Figures], kind: str) -> list[float]:
-    return [one.cpu_s.get(kind, 0.0) for one in found]
+    return [one.cpu_s_per_turn.get(kind, 0.0) for one in found]
 
 
 def say(what: str) -> None:
@@ -384,33 +442,34 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
     parser.add_argument("--model", help="a model folder, in place of a shape")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--at-once", type=int, nargs="+", help="trajectories in flight")
-    parser.add_argument("--rounds", type=int, help="of so many trajectories")
+    parser.add_argument("--bare", action="append", default=[], metavar="KEY=VALUE,...", help="one more bare engine")
+    parser.add_argument("--set", default="", metavar="KEY=VALUE,...", help="of the service's engine, and of `bare`")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[512], help="trajectories in flight")
+    parser.add_argument("--cycles", type=int, default=2, help="of all arms")
+    parser.add_argument("--window-s", type=float, default=45.0)
+    parser.add_argument("--ramp-s", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=12, help="of so many trajectories, at most")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--sampled", type=int, help="tokens a turn")
-    parser.add_argument("--spread", type=float, default=0.0, help="0.5: turns of half to one and a half of that")
+    parser.add_argument("--sampled", type=int, default=160, help="tokens a turn, in the mean")
+    parser.add_argument("--spread", type=float, default=0.5, help="0.5: turns of half to one and a half of that")
     parser.add_argument("--no-tools", action="store_true", help="a user's message stands for the tool's answer")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ingress", type=int, help="ingress processes; else the service's default")
     parser.add_argument("--load-processes", type=int, default=4)
-    parser.add_argument(
-        "--gpu-share", type=float, default=0.85, help="of the GPU's memory, that is free at the start"
-    )
     parser.add_argument("--kv-mib", type=int, help="of the KV cache; else what the GPU has room for")
     parser.add_argument("--gate", type=Path, help="measure once this file exists; the service starts before")
     parser.add_argument("--context", type=int, default=2048, help="of a shape; a model has its own")
-    parser.add_argument("--arm-s", type=float, default=120.0, help="the time limit of an arm")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--arm-s", type=float, default=120.0, help="the time limit of a window")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.arms = [arm for arm in ARMS if arm in options.arms.split(",")]
-    options.at_once = options.at_once or ([512] if options.quick else [256, 512])
-    options.rounds = options.rounds or 1
-    options.sampled = options.sampled or (SHORT_TURNS if options.quick else 160)
-    options.failures = []
     if options.engine == "simulated":
-        options.arms = [arm for arm in options.arms if arm != "bare"]
+        options.arms, options.bare = [arm for arm in options.arms if arm != "bare"], []
+    plain = [("bare", "")] if "bare" in options.arms else []
+    options.bares = plain + [(f"bare {settings}", settings) for settings in options.bare]
+    has_service = any(arm != "bare" for arm in options.arms)
+    options.num_engines = len(options.bares) + has_service
     return options
 
 
@@ -419,29 +478,33 @@ def main() -> None:
     options = parse()
     paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the workers import the loop
+    measurement = Measurement(options)
     with tempfile.TemporaryDirectory() as work:
-        found = asyncio.run(measure(options, Path(work)))
-    bare = {one.num_at_once: one.tokens_per_s for one in found if one.arm == "bare"}
-    ratios = {
-        f"{one.arm} {one.num_at_once}": round(one.tokens_per_s / bare[one.num_at_once], 4)
-        for one in found
-        if one.num_at_once in bare and one.arm != "bare"
-    }
-    missed = [name for name, ratio in ratios.items() if ratio < GOALS[name.split()[0]]]
+        try:
+            asyncio.run(measurement.run(_with(service_config(options), options.set), Path(work)))
+        except Exception as error:
+            say(f"failed: {error!r}")
+            measurement.failures.append(repr(error)[:500])
+    found, of_bare = measurement.found, ratios(measurement.found)
+    missed = [name for name, ratio in of_bare.items() if ratio < GOALS.get(name.split()[0], 0.0)]
     shown = tables(found)
-    notes = [f"below its goal: {name}" for name in missed] + [f"failed: {what}" for what in options.failures]
-    if notes:
-        shown["Notes"] = "\n".join(f"- {note}" for note in notes)
+    notes = [
+        f"{arm} started in {', '.join(f'{k} {v:.0f}' for k, v in took.items())}"
+        for arm, took in measurement.starts.items()
+    ]
+    notes += [f"below its goal: {name}" for name in missed] + [f"failed: {what}" for what in measurement.failures]
+    shown["Notes"] = "\n".join(f"- {note}" for note in notes)
     results = {
         "figures": found,
+        "starts": measurement.starts,
         "tokens_per_s": {f"{one.arm} {one.num_at_once}": round(one.tokens_per_s, 1) for one in found},
-        "ratios": ratios,
+        "ratios": of_bare,
         "below_goal": missed,
-        "failures": options.failures,
+        "failures": measurement.failures,
     }
     name = options.model or options.shape
     report.finish(f"Throughput, {options.engine}, {name}", shown, results, options.out)
-    sys.exit(bool(options.failures) or not found)
+    sys.exit(bool(measurement.failures) or not found)
 
 
 if __name__ == "__main__":

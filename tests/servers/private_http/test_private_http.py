@@ -1,6 +1,7 @@
 """The private ports of a run: who may ask, how much, and how soon a vanished peer is noticed."""
 
 import asyncio
+import select
 import socket
 
 import aiohttp
@@ -126,3 +127,21 @@ def test_a_long_stage_is_not_late_because_of_what_froze_meanwhile():
     guard.admit(CommandKind.STAGE, FencingToken(1, 1))
     with pytest.raises(Conflict):
         guard.admit(CommandKind.STAGE, FencingToken(1, 1))
+
+
+async def test_connections_of_a_burst_wait_while_the_server_computes():
+    """E3: with asyncio's own backlog of 128 the others' handshakes were dropped, and tried again after a second."""
+    num_callers = 600
+    async with Port() as port:
+        _, _, address = port.server.url.rpartition("//")
+        host, _, number = address.partition(":")
+        callers = [socket.socket() for _ in range(num_callers)]
+        for caller in callers:
+            caller.setblocking(False)
+            caller.connect_ex((host, int(number)))  # nothing is accepted: this event loop does not run meanwhile
+        try:
+            _, connected, _ = select.select([], callers, [], 0.5)
+            assert len(connected) == num_callers
+        finally:
+            for caller in callers:
+                caller.close()

@@ -24,6 +24,8 @@ class VllmConfig(ProcessEngineConfig):
     data_parallel_size: int = 1
     expert_parallel: bool = False
     num_threads: int = 1  # CPU only
+    max_step_tokens: int | None = None  # of decodes and prefill together; None: vLLM's own
+    max_graph_tokens: int | None = None  # of a step that runs as a CUDA graph; None: vLLM's own, at most 512
     tells_cache: bool = True  # by KV events
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
 
@@ -86,6 +88,7 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "block_size": config.block_size,
         **_parallel_arguments(config),
+        "max_num_batched_tokens": config.max_step_tokens,
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         # A compiled graph keeps the packed weights it was traced with: on CPU an update would not reach it.
@@ -132,6 +135,8 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if not config.enforce_eager:
+            arguments["max_cudagraph_capture_size"] = config.max_graph_tokens
     return arguments
 
 
