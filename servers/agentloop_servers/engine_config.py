@@ -34,10 +34,6 @@ StepTimeName = Literal["h200-qwen3-4b", "h200-qwen3-8b"]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
-_PREFILL_TOKENS = 512
-"""Of the turns that begin in one step beside full decodes; in a steady state nearly every step has some."""
-
-
 class StepTimeSettings(_EngineModel):
     """The seconds of an engine's steps, as `tests/gpu/step_times.py` fits them: a, b, c and alpha, beta, gamma."""
 
@@ -131,9 +127,18 @@ class EngineConfig(_EngineModel):
         return self.max_running or (512 if self.on_gpu else 256)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step: a decode of every seat, and as much prefill or more."""
+        return self.max_step_tokens or max(2048, 2 * self.num_seats)
+
+    @property
     def graph_tokens(self) -> int:
-        """Tokens of the largest step that runs as a CUDA graph: all decodes, and the prefill that comes with them."""
-        return self.max_graph_tokens or self.num_seats + _PREFILL_TOKENS
+        """Tokens of the largest step that runs as a CUDA graph: decodes, and the prefill of new turns.
+
+        In a steady state nearly every step has some prefill. With 512 seats, graphs of 512, 1,024 and 2,048 tokens
+        gave 12,000, 15,200 and 17,100 tokens a second (`tests/benchmarks/RESULTS.md`).
+        """
+        return self.max_graph_tokens or min(self.step_tokens, 4 * self.num_seats)
 
 
 class EngineEnvironment(_EngineModel):

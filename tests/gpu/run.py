@@ -143,6 +143,7 @@ def throughput(name: str, *arguments: str) -> Callable[[Run], list[str]]:
     always = ("--engine", "{lane}", "--device", "{device}")
     gpu = module("tests.benchmarks.gpu_throughput", *always, *arguments, "--gate", "{gate}", out=name)
     small = ("--model", TINY, "--at-once", "8", "--sampled", "24", "--load-processes", "1")
+    small += ("--window-s", "8", "--ramp-s", "3", "--rounds", "200")
     cpu = module("tests.benchmarks.gpu_throughput", *always, *small, out=name)
     return lambda run: (cpu if run.device == "cpu" else gpu)(run)
 
@@ -296,7 +297,7 @@ PARTS = (
     Part(
         "throughput",
         "the service's share of the bare engine's throughput, 512 in flight, 4B shape",
-        throughput("throughput", "--shape", "qwen3-4b", "--quick"),
+        throughput("throughput", "--shape", "qwen3-4b", "--cycles", "1", "--window-s", "20"),
         400,
         ratios,
         after=("continuation-ipc", "continuation-nccl", "hybrid", "model"),
@@ -305,8 +306,8 @@ PARTS = (
     ),
     Part(
         "throughput-full",
-        "the same with 256 and 512 in flight and longer turns",
-        throughput("throughput-full", "--shape", "qwen3-4b"),
+        "service and bare engine in turn, twice, in windows of 45 s",
+        throughput("throughput-full", "--shape", "qwen3-4b", "--arms", "service,bare"),
         540,
         ratios,
         is_alone=True,
@@ -315,7 +316,7 @@ PARTS = (
     Part(
         "throughput-shipped",
         "the same for the shipped policy",
-        throughput("throughput-shipped", "--model", TINY, "--sampled", "64"),
+        throughput("throughput-shipped", "--model", TINY, "--sampled", "64", "--rounds", "60", "--cycles", "1"),
         400,
         ratios,
         is_alone=True,
@@ -328,7 +329,6 @@ PARTS = (
             "throughput-2",
             "--shape",
             "qwen3-4b",
-            "--quick",
             "--replicas",
             "2",
             "--at-once",
@@ -344,7 +344,7 @@ PARTS = (
     Part(
         "throughput-tp2",
         "one replica over two GPUs",
-        throughput("throughput-tp2", "--shape", "qwen3-4b", "--tp", "2", "--quick"),
+        throughput("throughput-tp2", "--shape", "qwen3-4b", "--tp", "2", "--arms", "service,bare", "--cycles", "1"),
         400,
         ratios,
         is_alone=True,

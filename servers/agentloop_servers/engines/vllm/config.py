@@ -24,8 +24,8 @@ class VllmConfig(ProcessEngineConfig):
     data_parallel_size: int = 1
     expert_parallel: bool = False
     num_threads: int = 1  # CPU only
-    max_step_tokens: int | None = None  # of decodes and prefill together; None: vLLM's own
-    max_graph_tokens: int | None = None  # of a step that runs as a CUDA graph; None: vLLM's own, at most 512
+    max_step_tokens: int = 2048  # on a GPU: decodes and prefill together
+    max_graph_tokens: int = 512  # of a step that runs as a CUDA graph; larger ones are launched kernel by kernel
     tells_cache: bool = True  # by KV events
     worker_extension: str = WORKER_EXTENSION  # import path of our class inside vLLM's workers
 
@@ -88,7 +88,6 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "block_size": config.block_size,
         **_parallel_arguments(config),
-        "max_num_batched_tokens": config.max_step_tokens,
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
         # A compiled graph keeps the packed weights it was traced with: on CPU an update would not reach it.
@@ -135,9 +134,19 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["max_num_batched_tokens"] = config.max_step_tokens
         if not config.enforce_eager:
-            arguments["max_cudagraph_capture_size"] = config.max_graph_tokens
+            arguments["cudagraph_capture_sizes"] = graph_sizes(min(config.max_graph_tokens, config.max_step_tokens))
     return arguments
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Return the sizes of steps that are captured as CUDA graphs, in tokens; a step is padded to the next one.
+
+    vLLM's own steps of 8 and 16, but wider above 1,024, where few steps are: half the captures at 2,048.
+    """
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 1024, 16), *range(1024, most, 64), most}
+    return sorted(size for size in sizes if size <= most)
 
 
 def _parallel_arguments(config: VllmConfig) -> dict[str, Any]:

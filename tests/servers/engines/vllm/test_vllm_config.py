@@ -7,6 +7,7 @@ and the values are the ones written down here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from agentloop.images import MAX_IMAGES
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.engine_parts import build_engine, takes_images, vllm_config
 from agentloop_servers.engines.common import kv_endpoint, kv_endpoints
-from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, prepare_environment
+from agentloop_servers.engines.vllm.config import VllmConfig, engine_arguments, graph_sizes, prepare_environment
 from tests.support.records.vision_folder import write_vision_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # vLLM's import
@@ -44,7 +45,11 @@ ALWAYS = {
     "disable_log_stats": True,
     "enable_log_requests": False,
 }
-CUDA = ALWAYS | {"gpu_memory_utilization": 0.9}
+CUDA = ALWAYS | {
+    "gpu_memory_utilization": 0.9,
+    "max_num_batched_tokens": 2048,
+    "cudagraph_capture_sizes": graph_sizes(2048),
+}
 LORA = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}
 CPU = {"device": "cpu", "kv_cache_mib": 64}
 
@@ -93,6 +98,21 @@ CASES = {
         | {"max_num_seqs": 256},
     ),
     "dummy": ({"engine": {"load_format": "dummy"}}, CUDA | {"load_format": "dummy"}),
+    "few seats": (
+        {"engine": {"max_running": 64}},
+        CUDA | {"max_num_seqs": 64, "cudagraph_capture_sizes": [1, 2, 4, *range(8, 257, 8)]},
+    ),
+    "many seats": (
+        {"engine": {"max_running": 2000, "max_graph_tokens": 1100}},
+        CUDA
+        | {"max_num_seqs": 2000, "max_num_batched_tokens": 4000}
+        | {"cudagraph_capture_sizes": [*graph_sizes(1024), 1088, 1100]},
+    ),
+    "eager": (
+        {"engine": {"enforce_eager": True, "max_step_tokens": 8192}},
+        {name: value for name, value in CUDA.items() if name != "cudagraph_capture_sizes"}
+        | {"enforce_eager": True, "max_num_batched_tokens": 8192},
+    ),
 }
 
 
@@ -126,6 +146,16 @@ def test_events_of_the_cache_are_told_where_there_is_a_choice_of_replicas(change
     if tells:
         assert (events.enable_kv_cache_events, events.publisher, events.endpoint) == (True, "zmq", ENDPOINT)
         assert events.replay_endpoint == f"{ENDPOINT}-replay"
+
+
+def test_a_full_batch_of_decodes_with_the_prefill_of_new_turns_runs_as_a_graph():
+    """E1: 505 decodes and a prefill of 8 tokens left the graphs, which ended at 512."""
+    config = configured({})
+    sizes = graph_sizes(config.max_graph_tokens)
+    assert config.max_num_seqs == 512
+    assert sizes[-1] == config.max_step_tokens == 2048
+    assert max(second / first for first, second in itertools.pairwise(sizes) if first >= 64) <= 1.125  # padding
+    assert len(sizes) == 99
 
 
 @pytest.mark.parametrize("mode", ["sampled", "raw", "both"])
