@@ -229,7 +229,8 @@ def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_during_the_long_imports_is_quiet() -> None:
-    program = "import agentloop_servers.cli as cli; print('up', flush=True); cli.main()"
+    program = "import sys, agentloop_servers.cli as cli; sys.argv = ['agentloop', 'serve', '--config', 'absent']; "
+    program += "print('up', flush=True); cli.main()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
