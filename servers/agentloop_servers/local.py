@@ -234,6 +234,7 @@ async def _to_its_end(
     except asyncio.CancelledError:
         give_up()
         await asyncio.wait([call])
+        call.exception()  # the cancellation says enough
         raise
 
 

@@ -2,7 +2,8 @@
 
 Ray gives its node 30 s to appear, and the node gives its agents 30 s to tell their ports in files; no setting of
 Ray 2.60 moves either. So the agents' ports are chosen and told here, in advance, and the node is awaited here,
-before Ray's own wait begins. It runs in a thread: Ray sets its own handlers of signals only in the main one.
+before Ray's own wait begins. It runs in a thread: Ray sets its handlers of signals in the main one, and those of
+its C++ parts are left out. So a signal within a start is this process's own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import ray
 from ray._private import node as ray_node
-from ray._private import services
+from ray._private import ray_constants, services
 from ray._raylet import (  # type: ignore[attr-defined]
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
@@ -67,6 +68,8 @@ class RayStart:
         """
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
+        # Read from the environment by each process that Ray starts; this one alone goes without the C++ handlers.
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
         for number in range(1, NUM_TRIES + 1):
             try:
                 with _made_by(partial(_PatientNode, self)):

@@ -132,6 +132,7 @@ async def run_rollout(
     Raises InvalidRequest for tasks or a model that cannot be read, and for a limit under which the run could not
     end, before anything is started.
     """
+    configure_logging(None)  # until there is a run directory
     tasks = load_tasks(options.tasks)
     check_can_end(options, len(tasks) * options.num_samples, config.model_version)
     run_dir = run_dir_in(options.out)

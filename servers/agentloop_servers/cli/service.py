@@ -149,6 +149,7 @@ def _limit(
 
 async def _serve(config: ServiceConfig, run_dir: Path, grace_s: float, *, is_resumed: bool) -> None:
     """Raises Conflict if a service runs in the directory."""
+    configure_logging(None)  # until there is a run directory
     if is_resumed:
         (await take_run_lock(run_dir, 0.0)).release()  # the coordinator holds it from its start on
     console = Console()
