@@ -444,7 +444,7 @@ def saved_config(run_dir: Path) -> ServiceConfig | None:
     """Return the config that a run directory was begun with; None if it is new. Raises InvalidRequest."""
     try:
         return ServiceConfig.model_validate_json((run_dir / CONFIG_NAME).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
