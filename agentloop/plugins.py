@@ -24,12 +24,20 @@ MAX_LOADED = 1024
 FAILURE_MEMORY_S = 60.0
 LOAD_TIMEOUT_S = 60.0
 
+DISTRIBUTION = "agentloop-rollouts"
+"""What the package index calls us; it has another author's `agentloop`."""
+
 _FAILURES = (Exception, SystemExit, BaseExceptionGroup)
 """What user code raises as it is loaded. A KeyboardInterrupt may be the user's own; in a thread it is an error."""
 
 _NAME = r"[^\W\d]\w*"
 # A module's name is a file's name: importlib takes 02_loop, which the import statement does not.
 _PATH = re.compile(rf"\w+(?:\.\w+)*:{_NAME}(?:\.{_NAME})*", re.ASCII)
+
+
+def install_hint(extra: str) -> str:
+    """Return the commands that install one of our extras: from the package index, and in a checkout."""
+    return f"pip install '{DISTRIBUTION}[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
 
 
 def resolve(path: str, *, param: str) -> object:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from agentloop.plugins import DISTRIBUTION, install_hint
 from agentloop_servers.cli.doctor import SGLANG_VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -66,12 +67,20 @@ def test_the_engines_are_extras():
 
 def test_the_base_install_is_the_client_and_its_values():
     names = {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}
-    assert names == {"aiohttp", "msgspec", "numpy", "openai", "orjson", "pydantic", "structlog", "tenacity"}
+    client = {"aiohttp", "msgspec", "numpy", "openai", "orjson", "pydantic", "structlog", "tenacity"}
+    assert names == client | {"jinja2", "tokenizers", "xxhash"}  # which loops, tools and rewards are written with
     assert not any("==" in one for one in PROJECT["dependencies"])
 
 
 @pytest.mark.slow
-def test_the_client_imports_nothing_but_the_base_install():
+@pytest.mark.parametrize(
+    ("statement", "is_light"),
+    [
+        ("from agentloop.client import RolloutClient, load_tasks", True),
+        ("from agentloop.rollout import LoopContext, Tool, ToolSession, ToolSpec, exact_match, tool", False),
+    ],
+)
+def test_client_and_user_code_import_nothing_but_the_base_install(statement, is_light):
     """In a process that refuses every other package, as an environment that does not have it would."""
     code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'servers')]}; " + textwrap.dedent(
         f"""
@@ -81,25 +90,53 @@ def test_the_client_imports_nothing_but_the_base_install():
                 if name.partition(".")[0] in {sorted(_serve_only())}:
                     raise ModuleNotFoundError(name, name=name)
         sys.meta_path.insert(0, Absent())
-        import agentloop.client
-        from agentloop.client import RolloutClient, load_tasks
+        {statement}
+        from agentloop.types import Message
         print(sorted({{name.partition(".")[0] for name in sys.modules}}))
         """
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert not {"ray", "tokenizers", "fastapi", "torch"} & set(ast.literal_eval(done.stdout))
+    heavy = {"ray", "fastapi", "torch"} | ({"tokenizers"} if is_light else set())
+    assert not heavy & set(ast.literal_eval(done.stdout))
 
 
 @pytest.mark.slow
 def test_the_command_says_what_it_lacks_without_the_service():
-    code = "import sys; sys.modules['ray'] = None; from agentloop_servers.cli import main; main()"
+    code = "import sys; sys.modules['ray'] = None; sys.argv = ['agentloop', 'serve']; "
+    code += "from agentloop_servers.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "servers", ROOT / "tools")))}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
     )
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines() == ["agentloop: ray is not installed: pip install 'agentloop[serve]'"]
+    assert done.stderr.strip().splitlines() == [f"agentloop: ray is not installed: {install_hint('serve')}"]
+
+
+HINTED = {".py", ".md", ".toml", ".yaml", ".sh", ".in", ""}
+
+
+def test_every_hint_names_our_own_distribution_and_what_works_in_a_checkout():
+    """On the index `agentloop` is another author's: who follows a hint must not fetch it."""
+    assert PROJECT["name"] == DISTRIBUTION != "agentloop"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    num_hints = 0
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix not in HINTED or path == Path(__file__) or not path.is_file():
+            continue
+        for paragraph in re.split(r"\n\s*\n", path.read_text()):
+            assert not re.search(r"(?<![\w-])agentloop\[\w", paragraph), f"{name}: {paragraph}"
+            assert not re.search(r"pip install (?:-\S+ )*['\"]?agentloop(?![\w-])", paragraph), (
+                f"{name}: {paragraph}"
+            )
+            for extra in re.findall(rf"pip install ['\"]?{DISTRIBUTION}\[([\w,]+)\]", paragraph):
+                num_hints += 1
+                assert set(extra.split(",")) <= set(EXTRAS), name
+                assert f"pip install -e '.[{extra}]'" in paragraph, f"{name} lacks what works in a checkout"
+    assert num_hints >= 4
+    assert all(extra in EXTRAS for extra in ("serve", "renderers"))  # which the code's own hints name
+    assert install_hint("serve").count("pip install") == 2
 
 
 def test_everything_imported_is_declared():
@@ -135,7 +172,7 @@ def _imported(file: Path) -> set[str]:
 
 def _serve_only() -> set[str]:
     """Import names of what only the extras bring."""
-    names = {re.split(r"[\[<>=]", one)[0] for one in itertools.chain(*EXTRAS.values())} - {"agentloop"}
+    names = {re.split(r"[\[<>=]", one)[0] for one in itertools.chain(*EXTRAS.values())} - {DISTRIBUTION}
     modules = {distribution: module for module, distribution in DISTRIBUTIONS.items()}
     base = {re.split(r"[\[<>=]", one)[0] for one in PROJECT["dependencies"]}
     return {modules.get(name, name.replace("-", "_")) for name in names} - {*BROUGHT_ALONG, *base}

@@ -13,6 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -54,6 +55,10 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
     """
     if is_read_only and not path.is_file():
         raise InvalidRequest(f"no {schema.kind} at {path}")
+    if not is_read_only:
+        with suppress(OSError):  # SQLite says why it cannot
+            path.touch(mode=0o600)  # as its log and its shared memory then are
+            path.chmod(0o600)  # one of an older release
     uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rwc'}"
     try:
         db = sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None, check_same_thread=False)

@@ -37,7 +37,14 @@ from agentloop.sessions import SessionParts
 from agentloop.storage import STORE_NAME, RetentionPolicy, TrajectoryStore
 from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format import load_chat_format
-from agentloop_servers.config import ServiceConfig, keep_config, located, model_sizes, new_run_dir, run_secret
+from agentloop_servers.config import (
+    ServiceConfig,
+    keep_config,
+    located,
+    model_sizes,
+    run_dir_in,
+    run_secret,
+)
 from agentloop_servers.coordinator import (
     COMMAND_TIMEOUT_S,
     Coordinator,
@@ -433,7 +440,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     config = ServiceConfig.model_validate(args)
     if config.port == 0:
         raise InvalidRequest("a service that is deployed needs a port, which its processes share", param="port")
-    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(Path("runs"))
+    run_dir = Path(config.run_dir) if config.run_dir else run_dir_in(Path("runs"))
     return application(config, run_dir)
 
 
@@ -441,7 +448,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     """The deployments, bound: one for each kind of replicas, and three more.
 
     Raises InvalidRequest if keys are missing, or if the model is not there, or not what it must be, and what
-    `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started.
+    `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started,
+    or written.
     """
     config = sized(config, run_dir)
     keys_of(config)  # here, and again in each ingress process, whose environment may be another

@@ -7,14 +7,16 @@ are this model.
 from __future__ import annotations
 
 import datetime
+import difflib
 import json
 import os
 import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -34,6 +36,9 @@ from agentloop_servers.engine_config import (
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where relative paths of a config are looked for when the working directory has no such path."""
+
+IMPORT_PATH = "agentloop_servers.app:build"
+"""What a Serve config names as its application."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
@@ -296,6 +301,12 @@ class ServiceConfig(_Strict):
         """
         try:
             document = yaml.safe_load(path.read_text())
+            imported = document["applications"][0].get("import_path", IMPORT_PATH)
+            if imported != IMPORT_PATH:
+                raise InvalidRequest(
+                    f"{path}: import_path is {imported!r}, and this command runs {IMPORT_PATH} alone",
+                    param="import_path",
+                )
             if document.get("http_options"):
                 raise InvalidRequest(
                     f"{path}: http_options are of Serve's own proxy, which is not used: `host` and `port` of the "
@@ -305,14 +316,21 @@ class ServiceConfig(_Strict):
             return cls.model_validate(document["applications"][0]["args"])
         except OSError as error:
             raise InvalidRequest(f"cannot read the config {path}: {error.strerror}", param="config") from error
-        except (yaml.YAMLError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except yaml.MarkedYAMLError as error:
+            mark, reason = error.problem_mark, error.problem or "it cannot be read"
+            where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+            raise InvalidRequest(f"{path}{where}: not a Serve config: {reason}", param="config") from error
+        except (yaml.YAMLError, UnicodeDecodeError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise InvalidRequest(
-                f"{path} is not a Serve config of an agentloop application", param="config"
+                f"{path} is not a Serve config of an agentloop application: it begins as servers/cpu.yaml does",
+                param="config",
             ) from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             reason = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "extra_forbidden":
+                reason = f"there is no such key{_nearest(cls, first['loc'])}"
             raise InvalidRequest(": ".join(filter(None, (str(path), where, reason))), param=where) from error
 
     def model_path(self) -> Path:
@@ -325,6 +343,22 @@ class ServiceConfig(_Strict):
     def allowed_weight_roots(self) -> tuple[Path, ...]:
         """The folders under which pushed weights must lie."""
         return (self.model_path().parent, *(located(root) for root in self.weight_roots))
+
+
+def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """Return a suggestion for a key that is unknown at its place within a model's document; "" without one."""
+    for part in place[:-1]:
+        if part in model.model_fields:
+            model = next(_models_in(model.model_fields[str(part)].annotation), model)
+    found = difflib.get_close_matches(str(place[-1]), model.model_fields, n=1)
+    return f": did you mean {found[0]!r}?" if found else ""
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +402,7 @@ def run_secret(run_dir: Path) -> str:
     """The secret of a run, made at its first start: what is deployed again knows the keys of its sessions."""
     path = run_dir / "secret"
     with suppress(FileExistsError):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        made_run_dir(run_dir)
         made = path.with_suffix(f".{secrets.token_hex(4)}")
         made.touch(mode=0o600)
         made.write_text(secrets.token_hex(16))
@@ -379,10 +413,26 @@ def run_secret(run_dir: Path) -> str:
     return path.read_text()
 
 
+def run_dir_in(parent: Path) -> Path:
+    """Return a path for a new run under `parent`, not made yet: the time and a few random digits."""
+    return parent / f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
 def new_run_dir(parent: Path) -> Path:
-    """A new directory under `parent`, named by the time and a few random digits."""
-    path = parent / f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    path.mkdir(parents=True)
+    """A new directory under `parent`. Raises InvalidRequest."""
+    return made_run_dir(run_dir_in(parent))
+
+
+def made_run_dir(path: Path) -> Path:
+    """Return a run directory, made if it is new, which its owner alone may enter. Raises InvalidRequest."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise InvalidRequest(
+            f"no run can be written to {path}: {error.strerror}; --out, or run_dir in the config, names a place",
+            param="run_dir",
+        ) from error
     return path
 
 
@@ -394,7 +444,7 @@ def saved_config(run_dir: Path) -> ServiceConfig | None:
     """Return the config that a run directory was begun with; None if it is new. Raises InvalidRequest."""
     try:
         return ServiceConfig.model_validate_json((run_dir / CONFIG_NAME).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
         reason = error.errors()[0]["msg"]

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from agentloop import __version__
 from agentloop.errors import InvalidRequest
 from agentloop_servers.engine_config import EngineEntry
 
@@ -26,6 +27,10 @@ PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
 
 _PROBE = """
 import importlib.metadata, importlib.util, json, platform
+try:
+    from agentloop import __version__ as ours
+except ImportError:
+    ours = None
 def version(*names):
     for name in names:
         try:
@@ -33,7 +38,7 @@ def version(*names):
         except importlib.metadata.PackageNotFoundError:
             pass
 names = ("ray", "agentloop_servers", "vllm", "sglang")
-print(json.dumps({"python": platform.python_version(), "ray": version("ray"), "agentloop": version("agentloop"),
+print(json.dumps({"python": platform.python_version(), "ray": version("ray"), "agentloop": ours,
                   "packages": [name for name in names if importlib.util.find_spec(name) is not None]}))
 """
 
@@ -55,7 +60,7 @@ class PythonVersions:
 
 def own_versions() -> PythonVersions:
     """Return those of this process."""
-    return PythonVersions(platform.python_version(), _version("ray"), _version("agentloop"))
+    return PythonVersions(platform.python_version(), _version("ray"), __version__)
 
 
 def versions_of(entry: EngineEntry) -> PythonVersions | None:

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import os
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,10 +27,14 @@ from agentloop.errors import InvalidRequest, ServiceUnavailable
 from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator import CoordinatorClient
+from agentloop_servers.engine_parts import check_resources
 from agentloop_servers.host import NICENESS
+from agentloop_servers.ray_start import RayStart
 from agentloop_servers.tcp import listening_socket, url_of
 
 T = TypeVar("T")
+Say = Callable[[str], object]
+"""Shows a line of progress to the one that waits for a start."""
 
 SERVICE_START_TIMEOUT_S = 600.0
 WEIGHTS_GRACE_S = 10.0  # for replicas to bring, or load, the weights of a run that goes on
@@ -40,30 +46,50 @@ _log = structlog.get_logger("local")
 RAY_LINK = "ray"  # within the run directory: the session whose logs hold what Ray and the engines printed
 
 
+def _say_nothing(line: str) -> None:
+    """Show no progress."""
+
+
+def _do_nothing() -> None:
+    """Have nothing to begin."""
+
+
 @asynccontextmanager
 async def running_service(
-    config: ServiceConfig, run_dir: Path, *, waits_for_weights: bool = False
+    config: ServiceConfig,
+    run_dir: Path,
+    *,
+    waits_for_weights: bool = False,
+    begin: Callable[[], object] = _do_nothing,
+    say: Say = _say_nothing,
 ) -> AsyncIterator[str]:
     """Start the service, yield its base URL once it is ready, stop everything on the way out.
 
-    With `waits_for_weights` it is ready also if no replica takes traffic before somebody pushes weights.
+    With `waits_for_weights` it is ready also if no replica takes traffic before somebody pushes weights. `begin` is
+    called once the config is known to be good and the run directory is made, before anything is started.
 
-    Raises InvalidRequest for a config that cannot run, and ServiceUnavailable if the port is taken or the service
-    does not start; the run directory's link to Ray's logs leads to the reason.
+    Raises InvalidRequest for a config that cannot run, here or at all, and ServiceUnavailable if the port is taken
+    or the service does not start; the run directory's link to Ray's logs leads to the reason.
     """
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     app = application(config, run_dir)
+    begin()
     url = url_of(config.host, config.port)
     try:
-        start_ray(run_dir, has_gpus=config.num_gpu_engines > 0)
+        say("starting Ray")
+        start = RayStart(say)
+        starting = partial(start_ray, run_dir, has_gpus=config.num_gpu_engines > 0, start=start)
+        await _to_its_end(starting, give_up=start.give_up)
+        check_resources(config, ray.cluster_resources())
+        say("starting the service's processes")
         await _to_its_end(_deploy, app)
-        await _wait_until_ready(url, run_dir, waits_for_weights=waits_for_weights)
+        await _wait_until_ready(url, run_dir, say, waits_for_weights=waits_for_weights)
         yield url
     finally:
         await _to_its_end(stop_ray)
 
 
-def start_ray(run_dir: Path, *, has_gpus: bool = False) -> None:
+def start_ray(run_dir: Path, *, has_gpus: bool = False, start: RayStart | None = None) -> None:
     """Start a new local Ray, quiet, whatever cluster the environment names. Its ports ask for Ray's token.
 
     With GPUs its actors have the priority of any other process: engines must not wait for a core.
@@ -77,12 +103,8 @@ def start_ray(run_dir: Path, *, has_gpus: bool = False) -> None:
         os.environ.setdefault(NICENESS, "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    context = ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
+    context = (start or RayStart(_say_nothing)).run(
+        include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
     )
     if os.environ.get(AUTH_MODE) != "token":  # which Ray has set, for all that it starts
         raise ServiceUnavailable("this Ray does not ask for its token: its ports are open")
@@ -137,15 +159,18 @@ async def drain(run_dir: Path, grace_s: float) -> int:
         await client.close()
 
 
-async def _wait_until_ready(url: str, run_dir: Path, *, waits_for_weights: bool) -> None:
-    """Poll until all deployments run and a replica takes traffic. Raises ServiceUnavailable."""
+async def _wait_until_ready(url: str, run_dir: Path, say: Say, *, waits_for_weights: bool) -> None:
+    """Poll until all deployments run and a replica takes traffic, and show progress. Raises ServiceUnavailable."""
     up_at: float | None = None
+    progress = _Progress(say)
     timeout = aiohttp.ClientTimeout(total=5)
     deadline_at = asyncio.get_running_loop().time() + SERVICE_START_TIMEOUT_S
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             state = (await _to_its_end(serve.status)).applications.get(APP_NAME)
             now = asyncio.get_running_loop().time()
+            if state is not None:
+                progress.show(state)
             if state is not None and state.status == "RUNNING":
                 health = await _health(session, url)
                 if health == 200:
@@ -160,6 +185,24 @@ async def _wait_until_ready(url: str, run_dir: Path, *, waits_for_weights: bool)
                     f"not ready within {SERVICE_START_TIMEOUT_S:g} s. See {run_dir / RAY_LINK}"
                 )
             await asyncio.sleep(0.2)
+
+
+class _Progress:
+    """Lines of a start: one for each deployment whose processes have come a step further."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._shown: dict[str, str] = {}
+        self._started_at = time.monotonic()
+
+    def show(self, state: ApplicationStatusOverview) -> None:
+        """Say what has changed since the last time."""
+        for name, deployment in state.deployments.items():
+            counts = {str(kind).lower(): count for kind, count in deployment.replica_states.items() if count > 0}
+            line = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+            if line and self._shown.get(name) != line:
+                self._shown[name] = line
+                self._say(f"{name}: {line} ({time.monotonic() - self._started_at:.0f} s)")
 
 
 def _reason(state: ApplicationStatusOverview) -> str:
@@ -180,13 +223,18 @@ async def _health(session: aiohttp.ClientSession, url: str) -> int | None:
         return None  # the ingress is not up yet
 
 
-async def _to_its_end(function: Callable[..., T], *arguments: object) -> T:
-    """A blocking call in a thread. A cancellation waits for its end: Ray must not be stopped under it."""
+async def _to_its_end(
+    function: Callable[..., T], *arguments: object, give_up: Callable[[], object] = _do_nothing
+) -> T:
+    """A blocking call in a thread. A cancellation waits for its end, which `give_up` brings near: Ray must not be
+    stopped under it."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:
+        give_up()
         await asyncio.wait([call])
+        call.exception()  # the cancellation says enough
         raise
 
 

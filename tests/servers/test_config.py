@@ -193,6 +193,13 @@ def test_where_the_first_weights_come_from():
         (("replicas: 2", "replicas: 0"), "replicas"),
         (("workers:", "chat: {parsers: hermes}\n      workers:"), "chat.parsers"),
         (("model: examples", "modell: examples"), "model"),
+        (("workers:", "workerz:"), "workerz: there is no such key: did you mean 'workers'"),
+        (("capacity: 256", "capazity: 256"), "workers.capazity: there is no such key: did you mean 'capacity'"),
+        (
+            ("      kv_policy: recompute", "     kv_policy: recompute"),
+            r"yaml, line \d+, column \d+: not a Serve",
+        ),
+        (("agentloop_servers.app:build", "my.app:build"), "import_path is 'my.app:build'"),
         (("applications:", "apps:"), "not a Serve config"),
         (("applications:", "applications: ["), "not a Serve config"),
     ],

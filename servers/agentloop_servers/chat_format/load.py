@@ -17,7 +17,7 @@ import structlog
 from agentloop.errors import InvalidRequest, ParserMismatch
 from agentloop.generation import SelfTest, parsers_that_fit, self_test
 from agentloop.parsers import Parser, choose_parser, get_parser
-from agentloop.plugins import resolve
+from agentloop.plugins import install_hint, resolve
 from agentloop.rendering import OnUnstable, Renderer, RenderSettings, TemplateRenderer
 from agentloop.types import Thinking
 from agentloop_servers.config import ChatSettings, located
@@ -138,8 +138,8 @@ def _of_library(path: str) -> Callable[..., object]:
     """Return a class of an adapter over the `renderers` package. Raises InvalidRequest naming the extra."""
     if importlib.util.find_spec(_LIBRARY) is None:
         raise InvalidRequest(
-            "the package renderers is not installed: pip install 'agentloop[renderers]', or, beside a lane of "
-            "requirements/, pip install --no-deps renderers prime-pydantic-config",
+            f"the package renderers is not installed: {install_hint(_LIBRARY)}; beside a lane of requirements/: "
+            "pip install --no-deps renderers prime-pydantic-config",
             param="renderer",
         )
     return cast(Callable[..., object], resolve(path, param="renderer"))

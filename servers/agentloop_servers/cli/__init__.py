@@ -1,7 +1,7 @@
-"""The entry of the `agentloop` command: light, so that Ctrl-C ends it cleanly from the first moment.
+"""The entry of the `agentloop` command: light, so that help, a typo and Ctrl-C are answered from the first moment.
 
-The commands import Ray and the whole service, which takes seconds; an interrupt in there would end in a
-traceback from the middle of somebody's import.
+A command's own module may import Ray and the whole service, which takes seconds; an interrupt in there would end in
+a traceback from the middle of somebody's import.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import importlib
 import os
 import signal
 import sys
-from types import FrameType
+from types import FrameType, ModuleType
+
+from agentloop.plugins import install_hint
 
 
 def main() -> None:
-    """Run the console script. Exits with one line where the service's packages are not installed."""
+    """Run the console script. Until a command begins, Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, _leave)
-    # The doctor needs neither Ray nor an engine: it answers in a second, also where one of them does not import.
-    module = "doctor" if sys.argv[1:2] == ["doctor"] else "commands"
+    load("commands").app(prog_name="agentloop")
+
+
+def load(module: str) -> ModuleType:
+    """Import a module of the command line. Exits with one line where the service's packages are not installed."""
     try:
-        commands = importlib.import_module(f"agentloop_servers.cli.{module}")
+        return importlib.import_module(f"agentloop_servers.cli.{module}")
     except ModuleNotFoundError as error:
-        sys.exit(f"agentloop: {error.name} is not installed: pip install 'agentloop[serve]'")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the one that asyncio replaces by its own
-    commands.app()
+        sys.exit(f"agentloop: {error.name} is not installed: {install_hint('serve')}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

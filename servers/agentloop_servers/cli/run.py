@@ -2,7 +2,7 @@
 
 It owns the run directory and talks to the service through `RolloutClient` alone; starting and stopping the
 service is `local.running_service`. What was finished is in the store whatever happens here: an interrupted run
-can still be exported.
+can still be exported. A run on a service that was running stores here what comes back.
 
 With `--agent` a user's own agent does the work, in this process or in processes of this one, over sessions of
 the same service; run directory, weight push, summary and export are the same.
@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import structlog
 from rich.console import Console
@@ -29,16 +29,17 @@ from agentloop.api import UpdateReport
 from agentloop.client import Rollout, RolloutClient, load_tasks
 from agentloop.errors import AgentLoopError, InvalidRequest
 from agentloop.export import export, read_all
-from agentloop.logs import LOG_NAME, configure_logging
-from agentloop.storage import STORE_NAME, Summary, TrajectoryReader, summarize
-from agentloop.types import KVPolicy, RolloutTask, StalenessLimit
+from agentloop.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.storage import STORE_NAME, Summary, TrajectoryReader, TrajectoryStore, summarize
+from agentloop.types import KVPolicy, RolloutTask, StalenessLimit, Trajectory
 from agentloop_servers.cli.progress import ProgressView, Tally, open_progress
-from agentloop_servers.config import ServiceConfig, new_run_dir
+from agentloop_servers.config import KeysConfig, ServiceConfig, new_run_dir, run_dir_in
 from agentloop_servers.local import running_service
 
 PARQUET_NAME = "trajectories.parquet"
 SUMMARY_NAME = "summary.json"
 LATEST_NAME = "latest"
+CONNECT_TIMEOUT_S = 5.0  # for a running service to answer
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -88,11 +89,35 @@ class RunResult:
         return self.summary.lost == 0 and self.push_error is None
 
 
+Keep: TypeAlias = Callable[[Trajectory], None]
+"""What becomes of each record that came back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """A running service, and the keys that a user has for it."""
+
+    url: str
+    api_key: str | None
+    admin_key: str | None
+
+    def client(self, retry_timeout_s: float = 120.0) -> RolloutClient:
+        """Return a client of the service."""
+        return RolloutClient(
+            self.url, api_key=self.api_key, admin_key=self.admin_key, retry_timeout_s=retry_timeout_s
+        )
+
+
 class Collect(Protocol):
     """The part of a run between a ready service and its end: `collect`, or an `AgentCollect`."""
 
     async def __call__(
-        self, client: RolloutClient, tasks: list[RolloutTask], options: RunOptions, progress: ProgressView
+        self,
+        client: RolloutClient,
+        tasks: list[RolloutTask],
+        options: RunOptions,
+        progress: ProgressView,
+        keep: Keep = ...,
     ) -> Collected:
         """Have every sample rolled out, and push when it is time."""
 
@@ -107,19 +132,22 @@ async def run_rollout(
     Raises InvalidRequest for tasks or a model that cannot be read, and for a limit under which the run could not
     end, before anything is started.
     """
+    configure_logging(None)  # until there is a run directory
     tasks = load_tasks(options.tasks)
-    config.model_path()
     check_can_end(options, len(tasks) * options.num_samples, config.model_version)
-    run_dir = new_run_dir(options.out)
-    link_latest(run_dir)
-    configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
-    console.print(f"run      {run_dir}", highlight=False)
-    console.print(f"service  starting {config.num_replicas} replica(s) of {config.model} …", highlight=False)
+    run_dir = run_dir_in(options.out)
     started_at = time.monotonic()
+
+    def begin() -> None:
+        begin_run(run_dir, console, config.log.rotation)
+        console.print(f"service  starting {config.num_replicas} replica(s) of {config.model} …", highlight=False)
+
+    def say(line: str) -> None:
+        console.print(f"service  {line}", highlight=False, markup=False, soft_wrap=True)
+
     # The service is this run's own: on a free port, so that runs side by side do not meet.
     private = config.model_copy(update={"port": 0, "run_dir": None})
-    async with running_service(private, run_dir) as url:
-        end_on_sigterm()  # again: Ray has set its own handler
+    async with running_service(private, run_dir, begin=begin, say=say) as url:
         console.print(f"service  ready after {time.monotonic() - started_at:.0f} s at {url}", highlight=False)
         keys = (os.environ.get(config.keys.user_key_env), os.environ.get(config.keys.admin_key_env))
         async with RolloutClient(url, api_key=keys[0], admin_key=keys[1]) as client:
@@ -130,8 +158,48 @@ async def run_rollout(
     return RunResult(run_dir, summary, collected.push_error)
 
 
+async def run_on(
+    address: ServiceAddress, options: RunOptions, console: Console, collect_with: Collect | None = None
+) -> RunResult:
+    """Roll out by a running service, and write a run directory of what came back. Raises as `run_rollout`."""
+    tasks = load_tasks(options.tasks)
+    async with address.client(retry_timeout_s=CONNECT_TIMEOUT_S) as client:
+        served = (await client.status()).weight_version
+    check_can_end(options, len(tasks) * options.num_samples, served or 0)
+    run_dir = new_run_dir(options.out)
+    begin_run(run_dir, console)
+    store = TrajectoryStore(run_dir / STORE_NAME)
+    try:
+        async with address.client() as client, asyncio.TaskGroup() as storing:
+            with open_progress(console) as progress:
+
+                def keep(trajectory: Trajectory) -> None:
+                    storing.create_task(store.record(trajectory))
+
+                collected = await (collect_with or collect)(client, tasks, options, progress, keep)
+    finally:
+        await store.close()
+    summary = await asyncio.to_thread(write_results, run_dir, collected)
+    return RunResult(run_dir, summary, collected.push_error)
+
+
+def begin_run(run_dir: Path, console: Console, rotation: LogRotation = LogRotation()) -> None:  # noqa: B008 - frozen
+    """Make a run directory the latest, and have this process write its log there."""
+    link_latest(run_dir)
+    configure_logging(run_dir / LOG_NAME, rotation=rotation)
+    console.print(f"run      {run_dir}", highlight=False, soft_wrap=True)
+
+
+def _leave_to_the_service(trajectory: Trajectory) -> None:
+    """Keep no copy of a record that is in the run directory's store already."""
+
+
 async def collect(
-    client: RolloutClient, tasks: list[RolloutTask], options: RunOptions, progress: ProgressView
+    client: RolloutClient,
+    tasks: list[RolloutTask],
+    options: RunOptions,
+    progress: ProgressView,
+    keep: Keep = _leave_to_the_service,
 ) -> Collected:
     """Submit everything, take every trajectory, push when it is time."""
     started_at = time.monotonic()
@@ -141,6 +209,7 @@ async def collect(
     doomed = rollout.rollout_ids if rollout.num_trajectories > _room(options.limit) else ()
     async with MidRunPush(client, options.push, rollout.num_trajectories, progress, doomed) as pushing:
         async for trajectory in rollout:
+            keep(trajectory)
             tally.add(trajectory)
             progress.show(tally)
             pushing.look(tally.num_finished)
@@ -287,30 +356,10 @@ def link_latest(run_dir: Path) -> None:
     os.replace(link, run_dir.parent / LATEST_NAME)
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM cancel the current task, so that everything it started is stopped."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
-def stop_on_sigterm() -> asyncio.Event:
-    """Return an event that the first SIGTERM sets; the second one cancels the current task."""
-    task, loop, stopping = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
-    assert task is not None
-
-    def stop() -> None:
-        stopping.set()
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
-
-    loop.add_signal_handler(signal.SIGTERM, stop)
-    return stopping
-
-
 MAX_ERRORS_SHOWN = 5  # the log has them all
 
 
-def load_program(agent: str | None, command: str | None, config: ServiceConfig) -> AgentProgram | None:
+def load_program(agent: str | None, command: str | None, config: ServiceConfig | None) -> AgentProgram | None:
     """The agent that the command line names, if it names one. Raises InvalidRequest.
 
     A module is found as by `python -m`: the working directory counts. A command does not see the service's keys.
@@ -322,7 +371,8 @@ def load_program(agent: str | None, command: str | None, config: ServiceConfig) 
             sys.path.insert(0, os.getcwd())
         return AgentProgram.load(agent)
     if command is not None:
-        keys = frozenset({config.keys.user_key_env, config.keys.admin_key_env})
+        named = KeysConfig() if config is None else config.keys
+        keys = frozenset({named.user_key_env, named.admin_key_env})
         return AgentProgram.command(command, withheld=keys)
     return None
 
@@ -335,7 +385,12 @@ class AgentCollect:
     concurrency: int
 
     async def __call__(
-        self, client: RolloutClient, tasks: list[RolloutTask], options: RunOptions, progress: ProgressView
+        self,
+        client: RolloutClient,
+        tasks: list[RolloutTask],
+        options: RunOptions,
+        progress: ProgressView,
+        keep: Keep = _leave_to_the_service,
     ) -> Collected:
         """Raises InvalidRequest for a staleness limit, which sessions do not have, and for an unknown reward."""
         if options.limit is not None:
@@ -349,6 +404,8 @@ class AgentCollect:
         async with MidRunPush(client, options.push, tally.num_trajectories, progress) as pushing:
 
             def on_record(record: AgentRecord) -> None:
+                if record.trajectory is not None:
+                    keep(record.trajectory)
                 view.add(record)
                 pushing.look(tally.num_finished)
 

@@ -16,9 +16,11 @@ from pathlib import Path
 import orjson
 import pyarrow.parquet as pq
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from agentloop import __version__
 from agentloop.api.coordinator import ReplicaUpdate, RolloutStatus, RolloutTerms, UpdateReport
 from agentloop.client.client import RolloutClient
 from agentloop.engine import ALL_MEMORY, MemoryTag
@@ -26,7 +28,8 @@ from agentloop.errors import InvalidRequest, WeightUpdateFailed
 from agentloop.storage.summary import StaleSummary
 from agentloop.storage.trajectory_store import STORE_NAME
 from agentloop.types import KVPolicy, OnStale, RolloutGroup, StalenessLimit, StopReason
-from agentloop_servers.cli.commands import app
+from agentloop_servers.cli import load
+from agentloop_servers.cli.commands import COMMANDS, app
 from agentloop_servers.cli.doctor import Check, examine
 from agentloop_servers.cli.progress import PlainProgress, summary_table
 from agentloop_servers.cli.run import (
@@ -128,7 +131,18 @@ def test_export_takes_a_target_and_a_rollout(run_dir: Path, tmp_path: Path) -> N
             1,
             "error: the staleness limit lets 8 of 512 trajectories begin: the run would never end",
         ),
-        (["serve", "--config", "absent.yaml"], 1, "error: cannot read the config"),
+        (["serve", "--config", "absent.yaml"], 1, "error: cannot read the config: --config absent.yaml: nothing"),
+        (["rollout", "--tasks", "absent.jsonl"], 1, "--tasks absent.jsonl: nothing of that name is here, nor in"),
+        (["rollout", "--push", "absent"], 1, "error: cannot read weights: --push absent: nothing of that name"),
+        (["rollout", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
+        (
+            ["rollout", "--url", "http://127.0.0.1:9", "--config", "x"],
+            2,
+            "--config is of a service",
+        ),
+        (["cancel", "r-1", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
+        (["pause", "--mode", "never"], 2, "mode"),
+        (["show", "t", "--run", "no-such-run"], 1, "error: no run 'no-such-run'"),
         (["status", "--url", "http://127.0.0.1:9"], 1, "error: no answer from http://127.0.0.1:9"),
     ],
 )
@@ -137,6 +151,104 @@ def test_wrong_use_is_told_in_one_line(arguments: list[str], exit_code: int, mes
     assert result.exit_code == exit_code
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["servee"], ["expor", "x"]])
+def test_help_version_and_a_typo_answer_without_importing_a_command(arguments: list[str]) -> None:
+    """Measured in CPU time, of which an import of the service takes several seconds."""
+    program = f"""
+import sys, time
+sys.argv = ["agentloop", *{arguments!r}]
+from agentloop_servers.cli import main
+try:
+    main()
+except SystemExit as end:
+    heavy = {{"ray", "fastapi", "tokenizers", "numpy", "aiohttp"}} & set(sys.modules)
+    print(end.code, heavy or "light", time.process_time())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    *said, last = done.stdout.splitlines()
+    code, imported, cpu_s = last.split()
+    assert (int(code), imported) == (0 if arguments[0].startswith("--") else 2, "light"), done.stdout + done.stderr
+    assert float(cpu_s) < 0.5 * 3  # about 0.25 on an idle core
+    if arguments == ["--version"]:
+        assert said == [f"agentloop {__version__}"]
+    if arguments == ["expor", "x"]:
+        assert "Did you mean 'export'" in done.stderr
+
+
+def test_the_help_has_each_command_with_the_first_words_of_its_own() -> None:
+    for name, (module, line) in COMMANDS.items():
+        own = typer.main.get_group(load(module).app).commands[name]
+        assert (own.help or "").strip().startswith(line.removesuffix(".")), name
+
+
+@pytest.mark.parametrize("command", ["serve", "rollout"])
+def test_a_service_that_cannot_be_leaves_no_run_and_does_not_move_the_latest(command: str, tmp_path: Path) -> None:
+    config, out = tmp_path / "config.yaml", tmp_path / "runs"
+    config.write_text("applications: [{args: {model: no/such/model, engine: {kind: simulated}, port: 0}}]")
+    (out / "one").mkdir(parents=True)
+    link_latest(out / "one")
+    result = runner.invoke(app, [command, "--config", str(config), "--out", str(out)])
+    assert (result.exit_code, "no model at no/such/model" in result.output) == (1, True)
+    assert sorted(path.name for path in out.iterdir()) == ["latest", "one"]
+    assert (out / "latest").resolve() == out / "one"
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "runs"
+    simulated = Path(__file__).parents[3] / "servers" / "simulated.yaml"
+    result = runner.invoke(app, ["serve", "--config", str(simulated), "--out", str(out)])
+    assert result.exit_code == 1
+    assert f"no run can be written to {out}" in result.output
+    assert "Not a directory; --out, or run_dir in the config, names a place" in result.output
+
+
+def test_a_trajectory_is_shown_as_a_conversation(run_dir: Path) -> None:
+    arguments = ["show", "a/1", "--run", str(run_dir)]
+    result = runner.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "r/a/1, task" in result.output
+    assert "weight versions v1" in result.output
+    [message, *_] = make_trajectory("a", 1).messages
+    assert message.content in result.output
+    several = runner.invoke(app, ["show", "a", "--run", str(run_dir)], env={"COLUMNS": "200"})
+    assert (several.exit_code, "'a' means r/a/0, r/a/1" in several.output) == (1, True)
+    none = runner.invoke(app, ["show", "c", "--run", str(run_dir)], env={"COLUMNS": "200"})
+    assert "'c' means none; there are r/a/0" in none.output
+
+
+def test_a_rollout_on_a_running_service_makes_a_run_of_its_own(
+    service: tuple[str, FakeCoordinator], tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "t1", "messages": [{"role": "user", "content": "hello"}]}\n')
+    arguments = ["rollout", "--url", service[0], "--tasks", str(tasks), "--samples", "3", "--out", str(tmp_path)]
+    result = runner.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "3 of 3 accepted, 0 lost" in result.output
+    latest = (tmp_path / "latest").resolve()
+    assert pq.read_table(latest / "trajectories.parquet").num_rows == 3
+    rollout_id = pq.read_table(latest / "trajectories.parquet")["rollout_id"][0].as_py()
+    shown = runner.invoke(app, ["show", f"{rollout_id}-000000/2", "--run", str(latest)], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+
+
+def test_cancel_pause_and_resume(service: tuple[str, FakeCoordinator]) -> None:
+    url, coordinator = service
+    keys = {"AGENTLOOP_ADMIN_KEY": "admin", "COLUMNS": "200"}
+    coordinator.is_holding = True
+    rollout_id = asyncio.run(_submit(url))
+    result = runner.invoke(app, ["cancel", rollout_id, "--url", url], env=keys)
+    assert (result.exit_code, coordinator.is_cancelled) == (0, True), result.output
+    assert f"{rollout_id}: " in result.output
+    assert runner.invoke(app, ["pause", "--reason", "eval", "--url", url], env=keys).output == "paused\n"
+    assert coordinator.paused is not None
+    assert runner.invoke(app, ["resume", "--url", url], env=keys).output == "resumed\n"
+    assert coordinator.paused is None
+    refused = runner.invoke(app, ["pause", "--url", url], env={"AGENTLOOP_ADMIN_KEY": ""})
+    assert (refused.exit_code, "error: " in refused.output) == (1, True)
 
 
 def test_status_shows_the_fleet(service: tuple[str, FakeCoordinator]) -> None:
@@ -229,7 +341,8 @@ def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_during_the_long_imports_is_quiet() -> None:
-    program = "import agentloop_servers.cli as cli; print('up', flush=True); cli.main()"
+    program = "import sys, agentloop_servers.cli as cli; sys.argv = ['agentloop', 'serve', '--config', 'absent']; "
+    program += "print('up', flush=True); cli.main()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -1,0 +1,185 @@
+"""The commands that read a run's records: they need no service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agentloop import codec
+from agentloop.errors import InvalidRequest
+from agentloop.export import export, read_all
+from agentloop.storage import TrajectoryReader
+from agentloop.trainers import MAX_K3
+from agentloop.types import Message, Trajectory, Turn
+from agentloop_servers.cli.check_logprobs import check_logprobs, load_reference, parse_versions, tables, versions_in
+from agentloop_servers.cli.terminal import clear_errors, store_of
+
+MAX_NAMED = 10  # of several trajectories that a word means
+
+app = typer.Typer()
+
+
+class Format(StrEnum):
+    """File formats that `export` writes."""
+
+    PARQUET = "parquet"
+    JSONL = "jsonl"
+
+
+class Device(StrEnum):
+    """Devices that `check-logprobs` computes on; auto is CUDA where there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Precision(StrEnum):
+    """Types that `check-logprobs` computes in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@app.command()
+def show(
+    trajectory: Annotated[str, typer.Argument(help="A task or group, or GROUP/SAMPLE, or ROLLOUT/GROUP/SAMPLE.")],
+    run: Annotated[str, typer.Option(help="A run directory, a run's id, or a store file.")] = "latest",
+) -> None:
+    """Show one trajectory of a run: its conversation, versions and rewards."""
+    with clear_errors():
+        found = _named(store_of(run), trajectory)
+    console = Console()
+    for line in _facts(found):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for message in found.messages:
+        _show_message(console, message)
+    for place, path in enumerate(found.paths):
+        name = f"path {place + 1} of {len(found.paths)}"
+        console.rule(name if path.split_reason is None else f"{name}, split: {path.split_reason}")
+        table = Table("turn", "tokens", "versions", "ended by", "reward", "replica", box=None)
+        for number, turn in enumerate(path.turns, start=1):
+            spans = [span for span in path.weight_versions if span.start < turn.end and span.end > turn.start]
+            versions = ", ".join(f"v{span.version}" for span in spans)
+            table.add_row(str(number), *_of_turn(turn, versions))
+        console.print(table)
+
+
+def _of_turn(turn: Turn, versions: str) -> tuple[str, ...]:
+    reward = "-" if turn.reward is None else f"{turn.reward:g}"
+    return f"{turn.end - turn.start:,}", versions, str(turn.finish_reason), reward, turn.replica_id
+
+
+def _names(trajectory: Trajectory) -> Iterator[str]:
+    """Yield the words that mean a trajectory, the one that no other has first."""
+    place = f"{trajectory.group_id}/{trajectory.sample_index}"
+    yield f"{trajectory.rollout_id}/{place}"
+    yield from (place, f"{trajectory.task_id}/{trajectory.sample_index}", trajectory.group_id, trajectory.task_id)
+
+
+def _named(store: Path, name: str) -> Trajectory:
+    """Return the trajectory that a word means. Raises InvalidRequest if it means none, or several."""
+    reader, found, others = TrajectoryReader(store), list[Trajectory](), list[str]()
+    try:
+        for one in read_all(reader):
+            full, *_ = names = tuple(_names(one))
+            if name in names and len(found) < MAX_NAMED:
+                found.append(one)
+            elif len(others) < MAX_NAMED:
+                others.append(full)
+    finally:
+        reader.close()
+    if len(found) == 1:
+        return found[0]
+    meant = ", ".join(next(_names(one)) for one in found) or f"none; there are {', '.join(others) or 'none at all'}"
+    raise InvalidRequest(f"{name!r} means {meant}", param="trajectory")
+
+
+def _facts(trajectory: Trajectory) -> Iterator[str]:
+    yield f"{next(_names(trajectory))}, task {trajectory.task_id}"
+    versions = ", ".join(f"v{version}" for version in trajectory.versions) or "none"
+    whole = "complete" if trajectory.is_complete else "not complete"
+    num_tokens = f"{trajectory.num_sampled_tokens:,} tokens sampled"
+    yield f"{trajectory.stop_reason}, {whole}, weight versions {versions}, {num_tokens}"
+    parts = {**trajectory.components, **trajectory.metrics}
+    named = "".join(f", {name} {value:g}" for name, value in parts.items())
+    yield f"reward {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{named}"
+    for trouble in filter(None, (trajectory.error, trajectory.reward_error)):
+        yield f"error: {trouble}"
+
+
+def _show_message(console: Console, message: Message) -> None:
+    console.rule(" ".join(filter(None, (message.role, message.name))), align="left")
+    if message.reasoning:
+        console.print(Text(message.reasoning, style="dim italic"), soft_wrap=True)
+    if message.content:
+        console.print(Text(message.content), soft_wrap=True)
+    for call in message.tool_calls:
+        arguments = orjson.dumps(codec.to_builtins(call.arguments)).decode()
+        console.print(Text(f"{call.name}({arguments}){f'  {call.error}' if call.error else ''}"), soft_wrap=True)
+
+
+@app.command("export")
+def exportrun_to_end(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
+    format: Annotated[Format, typer.Option(help="The file format.")] = Format.PARQUET,
+    out: Annotated[Path | None, typer.Option(help="The file; beside the store if left out.")] = None,
+    rollout_id: Annotated[str | None, typer.Option(help="Only this rollout.")] = None,
+    mask_constrained: Annotated[
+        bool, typer.Option(help="Take tokens that a grammar, a bias or min_tokens shaped out of the mask.")
+    ] = False,
+) -> None:
+    """Write a run's trajectories, also while it is running."""
+    with clear_errors():
+        store = store_of(run)
+        target = out if out is not None else store.parent / f"trajectories.{format.value}"
+        num_rows = export(store, target, format.value, rollout_id, mask_constrained=mask_constrained)
+    Console().print(f"{num_rows} rows in {target}", highlight=False, soft_wrap=True)
+
+
+@app.command("check-logprobs")
+def checkrun_to_end(
+    run: Annotated[str, typer.Argument(help="A run directory, a run's id, or a store file.")],
+    model: Annotated[Path, typer.Option(help="The checkpoint of the run's oldest version that has no other.")],
+    model_version: Annotated[
+        list[str] | None, typer.Option(help="N=DIR: the checkpoint of version N; may be repeated.")
+    ] = None,
+    versions: Annotated[
+        Path | None, typer.Option(help="A folder of checkpoints that are named by their versions.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.AUTO,
+    dtype: Annotated[Precision, typer.Option(help="What to compute in: your trainer's.")] = Precision.FLOAT32,
+    trajectories: Annotated[int, typer.Option(min=1, help="Look at no more than these, chosen at random.")] = 1000,
+    max_k3: Annotated[float, typer.Option(min=0.0, help="Exit with 1 if the k3-KL by span is above it.")] = MAX_K3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Compare a run's recorded logprobs with those of the checkpoints that sampled them."""
+    with clear_errors(), Console(stderr=True).status("loading") as progress:
+        store, named = store_of(run), parse_versions(model_version or [])
+        if versions is not None:
+            named = {**versions_in(versions), **named}
+        load = load_reference(device.value, dtype.value)
+        found = check_logprobs(
+            store, model, named, load, max_trajectories=trajectories, on_progress=progress.update
+        )
+    if as_json:
+        typer.echo(orjson.dumps(codec.to_builtins(found)))
+    else:
+        console = Console()
+        for table in tables(found):
+            console.print(table)
+        for reason, num_tokens in found.left_out.items():
+            console.print(f"left out: {num_tokens:,} tokens, {reason}", highlight=False)
+        line = f"{found.num_trajectories:,} of {found.num_stored:,} trajectories, {dtype.value}"
+        console.print(line, highlight=False)
+    if found.k3_by_span is None or found.k3_by_span > max_k3:
+        raise typer.Exit(1)

@@ -1,0 +1,174 @@
+"""The commands that ask a running service, or order it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from agentloop.api import QueueStatus, RolloutStatus, ServiceStatus, UpdateReport
+from agentloop.client import RolloutClient
+from agentloop.engine import MemoryTag
+from agentloop.types import KVPolicy, PauseMode
+from agentloop_servers.cli.terminal import DEFAULT_URL, AdminKey, ApiKey, Url, clear_errors, run_to_end
+
+T = TypeVar("T")
+
+app = typer.Typer()
+weights = typer.Typer(help="Weights of a running service.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
+
+
+@app.command()
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Show a running service."""
+
+    async def ask() -> ServiceStatus:
+        async with RolloutClient(url, api_key=api_key, timeout_s=10.0, retry_timeout_s=2.0) as client:
+            return await client.status()
+
+    with clear_errors():
+        _show_status(Console(), run_to_end(ask()))
+
+
+@weights.command("push")
+def push_weights(
+    directory: Annotated[Path, typer.Argument(help="A folder of safetensors files that the service can read.")],
+    version: Annotated[int, typer.Option(min=0, help="The version they become.")],
+    url: Url = DEFAULT_URL,
+    kv_policy: Annotated[KVPolicy | None, typer.Option(help="What happens to older KV.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The folder holds a LoRA adapter (PEFT).")] = False,
+    force: Annotated[bool, typer.Option("--force", help="The version may be older than the served one.")] = False,
+    admin_key: AdminKey = None,
+) -> None:
+    """Bring every replica to new weights."""
+
+    async def send(client: RolloutClient) -> UpdateReport:
+        if adapter:
+            return await client.update_adapter(directory, version=version, kv_policy=kv_policy, force=force)
+        return await client.update_weights(directory, version=version, kv_policy=kv_policy, force=force)
+
+    with clear_errors():
+        report = run_to_end(_as_admin(url, admin_key, send))
+    console = Console()
+    for replica in report.replicas:
+        outcome = f"failed: {replica.error}" if replica.error else f"stood still for {replica.stall_ms:.0f} ms"
+        console.print(f"{replica.replica_id}  {outcome}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"version {report.version} live after {report.total_ms:.0f} ms", highlight=False)
+
+
+@app.command()
+def cancel(
+    run: Annotated[str, typer.Argument(help="A rollout's id, as `status` shows it.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """End what is queued or running of a rollout; each sample still gets its record."""
+
+    async def end() -> RolloutStatus:
+        async with RolloutClient(url, api_key=api_key, retry_timeout_s=5.0) as client:
+            return await client.cancel(run)
+
+    with clear_errors():
+        left = run_to_end(end())
+    console = Console()
+    console.print(f"{run}: {left.num_finished} of {left.num_accepted} have their records", highlight=False)
+
+
+@app.command()
+def pause(
+    mode: Annotated[PauseMode, typer.Option(help="What becomes of requests in flight.")] = PauseMode.KEEP,
+    reason: Annotated[str, typer.Option(help="What it is for, as the status shows it.")] = "",
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Freeze all replicas between two tokens, until `resume`."""
+    with clear_errors():
+        run_to_end(_as_admin(url, admin_key, lambda client: client.pause(mode, reason=reason)))
+    Console().print("paused", highlight=False)
+
+
+@app.command()
+def resume(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
+    """Let frozen replicas go on."""
+    with clear_errors():
+        run_to_end(_as_admin(url, admin_key, lambda client: client.resume()))
+    Console().print("resumed", highlight=False)
+
+
+@app.command()
+def sleep(
+    level: Annotated[int, typer.Option(min=1, max=2, help="2 also discards the weights.")] = 1,
+    reason: Annotated[str, typer.Option(help="What it is for, as the status shows it.")] = "",
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Freeze all replicas and give their memory back, until `wake`."""
+    with clear_errors():
+        run_to_end(_as_admin(url, admin_key, lambda client: client.sleep(level, reason=reason)))
+    Console().print(f"asleep at level {level}", highlight=False)
+
+
+@app.command()
+def wake(
+    tag: Annotated[list[MemoryTag] | None, typer.Option(help="Only this memory; may be repeated.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Take memory back; once all of it is, generation goes on."""
+    with clear_errors():
+        run_to_end(_as_admin(url, admin_key, lambda client: client.wake(tag or None)))
+    Console().print(f"awake: {', '.join(tag) if tag else 'all'}", highlight=False)
+
+
+async def _as_admin(url: str, admin_key: str | None, ask: Callable[[RolloutClient], Awaitable[T]]) -> T:
+    async with RolloutClient(url, admin_key=admin_key, retry_timeout_s=5.0) as client:
+        return await ask(client)
+
+
+def _waiting(queue: QueueStatus) -> str:
+    calls = f" and {queue.num_waiting} session(s) and calls" if queue.num_waiting else ""
+    return f"{queue.num_queued} queued trajectories{calls} wait: {queue.reason}"
+
+
+def _in_thousands(num_tokens: int) -> str:
+    return str(num_tokens) if num_tokens < 10_000 else f"{num_tokens / 1000:,.0f}k"
+
+
+def _show_status(console: Console, service: ServiceStatus) -> None:
+    state = "paused" if service.is_paused else "ready" if service.is_ready else "not ready"
+    if service.asleep:
+        state = f"asleep ({', '.join(service.asleep)})"
+    version = "none" if service.weight_version is None else str(service.weight_version)
+    console.print(f"{state}, weight version {version}, {service.num_workers} worker(s)", highlight=False)
+    names = ("state", "engine", "version", "running", "waiting", "leases")
+    replicas = Table(Column("replica", no_wrap=True), *names, "KV used / predicted / limit", "hits", box=None)
+    for replica in service.replicas:
+        own = "none" if replica.weight_version is None else str(replica.weight_version)
+        numbers = (replica.load.num_running, replica.load.num_waiting, replica.num_leases)
+        kv = (replica.load.kv_used_tokens, replica.kv_predicted_tokens, replica.kv_limit_tokens)
+        hits = "-" if replica.kv_hit_rate is None else f"{replica.kv_hit_rate:.0%}"
+        tokens = " / ".join(map(_in_thousands, kv))
+        replicas.add_row(replica.replica_id, replica.state, replica.engine, own, *map(str, numbers), tokens, hits)
+    console.print(replicas)
+    if service.queue.reason:
+        console.print(_waiting(service.queue), highlight=False, markup=False, soft_wrap=True)
+    said = "\n".join(service.degraded)
+    lines = [
+        *service.degraded,
+        *(f"{one.replica_id}: {one.error}" for one in service.replicas if one.error and one.error not in said),
+        *(f"replica {one.replica_id} was lost {one.age_s:.0f} s ago: {one.reason}" for one in service.lost),
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    rollouts = Table("rollout", "owner", "priority", "accepted", "finished", "running", "queued", "", box=None)
+    for one in service.rollouts:
+        numbers4 = (one.num_accepted, one.num_finished, one.num_running, one.num_queued)
+        held = f"{one.num_held} of them held for the next version" if one.num_held > 0 else ""
+        rollouts.add_row(one.rollout_id, one.owner or "-", str(one.priority), *map(str, numbers4), held)
+    if service.rollouts:
+        console.print(rollouts)

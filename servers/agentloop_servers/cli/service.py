@@ -1,0 +1,186 @@
+"""The commands that start a service, and `rollout`, which also asks a running one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agentloop.logs import LOG_NAME, configure_logging
+from agentloop.storage import STORE_NAME
+from agentloop.types import OnStale, StalenessLimit
+from agentloop_servers.cli.progress import summary_table
+from agentloop_servers.cli.run import (
+    AgentCollect,
+    RunOptions,
+    ServiceAddress,
+    WeightPush,
+    link_latest,
+    load_program,
+    run_on,
+    run_rollout,
+)
+from agentloop_servers.cli.terminal import AdminKey, ApiKey, clear_errors, given, run_to_end, store_of
+from agentloop_servers.config import ServiceConfig, run_dir_in, saved_config
+from agentloop_servers.local import drain, running_service
+from agentloop_servers.locks import take_run_lock
+
+Config = Annotated[Path, typer.Option("--config", help="A Serve config file.")]
+Out = Annotated[Path, typer.Option("--out", help="Where run directories go.")]
+Keep = Annotated[
+    int | None, typer.Option(min=1, help="Keep the first so many complete ones of each task; cancel the rest.")
+]
+SHIPPED_PUSH = Path("examples/tiny_policy/v1")
+DEFAULT_CONFIG = Path("servers/cpu.yaml")
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", help=f"A Serve config file; {DEFAULT_CONFIG}.")] = None,
+    out: Out = Path("runs"),
+    resume: Annotated[
+        str | None,
+        typer.Option(help="A run directory, or its id, to go on with: queue, sessions, weights, records."),
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option(min=0.0, help="After SIGTERM, the seconds that running trajectories have to end.")
+    ] = 30.0,
+) -> None:
+    """Run the service on a local Ray of its own, until Ctrl-C, or SIGTERM, which lets running trajectories end."""
+    with clear_errors():
+        run_dir = None if resume is None else store_of(resume).parent
+        saved = None if run_dir is None or config is not None else saved_config(run_dir)
+        settings = saved or ServiceConfig.load(given("the config", "--config", config or DEFAULT_CONFIG))
+        if run_dir is None:
+            run_dir = run_dir_in(out) if settings.run_dir is None else Path(settings.run_dir)
+        run_to_end(_serve(settings, run_dir, grace_s, is_resumed=(run_dir / STORE_NAME).is_file()))
+
+
+@app.command()
+def rollout(
+    tasks: Annotated[Path, typer.Option(help="Tasks, one JSON object a line.")] = Path("examples/data/tasks.jsonl"),
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Trajectories of each task.")] = 2,
+    keep: Keep = None,
+    config: Config = DEFAULT_CONFIG,
+    push: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Weights to push while trajectories are in flight; {SHIPPED_PUSH} for the shipped config."
+        ),
+    ] = None,
+    no_push: Annotated[bool, typer.Option("--no-push", help="Push nothing.")] = False,
+    push_version: Annotated[int, typer.Option(min=0, help="The version they become.")] = 1,
+    push_after: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Push once this share of the trajectories has finished.")
+    ] = 0.25,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="How many weight versions a trajectory may fall behind; 0: on-policy.")
+    ] = None,
+    on_stale: Annotated[
+        OnStale | None, typer.Option(help="What becomes of one that falls further behind; finish if left out.")
+    ] = None,
+    trajectories_per_version: Annotated[
+        int | None, typer.Option(min=1, help="Begin no more than a trainer of this many a version takes in time.")
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own agent, my_module:run, as run(task, base_url, api_key); it returns a reward or None."
+        ),
+    ] = None,
+    agent_command: Annotated[
+        str | None,
+        typer.Option(help="Your own agent as a command; it finds OPENAI_BASE_URL, OPENAI_API_KEY, AGENTLOOP_TASK."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Runs of your agent at once.")] = 16,
+    out: Out = Path("runs"),
+    url: Annotated[
+        str | None,
+        typer.Option(help="A running service that does it, in place of one that is started for the run."),
+    ] = None,
+    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Roll out a task file, by a service of its own or by a running one, and write a run directory."""
+    console = Console()
+    limit = _limit(max_staleness, on_stale, trajectories_per_version)
+    if limit is not None and (agent is not None or agent_command is not None):
+        raise typer.BadParameter("--max-staleness is for the service's own loops, not for --agent")
+    if url is not None and config != DEFAULT_CONFIG:
+        raise typer.BadParameter("--config is of a service that is started here, --url of one that runs")
+    with clear_errors():
+        source = SHIPPED_PUSH if push is None and url is None and config == DEFAULT_CONFIG else push
+        folder = None if source is None or no_push else given("weights", "--push", source)
+        weight_push = None if folder is None else WeightPush(folder, push_version, push_after)
+        options = RunOptions(given("tasks", "--tasks", tasks), samples, out, weight_push, limit, keep)
+        settings = None if url is not None else ServiceConfig.load(given("the config", "--config", config))
+        program = load_program(agent, agent_command, settings)
+        collect_with = None if program is None else AgentCollect(program, concurrency)
+        try:
+            if settings is None:
+                address = ServiceAddress(url or "", api_key, admin_key)
+                result = run_to_end(run_on(address, options, console, collect_with))
+            else:
+                result = run_to_end(run_rollout(settings, options, console, collect_with))
+        finally:
+            if program is not None:
+                program.close()
+    console.print(summary_table(result.summary))
+    console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
+    if not result.is_good:
+        raise typer.Exit(1)
+
+
+def _limit(
+    max_staleness: int | None, on_stale: OnStale | None, trajectories_per_version: int | None
+) -> StalenessLimit | None:
+    if max_staleness is not None:
+        return StalenessLimit(max_staleness, on_stale or OnStale.FINISH, trajectories_per_version)
+    if on_stale is not None or trajectories_per_version is not None:
+        raise typer.BadParameter("--on-stale and --trajectories-per-version need --max-staleness")
+    return None
+
+
+async def _serve(config: ServiceConfig, run_dir: Path, grace_s: float, *, is_resumed: bool) -> None:
+    """Raises Conflict if a service runs in the directory."""
+    configure_logging(None)  # until there is a run directory
+    if is_resumed:
+        (await take_run_lock(run_dir, 0.0)).release()  # the coordinator holds it from its start on
+    console = Console()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def begin() -> None:
+        link_latest(run_dir)
+        configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+        say(f"{'going on' if is_resumed else 'starting'}; log and trajectories in {run_dir}")
+
+    waits_for_weights = is_resumed or config.awaits_weights
+    async with running_service(config, run_dir, waits_for_weights=waits_for_weights, begin=begin, say=say) as url:
+        stopping = _stop_on_sigterm()
+        say(f"ready at {url}   (Ctrl-C stops it)")
+        say(f"chat     {url}/v1")
+        await stopping.wait()
+        num_left = await drain(run_dir, grace_s)
+    if num_left > 0:
+        say(f"stopped; {num_left} trajectories go on with: agentloop serve --resume {run_dir}")
+
+
+def _stop_on_sigterm() -> asyncio.Event:
+    """Return an event that the first SIGTERM sets; the second one cancels the current task."""
+    task, loop, stopping = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
+    assert task is not None
+
+    def stop() -> None:
+        stopping.set()
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    return stopping

@@ -1,0 +1,86 @@
+"""What the commands share: options, files that the user named, errors in one line, and the end by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from agentloop.errors import AgentLoopError, InvalidRequest
+from agentloop.storage import STORE_NAME
+from agentloop_servers.config import CHECKOUT, located
+
+T = TypeVar("T")
+
+Url = Annotated[str, typer.Option("--url", envvar="AGENTLOOP_URL", help="The service.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="AGENTLOOP_KEY", help="A user key.")]
+AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="AGENTLOOP_ADMIN_KEY", help="The admin key.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def given(what: str, option: str, path: Path) -> Path:
+    """Return a path that the user gave, as `located`. Raises InvalidRequest if nothing is there."""
+    found = located(str(path))
+    if not found.exists():
+        where = "there" if path.is_absolute() else f"here, nor in {CHECKOUT}"
+        raise InvalidRequest(f"cannot read {what}: {option} {path}: nothing of that name is {where}", param=option)
+    return found
+
+
+def store_of(run: str) -> Path:
+    """Return the store of a run: a folder, an id, or the file itself. Raises InvalidRequest."""
+    for path in (Path(run), Path("runs") / run):
+        if (path / STORE_NAME).is_file():
+            return path / STORE_NAME
+        if path.is_file():
+            return path
+    raise InvalidRequest(f"no run {run!r}: no {STORE_NAME} there, nor in runs/{run}")
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; Ctrl-C and SIGTERM cancel it and are answered once everything has been cleaned up."""
+
+    async def guarded() -> T:
+        end_on_sigterm()
+        return await work
+
+    try:
+        return asyncio.run(guarded())
+    except KeyboardInterrupt as stop:
+        Console(stderr=True).print("interrupted; everything that was started is stopped")
+        raise typer.Exit(130) from stop
+    except asyncio.CancelledError as stop:
+        Console(stderr=True).print("told to end; everything that was started is stopped")
+        raise typer.Exit(143) from stop
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM cancel the current task, so that everything it started is stopped."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """One line for what went wrong, instead of a traceback."""
+    try:
+        yield
+    except* (AgentLoopError, OSError) as group:
+        for error in _leaves(group):
+            Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from group
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
