@@ -161,7 +161,10 @@ class ToolCallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the policy made. A MALFORMED one, written as `text`, has `error`; a tool error answers it."""
+    """One call the policy made. A MALFORMED one has `error`; a tool error answers it.
+
+    `text` is what the policy wrote: of a MALFORMED call, and of any in a model whose template shows no calls.
+    """
 
     id: str
     name: str

@@ -52,6 +52,24 @@ class ThoughtMarks:
     open: str = "<think>"
     close: str = "</think>"
 
+    def around(self, thought: str) -> str:
+        """The thought as its family's templates write it before an answer."""
+        if self == ThoughtMarks():
+            return f"{self.open}\n{thought}\n{self.close}\n\n"
+        return f"{self.open}{thought}{self.close}"
+
+
+THOUGHT_MARKS = (
+    ThoughtMarks("[THINK]", "[/THINK]"),
+    ThoughtMarks("<seed:think>", "</seed:think>"),
+    ThoughtMarks("<mm:think>", "</mm:think>"),
+    ThoughtMarks("<|channel>thought", "<channel|>"),
+    ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+    ThoughtMarks(),
+)
+"""The marks that families have for thoughts; those of most of them last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Marks:

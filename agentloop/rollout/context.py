@@ -153,7 +153,7 @@ class LoopContext:
         reply, progress = last.node.reply, last.progress
         self._path = GrowingPath.restored([turn.node for turn in kept.turns])
         self._kept_answers = {result.call_id: result for result in kept.answers}
-        self._last_turn, self._end = reply, self._reader.end_of(reply)
+        self._last_turn, self._end = reply, self._reader.end_of(reply, self._path.messages[:-1])
         versions = kept.turns[0].node.reply.weight_versions
         self._kv_version = versions[0].version if versions else None
         self._score = progress.score
@@ -229,7 +229,7 @@ class LoopContext:
             bind_contextvars(version=reply.weight_versions[-1].version)
             if self._kv_version is None:
                 self._kv_version = reply.weight_versions[0].version
-        self._last_turn, self._end = reply, self._reader.end_of(reply)
+        self._last_turn, self._end = reply, self._reader.end_of(reply, self._path.messages[:-1])
         self._keep_turn(max_tokens)
         self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, max_tokens)
         self._check_age()

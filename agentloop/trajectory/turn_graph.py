@@ -36,12 +36,16 @@ _MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say th
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The place where a request goes on: after `parent`'s reply with `appended`, or as a root with all messages."""
+    """The place where a request goes on: after `parent`'s reply with `appended`, or as a root with all messages.
+
+    `echoed` is the turn whose whole path a root begins with, but for its tools.
+    """
 
     parent: Node | None
     appended: tuple[Message, ...]
     split: Split | None
     tools_key: bytes = b""  # of the request
+    echoed: Node | None = None
 
 
 class TurnGraph:
@@ -162,7 +166,10 @@ class TurnGraph:
         walk = index.walk(known_tools, keys, messages)
         if walk is None or not walk.turns:
             split = self._split_of_root(index, known_tools, keys, messages, walk)
-            return Match(None, tuple(messages), split, known_tools)
+            echoed = None
+            if split.reason is SplitReason.TOOLS_CHANGED and split.from_node is not None:
+                echoed = self._echoed(index, split.from_node, keys)
+            return Match(None, tuple(messages), split, known_tools, echoed)
         turns = [self._nodes[turn] for turn in walk.turns]
         if len(turns) > 1:
             turns = disambiguate(turns, walk.num_matched, messages, self._nodes)
@@ -312,6 +319,11 @@ class TurnGraph:
             if walk is not None and walk.num_known == len(messages):
                 return index.latest_at(walk.place)
         return None
+
+    def _echoed(self, index: HistoryIndex, node_id: str, keys: Sequence[bytes]) -> Node | None:
+        """The node, if a request with other tools holds its whole path."""
+        num_path = self._num_messages[node_id]
+        return self._nodes[node_id] if self._num_common(index, node_id, keys[:num_path]) == num_path else None
 
     def _difference(self, index: HistoryIndex, node_id: str, at: int, messages: Sequence[Message]) -> str:
         there = self._message_at(node_id, at)
