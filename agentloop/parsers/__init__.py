@@ -7,6 +7,7 @@ from agentloop.parsers.base import (
     THOUGHT_MARKS,
     DecodedText,
     Marks,
+    NoCallsParser,
     ParsedTurn,
     Parser,
     ThoughtMarks,
@@ -15,7 +16,6 @@ from agentloop.parsers.by_name import PARSER_NAMES, get_parser
 from agentloop.parsers.choose import ChosenParser, choose_parser, parsers_that_read
 from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS, behind_thought, loads
 from agentloop.parsers.hermes import HermesParser
-from agentloop.parsers.none import NoCallsParser
 
 __all__ = [
     "MAX_CALLS",

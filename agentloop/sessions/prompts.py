@@ -180,8 +180,8 @@ async def make_prompt(
             return prompt
         cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
     elif match.echoed is not None:
-        own = _own_messages(graph, match.echoed)
-        messages = (*own, *messages[len(own) :])
+        echoed = _own_messages(graph, match.echoed)
+        messages = (*echoed, *messages[len(echoed) :])
     written = await _rendered(messages, lambda: renderer.render(messages, tools, template_kwargs), template_kwargs)
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:

@@ -122,7 +122,7 @@ def test_tools_are_offered_where_the_template_shows_them_and_answers_but_no_call
     assert "look_up" in chat.renderer.decode(chat.renderer.render(QUESTION, [TOOL]))
     own = loaded(tmp_path / "lfm2", "lfm2", parser=f"{HERE}:OwnParser")
     assert "look_up" in own.renderer.decode(own.renderer.render(QUESTION, [TOOL]))
-    with pytest.raises(TemplateError, match="name one as chat.parser"):
+    with pytest.raises(TemplateError, match=r"name one as chat\.parser"):
         loaded(tmp_path / "lfm2", "lfm2").renderer.render(QUESTION, [TOOL])
 
 
