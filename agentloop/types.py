@@ -488,7 +488,7 @@ class Trajectory:
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their staleness
     max_staleness: int | None = None  # what its run allows
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
-    task_messages: tuple[Message, ...] = ()  # of one that failed before anything was rendered
+    task_messages: tuple[Message, ...] = ()  # of a session for a task, or where nothing was rendered
     components: Mapping[str, float] = field(default_factory=dict)  # the named parts of the reward
     metrics: Mapping[str, float] = field(default_factory=dict)  # named numbers to look at, not to train on
     is_truncated: bool = False  # a limit cut the policy: TRUNCATIONS, or a last turn without its end
@@ -502,15 +502,18 @@ class Trajectory:
 
         A path that goes on from another one, rewritten or branched off, belongs to that one's conversation, unless
         it `begins_conversation`. An agent's side conversations (a title, a sub-agent) are short beside the one that
-        delegates to them, and any may come first or last. So the main one has the most turns; of equals it sampled
-        most tokens, then began first. A sub-agent of more turns than its caller's needs a session of its own.
+        delegates to them, and any may come first or last. So the main one begins with the task's own messages, where
+        `task_messages` tell them; of several, or none, it has the most turns; of equals it sampled most tokens, then
+        began first. Without them a sub-agent of more turns than its caller's needs a session of its own.
         """
+        task = _opening(self.task_messages)
 
-        def weight(places: tuple[int, ...]) -> tuple[int, int, bool]:
+        def weight(places: tuple[int, ...]) -> tuple[bool, int, int, bool]:
             paths = [self.paths[place] for place in places]
+            is_task = bool(task) and any(_opening(path.messages)[: len(task)] == task for path in paths)
             num_turns = sum(path.num_own_turns for path in paths)
             num_sampled = sum(path.num_own_sampled_tokens for path in paths)
-            return num_turns, num_sampled, any(path.split_reason is None for path in paths)
+            return is_task, num_turns, num_sampled, any(path.split_reason is None for path in paths)
 
         return max(_conversations(self.paths), key=weight, default=())
 
@@ -572,6 +575,11 @@ class Trajectory:
         paths = tuple(replace(path, response_mask=path.response_mask & ~path.constrained) for path in self.paths)
         num_masked = self.num_sampled_tokens - sum(int(path.response_mask.sum()) for path in paths)
         return replace(self, paths=paths, num_masked_tokens=num_masked)
+
+
+def _opening(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Return what was said, without what agents write beside it: instructions, and blanks at the ends."""
+    return [(one.role, one.content.strip()) for one in messages if one.role not in ("system", "developer")]
 
 
 def _conversations(paths: Sequence[TokenPath]) -> list[tuple[int, ...]]:

@@ -294,6 +294,7 @@ class Session:
                 total_s=max(ended_at - record.created_at, 0.0),
             ),
             rollout_id=record.rollout_id,
+            task_messages=record.task_messages,
         )
         stop_reason = self._stop_reason(trajectory.path if paths else None)
         trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)
