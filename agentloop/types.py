@@ -161,10 +161,7 @@ class ToolCallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the policy made. A MALFORMED one has `error`; a tool error answers it.
-
-    `text` is what the policy wrote: of a MALFORMED call, and of any in a model whose template shows no calls.
-    """
+    """One call the policy made. A MALFORMED one has `error`; a tool error answers it."""
 
     id: str
     name: str
@@ -173,7 +170,7 @@ class ToolCall:
     error: str | None = None
     token_start: int = 0  # the call's tokens within the turn's sampled ids: [token_start, token_end)
     token_end: int = 0
-    text: str = ""
+    text: str = ""  # what the policy wrote: of a MALFORMED one, and of any where the template shows no calls
     written_id: str = ""  # the id that the policy gave it, in formats that have ids: what a template shows as `id`
     partial_arguments: str | None = None  # of one that the turn's end cut behind its name: JSON as far as it goes
 
@@ -234,8 +231,8 @@ class Limits:
 class RolloutTask:
     """A task to roll out. `reference` is for the reward function only: the policy never sees it.
 
-    `loop` and `reward` are names of shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are
-    names of tools that the service was configured with.
+    How it is sampled is named as in `SamplingParams`, and `stop` are stop strings. `loop` and `reward` are names of
+    shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are names that the service configures.
     """
 
     task_id: str
@@ -252,6 +249,16 @@ class RolloutTask:
     images: tuple[Image, ...] = ()  # those that `messages` show, each once
     template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
     tool_setup: Mapping[str, JSON] = field(default_factory=dict)  # by tool: what its `open` finds, such as files
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own, but in place of them with `ignore_eos`
+    ignore_eos: bool = False
+    constraint: Constraint | None = None  # of every turn; not beside tools
+    stop: tuple[str, ...] = ()
 
 
 class OnStale(StrEnum):
@@ -392,12 +399,9 @@ class TokenPath:
     def constrained(self) -> BoolArray:
         """The sampled tokens whose distribution was bent from outside the model, as a mask over the response.
 
-        No temperature makes that distribution of the policy's logits, so its ratio to another policy's softmax says
-        nothing of the two policies. Marked are all tokens of a turn under a grammar (a response format, a forced
-        call), where it left one id or nearly all: engines do not say which; all tokens of a turn with a bias other
-        than 0 (the ban on calls of `tool_choice: none` is one); and the first `min_tokens` of a turn with stop
-        tokens, which are banned there. Penalties and truncation bend too and are not marked: the turn's `sampling`
-        has them, and a trainer leaves them alone.
+        Marked are all tokens of a turn under a grammar (engines do not say where it left a choice) or with a bias
+        other than 0, and the first `min_tokens` of a turn with stop tokens, which are banned there. Penalties and
+        truncation bend too and are not marked: the turn's `sampling` has them. See docs/distribution.md.
         """
         constrained = np.zeros(len(self.response_ids), np.bool_)
         for turn in self.turns:
@@ -421,11 +425,6 @@ class TokenPath:
     def own_turns(self) -> tuple[Turn, ...]:
         """The turns that are not the parent's."""
         return tuple(turn for turn in self.turns if turn.end > self._first_own)
-
-    @property
-    def num_own_turns(self) -> int:
-        """Turns that are not the parent's."""
-        return len(self.own_turns)
 
     @property
     def num_own_sampled_tokens(self) -> int:
@@ -501,19 +500,16 @@ class Trajectory:
         """Places in `paths` of the main conversation; empty if nothing was rendered.
 
         A path that goes on from another one, rewritten or branched off, belongs to that one's conversation, unless
-        it `begins_conversation`. An agent's side conversations (a title, a sub-agent) are short beside the one that
-        delegates to them, and any may come first or last. So the main one begins with the task's own messages, where
-        `task_messages` tell them; of several, or none, it has the most turns; of equals it sampled most tokens, then
-        began first. Without them a sub-agent of more turns than its caller's needs a session of its own.
+        it `begins_conversation`. The main one begins with the own messages of the task, where `task_messages` tell
+        them; else it has the most turns; of equals it sampled most tokens, then began first.
         """
         task = _opening(self.task_messages)
 
-        def weight(places: tuple[int, ...]) -> tuple[bool, int, int, bool]:
+        def weight(places: tuple[int, ...]) -> tuple[int, ...]:
             paths = [self.paths[place] for place in places]
             is_task = bool(task) and any(_opening(path.messages)[: len(task)] == task for path in paths)
-            num_turns = sum(path.num_own_turns for path in paths)
-            num_sampled = sum(path.num_own_sampled_tokens for path in paths)
-            return is_task, num_turns, num_sampled, any(path.split_reason is None for path in paths)
+            sizes = ((len(one.own_turns), one.num_own_sampled_tokens, one.split_reason is None) for one in paths)
+            return is_task, *map(sum, zip(*sizes, strict=True))
 
         return max(_conversations(self.paths), key=weight, default=())
 

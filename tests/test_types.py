@@ -85,7 +85,7 @@ def test_a_parent_may_come_later() -> None:
 
 def test_shared_turns_count_once() -> None:
     branches = [path(3, SplitReason.BRANCH, 0, num_shared_turns=2) for _ in range(2)]
-    assert [one.num_own_turns for one in branches] == [1, 1]
+    assert [len(one.own_turns) for one in branches] == [1, 1]
     assert [one.num_own_sampled_tokens for one in branches] == [2, 2]
     assert trajectory(path(3), *branches, path(6, NEW)).main_conversation == (3,)
     assert trajectory(path(3), *branches, path(5, NEW)).main_conversation == (0, 1, 2)

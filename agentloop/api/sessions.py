@@ -39,7 +39,7 @@ TurnId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TaskMessage(Body):
-    """What a message of a task says."""
+    """The words of one message of a task."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text = ""

@@ -359,7 +359,7 @@ class RolloutClient:
 
     def _warn_of_truncation(self, tasks: Sequence[RolloutTask]) -> None:
         """Say once that truncated sampling bends the ratio: no engine returns the ids that it kept."""
-        cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0), None)
+        cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0 or task.min_p > 0), None)
         if cut is not None and not self._has_warned_of_truncation:
             self._has_warned_of_truncation = True
             _log.warning(
@@ -367,6 +367,7 @@ class RolloutClient:
                 task=cut.task_id,
                 top_p=cut.top_p,
                 top_k=cut.top_k,
+                min_p=cut.min_p,
                 reason="recorded logprobs are renormalised over the ids that the engine kept: a ratio to your "
                 "softmax is wrong by the mass that was cut, unless the service's logprobs_mode is raw or both",
             )

@@ -86,6 +86,28 @@ async def test_each_turn_says_how_it_was_sampled():
     assert path.raw_logprobs is None
 
 
+async def test_a_task_is_sampled_with_every_option_that_it_names():
+    options = {
+        "min_p": 0.0,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": ((7, -1.0),),
+        "min_tokens": 1,
+        "stop_token_ids": (9,),
+    }
+    (path,) = (await one(replace(task(), **options), CALL, ANSWER)).paths
+    for turn in path.turns:
+        assert {name: getattr(turn.sampling, name) for name in options if name != "stop_token_ids"} == {
+            name: value for name, value in options.items() if name != "stop_token_ids"
+        }
+        assert turn.sampling.stop_token_ids == (*RENDERER.stop_token_ids, 9)
+    assert path.constrained[path.response_mask].all()  # by the bias
+    stopped = await one(replace(task(), stop=("answer",)), "The answer is 5.")
+    assert stopped.messages[-1].content == "The"
+    endless = await one(replace(task(), ignore_eos=True, stop_token_ids=(RENDERER.stop_token_ids[0],)), ANSWER)
+    assert endless.paths[0].turns[0].sampling.stop_token_ids == (RENDERER.stop_token_ids[0],)
+
+
 async def test_every_prompt_extends_the_turn_before():
     """Turn n's prompt is turn n-1's prompt and response, bit by bit, plus what was observed."""
     trajectory = await one(task(), CALL, CALL, CALL, ANSWER)
