@@ -493,6 +493,7 @@ class Trajectory:
     is_truncated: bool = False  # a limit cut the policy: TRUNCATIONS, or a last turn without its end
     num_resampled_turns: int = 0  # samplings that were lost and begun anew, which favours short turns
     thinking: Thinking = Thinking.KEEP  # the rule by which its prompts show the thoughts of earlier turns
+    constraints: Mapping[str, str] = field(default_factory=dict)  # long ones, by `TurnSampling.constraint_digest`
     num_resumed_turns: int = 0  # turns of a lost worker that it goes on from; calls of the last may have run twice
 
     @property

@@ -55,6 +55,7 @@ class TurnGraph:
         self._nodes: dict[str, Node] = {}
         self._last_child: dict[str, str] = {}
         self._num_tokens = self._num_chars = self._num_alternatives = self._num_raw = 0
+        self._constraints: dict[str, str] = {}
         self._not_indexed: list[Node] = []  # added since a request was last matched
         self._prefixes = PrefixIndex(self._nodes)
         self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
@@ -98,6 +99,17 @@ class TurnGraph:
             + len(self._nodes) * BYTES_PER_TURN
         )
 
+    @property
+    def constraints(self) -> Mapping[str, str]:
+        """The long constraints that turns were sampled under, by their digests."""
+        return self._constraints
+
+    def told_once(self, reply: Reply) -> Reply:
+        """Return the reply without its constraint, if an earlier turn has it."""
+        if reply.constraint and reply.sampling and reply.sampling.constraint_digest in self._constraints:
+            return replace(reply, constraint="")
+        return reply
+
     def has_turn(self, node_id: object) -> bool:
         """Tell if there is a node of this id."""
         return node_id in self._nodes
@@ -137,6 +149,9 @@ class TurnGraph:
         self._num_alternatives += sum(map(len, reply.top_logprobs))
         self._num_raw += 0 if reply.raw_logprobs is None else len(reply.raw_logprobs)
         self._num_chars += sum(map(message_chars, node.observed)) + message_chars(reply.message)
+        if reply.constraint and reply.sampling is not None:
+            self._num_chars += len(reply.constraint)
+            self._constraints[reply.sampling.constraint_digest] = reply.constraint
         self._not_indexed.append(node)
 
     def match(
