@@ -123,6 +123,7 @@ _COLUMNS: dict[str, pa.DataType] = {
     "constrained": pa.list_(pa.bool_()),
     "thinking": pa.string(),
     "failure": pa.string(),
+    "constraints": pa.map_(pa.string(), pa.string()),
 }
 
 SCHEMA = pa.schema(_COLUMNS)
@@ -131,7 +132,8 @@ that were taken out of the mask keep theirs. `raw_logprobs` are null unless the 
 sampled token without one; `constrained` is `TokenPath.constrained`. A turn's `sampling` is null in records of a
 service that did not keep it. `messages` are the path's own. `reward`, `components` and `metrics` are those of the
 trajectory's main conversation, `path_reward` is the number to train this path with (`Trajectory.reward_of`), and
-`num_masked_tokens` is of all paths. Offsets of `images` are into prompt and response together."""
+`num_masked_tokens` is of all paths. `constraints`, by their digests, stand in a trajectory's first row. Offsets of
+`images` are into prompt and response together."""
 
 _NO_PATH = TokenPath(
     prompt_ids=np.empty(0, np.int32),
@@ -237,6 +239,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
             "split_detail": path.split_detail,
             "thinking": trajectory.thinking.value,
             "failure": None if trajectory.failure is None else trajectory.failure.value,
+            "constraints": dict(trajectory.constraints) if branch == 0 else {},
         }
         for branch, path in enumerate(paths)
     ]

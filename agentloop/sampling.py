@@ -12,8 +12,8 @@ from enum import StrEnum
 from functools import lru_cache
 
 MAX_RECORDED_CONSTRAINT_CHARS = 1024
-"""A longer constraint is recorded by its digest: the grammar of many tools may be larger than all that was sampled
-under it, and who sent it has it."""
+"""A turn's record has a longer constraint by its digest: the grammar of many tools may be larger than all that was
+sampled under it, so a trajectory has each text once, in its `constraints`."""
 
 
 class LogprobsMode(StrEnum):
@@ -90,8 +90,8 @@ class SamplingParams:
 class TurnSampling:
     """The distribution of one turn, as `SamplingParams` says it. The defaults are the model's own.
 
-    `constraint_text` is empty if it has more than `MAX_RECORDED_CONSTRAINT_CHARS`; the digest is SHA-256 of its
-    UTF-8, in hex.
+    `constraint_text` is empty above `MAX_RECORDED_CONSTRAINT_CHARS`: `Trajectory.constraints` has it then. The digest
+    is SHA-256 of its UTF-8, in hex.
     """
 
     temperature: float = 1.0
@@ -139,6 +139,12 @@ def turn_sampling(sampling: SamplingParams, logprobs_mode: LogprobsMode) -> Turn
             logprobs_mode=logprobs_mode,
         )
     )
+
+
+def long_constraint(sampling: SamplingParams) -> str:
+    """Return the constraint's text if `turn_sampling` leaves it out."""
+    text = "" if sampling.constraint is None else sampling.constraint.text
+    return text if len(text) > MAX_RECORDED_CONSTRAINT_CHARS else ""
 
 
 @lru_cache(maxsize=256)

@@ -161,7 +161,7 @@ class ToolCallStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the policy made. A MALFORMED one, written as `text`, has `error`; a tool error answers it."""
+    """One call the policy made. A MALFORMED one has `error`; a tool error answers it."""
 
     id: str
     name: str
@@ -170,7 +170,7 @@ class ToolCall:
     error: str | None = None
     token_start: int = 0  # the call's tokens within the turn's sampled ids: [token_start, token_end)
     token_end: int = 0
-    text: str = ""
+    text: str = ""  # what the policy wrote: of a MALFORMED one, and of any where the template shows no calls
     written_id: str = ""  # the id that the policy gave it, in formats that have ids: what a template shows as `id`
     partial_arguments: str | None = None  # of one that the turn's end cut behind its name: JSON as far as it goes
 
@@ -231,8 +231,8 @@ class Limits:
 class RolloutTask:
     """A task to roll out. `reference` is for the reward function only: the policy never sees it.
 
-    `loop` and `reward` are names of shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are
-    names of tools that the service was configured with.
+    How it is sampled is named as in `SamplingParams`, and `stop` are stop strings. `loop` and `reward` are names of
+    shipped ones or import paths (`my_package.my_loop:MyLoop`); `tools` are names that the service configures.
     """
 
     task_id: str
@@ -249,6 +249,16 @@ class RolloutTask:
     images: tuple[Image, ...] = ()  # those that `messages` show, each once
     template_kwargs: Mapping[str, JSON] = field(default_factory=dict)  # arguments of the chat template
     tool_setup: Mapping[str, JSON] = field(default_factory=dict)  # by tool: what its `open` finds, such as files
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own, but in place of them with `ignore_eos`
+    ignore_eos: bool = False
+    constraint: Constraint | None = None  # of every turn; not beside tools
+    stop: tuple[str, ...] = ()
 
 
 class OnStale(StrEnum):
@@ -389,12 +399,9 @@ class TokenPath:
     def constrained(self) -> BoolArray:
         """The sampled tokens whose distribution was bent from outside the model, as a mask over the response.
 
-        No temperature makes that distribution of the policy's logits, so its ratio to another policy's softmax says
-        nothing of the two policies. Marked are all tokens of a turn under a grammar (a response format, a forced
-        call), where it left one id or nearly all: engines do not say which; all tokens of a turn with a bias other
-        than 0 (the ban on calls of `tool_choice: none` is one); and the first `min_tokens` of a turn with stop
-        tokens, which are banned there. Penalties and truncation bend too and are not marked: the turn's `sampling`
-        has them, and a trainer leaves them alone.
+        Marked are all tokens of a turn under a grammar (engines do not say where it left a choice) or with a bias
+        other than 0, and the first `min_tokens` of a turn with stop tokens, which are banned there. Penalties and
+        truncation bend too and are not marked: the turn's `sampling` has them. See docs/distribution.md.
         """
         constrained = np.zeros(len(self.response_ids), np.bool_)
         for turn in self.turns:
@@ -418,11 +425,6 @@ class TokenPath:
     def own_turns(self) -> tuple[Turn, ...]:
         """The turns that are not the parent's."""
         return tuple(turn for turn in self.turns if turn.end > self._first_own)
-
-    @property
-    def num_own_turns(self) -> int:
-        """Turns that are not the parent's."""
-        return len(self.own_turns)
 
     @property
     def num_own_sampled_tokens(self) -> int:
@@ -485,12 +487,13 @@ class Trajectory:
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their staleness
     max_staleness: int | None = None  # what its run allows
     staleness: int | None = None  # of the tokens in its mask, when the coordinator took it; None without any
-    task_messages: tuple[Message, ...] = ()  # of one that failed before anything was rendered
+    task_messages: tuple[Message, ...] = ()  # of a session for a task, or where nothing was rendered
     components: Mapping[str, float] = field(default_factory=dict)  # the named parts of the reward
     metrics: Mapping[str, float] = field(default_factory=dict)  # named numbers to look at, not to train on
     is_truncated: bool = False  # a limit cut the policy: TRUNCATIONS, or a last turn without its end
     num_resampled_turns: int = 0  # samplings that were lost and begun anew, which favours short turns
     thinking: Thinking = Thinking.KEEP  # the rule by which its prompts show the thoughts of earlier turns
+    constraints: Mapping[str, str] = field(default_factory=dict)  # long ones, by `TurnSampling.constraint_digest`
     num_resumed_turns: int = 0  # turns of a lost worker that it goes on from; calls of the last may have run twice
 
     @property
@@ -498,16 +501,16 @@ class Trajectory:
         """Places in `paths` of the main conversation; empty if nothing was rendered.
 
         A path that goes on from another one, rewritten or branched off, belongs to that one's conversation, unless
-        it `begins_conversation`. An agent's side conversations (a title, a sub-agent) are short beside the one that
-        delegates to them, and any may come first or last. So the main one has the most turns; of equals it sampled
-        most tokens, then began first. A sub-agent of more turns than its caller's needs a session of its own.
+        it `begins_conversation`. The main one begins with the own messages of the task, where `task_messages` tell
+        them; else it has the most turns; of equals it sampled most tokens, then began first.
         """
+        task = _opening(self.task_messages)
 
-        def weight(places: tuple[int, ...]) -> tuple[int, int, bool]:
+        def weight(places: tuple[int, ...]) -> tuple[int, ...]:
             paths = [self.paths[place] for place in places]
-            num_turns = sum(path.num_own_turns for path in paths)
-            num_sampled = sum(path.num_own_sampled_tokens for path in paths)
-            return num_turns, num_sampled, any(path.split_reason is None for path in paths)
+            is_task = bool(task) and any(_opening(path.messages)[: len(task)] == task for path in paths)
+            sizes = ((len(one.own_turns), one.num_own_sampled_tokens, one.split_reason is None) for one in paths)
+            return is_task, *map(sum, zip(*sizes, strict=True))
 
         return max(_conversations(self.paths), key=weight, default=())
 
@@ -569,6 +572,11 @@ class Trajectory:
         paths = tuple(replace(path, response_mask=path.response_mask & ~path.constrained) for path in self.paths)
         num_masked = self.num_sampled_tokens - sum(int(path.response_mask.sum()) for path in paths)
         return replace(self, paths=paths, num_masked_tokens=num_masked)
+
+
+def _opening(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Return what was said, without what agents write beside it: instructions, and blanks at the ends."""
+    return [(one.role, one.content.strip()) for one in messages if one.role not in ("system", "developer")]
 
 
 def _conversations(paths: Sequence[TokenPath]) -> list[tuple[int, ...]]:

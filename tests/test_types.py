@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -83,7 +85,7 @@ def test_a_parent_may_come_later() -> None:
 
 def test_shared_turns_count_once() -> None:
     branches = [path(3, SplitReason.BRANCH, 0, num_shared_turns=2) for _ in range(2)]
-    assert [one.num_own_turns for one in branches] == [1, 1]
+    assert [len(one.own_turns) for one in branches] == [1, 1]
     assert [one.num_own_sampled_tokens for one in branches] == [2, 2]
     assert trajectory(path(3), *branches, path(6, NEW)).main_conversation == (3,)
     assert trajectory(path(3), *branches, path(5, NEW)).main_conversation == (0, 1, 2)
@@ -94,6 +96,20 @@ def test_equal_turns_go_by_tokens_and_then_by_who_began() -> None:
     assert trajectory(path(1, NEW, num_sampled=3), path(1)).main_conversation == (0,)
     assert trajectory(path(1, NEW), path(1)).main_conversation == (1,)
     assert trajectory(path(2), path(1, NEW), path(1, NEW)).main_conversation == (0,)
+
+
+def test_the_conversation_of_the_task_is_the_main_one_whatever_else_was_longer() -> None:
+    task = (Message("system", "Be brief."), Message("user", "How many?"))
+    agents = (Message("system", "You are an agent."), Message("user", " How many?\n"), Message("assistant", "42"))
+    main = replace(path(1, NEW), messages=agents)
+    longer = replace(path(5), messages=(Message("user", "Name this: How many?"), *[Message("assistant", "")] * 5))
+    for paths, place in (((main, longer), 0), ((longer, main), 1)):
+        record = replace(trajectory(*paths), task_messages=task)
+        assert record.main_conversation == (place,)
+        assert record.messages == agents
+    assert trajectory(longer, main).main_conversation == (0,)
+    assert replace(trajectory(main, main), task_messages=task).main_conversation == (0,)
+    assert replace(trajectory(longer, path(2, NEW)), task_messages=task).main_conversation == (0,)
 
 
 def test_an_older_worker_named_no_parent_of_a_template_split() -> None:

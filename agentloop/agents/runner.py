@@ -106,6 +106,7 @@ async def run_agents(
             ttl_s=min(needed_s, MAX_TIMEOUT_S),
             on_overflow=on_overflow,
             on_malformed_call=on_malformed_call,
+            task_messages=sample.task.messages,
         )
 
     runner = _SampleRunner(program, open_session, limits, rewards)

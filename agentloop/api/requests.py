@@ -64,6 +64,8 @@ MAX_PROMPT_TOKENS = 1 << 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_TASKS = 4096  # of one submit; a client sends more in several
 MAX_SAMPLES = 1024
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
 MAX_TASK_MESSAGES = 1024
 MAX_TASK_CONTENT_CHARS = 1 << 20
 MAX_TASK_TOOLS = 128
@@ -197,10 +199,9 @@ class ConstraintBody(Body):
     text: str = Field(default="", max_length=MAX_CONSTRAINT_CHARS)
 
 
-class SamplingBody(Body):
-    """`SamplingParams`; `max_tokens` is always explicit."""
+class SamplingOptions(Body):
+    """The fields of `SamplingParams` that a task may have too."""
 
-    max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
     temperature: Temperature = _SAMPLING.temperature
     top_p: TopP = _SAMPLING.top_p
     top_k: TopK = _SAMPLING.top_k
@@ -210,11 +211,17 @@ class SamplingBody(Body):
     frequency_penalty: Penalty = _SAMPLING.frequency_penalty
     presence_penalty: Penalty = _SAMPLING.presence_penalty
     logit_bias: list[Bias] = Field(default_factory=list, max_length=MAX_LOGIT_BIASES)
-    num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
     constraint: ConstraintBody | None = None
     min_p: MinP = _SAMPLING.min_p
     repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty
     ignore_eos: bool = _SAMPLING.ignore_eos
+
+
+class SamplingBody(SamplingOptions):
+    """`SamplingParams`; `max_tokens` is always explicit."""
+
+    max_tokens: int = Field(ge=1, le=MAX_PROMPT_TOKENS)
+    num_top_logprobs: int = Field(default=_SAMPLING.num_top_logprobs, ge=0, le=MAX_TOP_LOGPROBS)
 
 
 class GenerateBody(Body):
@@ -318,7 +325,7 @@ class LimitsBody(Body):
     on_long_tool_response: Literal["answer", "stop"] = _LIMITS.on_long_tool_response.value
 
 
-class TaskBody(Body):
+class TaskBody(SamplingOptions):
     """`RolloutTask`: also a line of a task file."""
 
     task_id: Name
@@ -328,12 +335,18 @@ class TaskBody(Body):
     reward: ImportName | None = None
     reference: Json = None
     limits: LimitsBody = LimitsBody()
-    temperature: Temperature = _TASK.temperature
-    top_p: TopP = _TASK.top_p
-    top_k: TopK = _TASK.top_k
-    seed: Seed | None = None
+    stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
+        default_factory=list, max_length=MAX_STOPS
+    )
     template_kwargs: dict[str, Json] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
     tool_setup: dict[Name, Json] = Field(default_factory=dict, max_length=MAX_TASK_TOOLS)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.constraint is not None and (self.tools or self.min_tokens):
+            other = "tools" if self.tools else "min_tokens"
+            raise ValueError(f"{other} and a constraint exclude each other")
+        return self
 
     @property
     def first_image(self) -> str | None:

@@ -13,7 +13,16 @@ import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
 from agentloop import codec
-from agentloop.api.requests import MAX_PROMPT_TOKENS, MAX_TIMEOUT_S, MAX_WAIT_S, Body, Id, Name, Text
+from agentloop.api.requests import (
+    MAX_PROMPT_TOKENS,
+    MAX_TASK_MESSAGES,
+    MAX_TIMEOUT_S,
+    MAX_WAIT_S,
+    Body,
+    Id,
+    Name,
+    Text,
+)
 from agentloop.score import MAX_NAMES, MAX_SCORE_NAME_CHARS, PathScore, Score
 from agentloop.types import JSON, StopReason, Trajectory
 
@@ -29,6 +38,13 @@ TokenRewards = Annotated[list[float], Field(max_length=MAX_PROMPT_TOKENS)]
 TurnId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+class TaskMessage(Body):
+    """The words of one message of a task."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text = ""
+
+
 class NewSessionBody(Body):
     """The body of `POST /sessions`. The record of the session goes to `rollout_id`, as a sample of `group_id`.
 
@@ -37,6 +53,8 @@ class NewSessionBody(Body):
     `on_overflow`: a prompt that leaves no room in the context, once there is a turn, is answered as a reply that a
     limit cut before its first token, or refused. `on_malformed_call`: a call of the policy that cannot be read is
     content, or a tool call, without a name if that cannot be read either.
+
+    `task_messages` are those of its task: the conversation that begins with them is the main one.
     """
 
     session_id: Id | None = None
@@ -47,6 +65,7 @@ class NewSessionBody(Body):
     sample_index: int = Field(default=0, ge=0, le=MAX_SAMPLE_INDEX)
     on_overflow: OnOverflow = "length"
     on_malformed_call: OnMalformedCall = "content"
+    task_messages: list[TaskMessage] = Field(default_factory=list, max_length=MAX_TASK_MESSAGES)
 
 
 class PathScoreBody(Body):

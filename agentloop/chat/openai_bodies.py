@@ -27,7 +27,17 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import from_json
 
-from agentloop.api import MAX_PROMPT_TOKENS, Body, ImagePart, Json, TokenId, invalid_request, untagged
+from agentloop.api import (
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    Body,
+    ImagePart,
+    Json,
+    TokenId,
+    invalid_request,
+    untagged,
+)
 from agentloop.chat.body_cache import CachedMessage
 from agentloop.chat.dialect import HOSTED_SEARCH, type_tag
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFields, TemplateBody, Whole
@@ -44,8 +54,6 @@ MAX_MESSAGE_CALLS = 512  # of one message
 MAX_DESCRIPTION_CHARS = 1 << 16
 MAX_CHAT_MESSAGES = 8192
 MAX_CHOICES = 128
-MAX_STOPS = 4
-MAX_STOP_CHARS = 1024
 MAX_MODEL_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
 

@@ -52,7 +52,7 @@ from agentloop.client.session import AgentSession
 from agentloop.client.transport import Retryable, Transport
 from agentloop.engine import MemoryTag, PushSource
 from agentloop.errors import AgentLoopError, DeadlineExceeded, InvalidRequest, NotFound
-from agentloop.types import Generation, KVPolicy, OnStale, PauseMode, RolloutTask, Trajectory
+from agentloop.types import Generation, KVPolicy, Message, OnStale, PauseMode, RolloutTask, Trajectory
 
 T = TypeVar("T")
 
@@ -229,6 +229,7 @@ class RolloutClient:
         ttl_s: float = DEFAULT_TTL_S,
         on_overflow: OnOverflow = "length",
         on_malformed_call: OnMalformedCall = "content",
+        task_messages: Iterable[Message] = (),
         max_retries: int = 2,
         timeout_s: float = 600.0,
     ) -> AgentSession:
@@ -236,12 +237,13 @@ class RolloutClient:
 
         The record is sample `sample_index` of `group_id`, by default of a group of its own. A session that nobody
         finishes within `ttl_s` ends as an incomplete record. `max_retries`, `timeout_s`: of its OpenAI client.
-        `on_overflow`, `on_malformed_call`: as `NewSessionBody` says.
+        `on_overflow`, `on_malformed_call`, `task_messages`: as `NewSessionBody` says.
         """
         names = {"session_id": session_id or f"s-{uuid.uuid4().hex}", "rollout_id": rollout_id}
         place = {"group_id": group_id, "task_id": task_id, "sample_index": sample_index, "ttl_s": float(ttl_s)}
         policy = {"on_overflow": on_overflow, "on_malformed_call": on_malformed_call}
-        body = check_body({**names, **place, **policy}, NewSessionBody)
+        said = [{"role": message.role, "content": message.content} for message in task_messages]
+        body = check_body({**names, **place, **policy, "task_messages": said}, NewSessionBody)
         return AgentSession(self._transport, body, max_retries=max_retries, timeout_s=timeout_s)
 
     def finished_sessions(
@@ -357,7 +359,7 @@ class RolloutClient:
 
     def _warn_of_truncation(self, tasks: Sequence[RolloutTask]) -> None:
         """Say once that truncated sampling bends the ratio: no engine returns the ids that it kept."""
-        cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0), None)
+        cut = next((task for task in tasks if task.top_p < 1 or task.top_k > 0 or task.min_p > 0), None)
         if cut is not None and not self._has_warned_of_truncation:
             self._has_warned_of_truncation = True
             _log.warning(
@@ -365,6 +367,7 @@ class RolloutClient:
                 task=cut.task_id,
                 top_p=cut.top_p,
                 top_k=cut.top_k,
+                min_p=cut.min_p,
                 reason="recorded logprobs are renormalised over the ids that the engine kept: a ratio to your "
                 "softmax is wrong by the mass that was cut, unless the service's logprobs_mode is raw or both",
             )

@@ -7,7 +7,7 @@ from agentloop.generation.image_prompts import ImageAsker, ImagePlacer
 from agentloop.generation.lease_reporter import LeaseHolder, LeaseReporter, ReportConfig
 from agentloop.generation.leased_engine import TURN_GRACE_S, Connect, LeasedEngine, NewestVersion
 from agentloop.generation.leases import AssignedLease, LeaseConfig, SessionLeases
-from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test
+from agentloop.generation.self_test import SelfTest, parsers_that_fit, self_test, without_calls
 from agentloop.generation.turn_piece import CallDelta, TurnFinish, TurnPiece, arguments_text, finish_of, joined
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.generation.turn_sampler import TurnRequest, sample_turn, stream_turn
@@ -39,4 +39,5 @@ __all__ = [
     "sample_turn",
     "self_test",
     "stream_turn",
+    "without_calls",
 ]

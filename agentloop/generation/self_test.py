@@ -7,14 +7,23 @@ mistake of the policy: without the test a run would go on, and train on that. Ta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from agentloop.errors import AgentLoopError, ParserMismatch
 from agentloop.generation.turn_reader import Reading, TurnReader
-from agentloop.parsers import PARSER_NAMES, DecodedText, Parser, get_parser
-from agentloop.rendering import Renderer
+from agentloop.parsers import (
+    PARSER_NAMES,
+    THOUGHT_MARKS,
+    DecodedText,
+    NoCallsParser,
+    Parser,
+    ThoughtMarks,
+    get_parser,
+)
+from agentloop.rendering import Renderer, thought_marks
 from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 _TOOL_NAME = "look_up"
@@ -38,7 +47,8 @@ _CALL_IDS = ("call00000", f"functions.{_TOOL_NAME}:0")
 _QUESTION = Message("user", "What is a rook?")
 _CALLING = Message("assistant", "I look the word up.", reasoning="A rook may be two things.")
 _ANSWER = Message("assistant", "A bird, and a piece.", reasoning="Both of them are meant.")
-_EMBEDDED = "<think>"  # what a renderer puts before a thought that its template has no place for
+_MARK_BEGUN = re.compile(r"[<\[][^<>\[\]\s]*$")  # a mark whose end is missing
+_LAST_MARK = re.compile(r"(?:(?:<[^<>\s]+>\w+)?<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _MAX_TURN_CHARS = 600
 
 
@@ -88,6 +98,33 @@ def self_test(renderer: Renderer, parser: Parser, parser_name: str) -> SelfTest:
     )
 
 
+def without_calls(renderer: Renderer) -> tuple[NoCallsParser, SelfTest]:
+    """Return a parser of thoughts alone, by the marks that the renderer writes, and what there was to find.
+
+    Raises TemplateError if nothing can be rendered.
+    """
+    answer = _turns(renderer).answer
+    marks, facts = _marks_of(answer), renderer.facts
+    parser = NoCallsParser(marks or thought_marks(facts.template_source, facts.literals))
+    opens = TurnReader(renderer, parser).is_thinking(renderer.render([_QUESTION], ()))
+    return parser, SelfTest(calls=False, thoughts=marks is not None, opens_thought=opens, call_text="")
+
+
+def _marks_of(turn: _RenderedTurn) -> ThoughtMarks | None:
+    """Return what stands before and behind the thought of a rendered answer; None where nothing tells."""
+    thought, content = turn.written.reasoning, turn.written.content
+    if not thought:
+        return None
+    before, _, behind = turn.text.partition(thought)
+    if not before.strip() and (opened := _LAST_MARK.search(turn.before)) is not None:
+        before = opened[0]
+    before, behind = before.strip(), behind.partition(content)[0].strip()
+    known = (
+        marks for marks in THOUGHT_MARKS if turn.before.rstrip().endswith(marks.open) and marks.close in behind
+    )
+    return ThoughtMarks(before, behind) if before and behind else next(known, None)
+
+
 def parsers_that_fit(renderer: Renderer) -> tuple[str, ...]:
     """Return the names of our own parsers that pass the test with this renderer."""
     return _fitting(renderer, _turns(renderer))
@@ -112,10 +149,11 @@ def _read_in_one_form(reader: TurnReader, calling: Sequence[_RenderedTurn]) -> _
 def _turns(renderer: Renderer) -> _RenderedTurns:
     answer, thought = _cut(renderer, [_QUESTION], _ANSWER, [], ()), _CALLING.reasoning
     source = renderer.facts.template_source
-    if source and _EMBEDDED in answer.text and _EMBEDDED not in source:
+    if source and any(marks.open in answer.text and marks.open not in source for marks in THOUGHT_MARKS):
         # The template knows no thoughts, and the renderer wrote one into the content: it is not the model's format.
         answer, thought = _cut(renderer, [_QUESTION], replace(_ANSWER, reasoning=""), [], ()), ""
-    return _RenderedTurns(_calling_turns(renderer, thought) if renderer.facts.supports_tools else (), answer)
+    shows_calls = renderer.facts.supports_tools and renderer.facts.shows_calls
+    return _RenderedTurns(_calling_turns(renderer, thought) if shows_calls else (), answer)
 
 
 def _calling_turns(renderer: Renderer, thought: str) -> tuple[_RenderedTurn, ...]:
@@ -153,6 +191,8 @@ def _cut(
         written = replace(written, reasoning="")
         whole = renderer.decode(renderer.render([*before, written, *after], tools))
     start = _num_common(prompt, whole)
+    if start < len(prompt) and (begun := _MARK_BEGUN.search(whole[:start])) is not None:
+        start = begun.start()  # the prompt has another mark there, with the same beginning
     text = whole[start : _end_of_turn(renderer, prompt, whole, start)]
     if written.reasoning not in text:  # such a template shows no thoughts
         written = replace(written, reasoning="")

@@ -7,13 +7,13 @@ Marks of calls inside it are no calls, and marks of thoughts elsewhere are conte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from agentloop.parsers import DecodedText, Marks, ParsedTurn, Parser
 from agentloop.rendering import Renderer, TextDecoder, TurnEnd
 from agentloop.trajectory import Reply
-from agentloop.types import JSON, Message
+from agentloop.types import JSON, Message, ToolCall, ToolCallStatus
 
 MAX_BLANKS = 8  # characters before a thought's first mark: GLM-4.5 writes a line break
 _PROMPT_TAIL = 48  # tokens: a mark has at most 30 characters, and few line breaks follow it
@@ -37,6 +37,7 @@ class TurnReader:
     def __init__(self, renderer: Renderer, parser: Parser) -> None:
         self._renderer = renderer
         self._parser = parser
+        self._keeps_calls = not renderer.facts.shows_calls
 
     @property
     def marks(self) -> Marks:
@@ -63,15 +64,18 @@ class TurnReader:
             end = self._renderer.decode(prompt_ids[-_PROMPT_TAIL:]).rstrip()
         return end.endswith(mark)
 
-    def end_of(self, reply: Reply) -> TurnEnd:
-        """Return how a turn ended, as a bridge goes on from it."""
+    def end_of(self, reply: Reply, before: Iterable[Message] = ()) -> TurnEnd:
+        """Return how a turn ended, as a bridge goes on from it; `before` is the conversation up to it."""
+        calls = (call for message in before for call in message.tool_calls)
+        num_calls = sum(call.status is ToolCallStatus.OK for call in calls)
         num_ids = len(reply.token_ids)
         ids = tuple((call.id, call.written_id) for call in reply.message.tool_calls if call.written_id)
         if reply.is_closed:
-            return TurnEnd(int(reply.token_ids[-1]), written_ids=ids)
+            return TurnEnd(int(reply.token_ids[-1]), written_ids=ids, num_calls=num_calls)
         is_thinking = 0 < num_ids == reply.num_reasoning_tokens
         last = self._renderer.decode(reply.token_ids[-_PROMPT_TAIL:].tolist()) if is_thinking else ""
-        return TurnEnd(None, is_thinking and not last.rstrip().endswith(self.marks.thoughts.close), ids)
+        is_open = is_thinking and not last.rstrip().endswith(self.marks.thoughts.close)
+        return TurnEnd(None, is_open, ids, num_calls)
 
     def parse(self, decoded: DecodedText, reading: Reading) -> ParsedTurn:
         """Content and calls of a text behind the thought."""
@@ -97,8 +101,11 @@ class TurnReader:
             header = self._header(decoded.text) if reading.reads_thoughts else ""
             return Message("assistant", decoded.text[len(header) :], reasoning=reasoning)
         parsed = self.parse(decoded, reading)
+        calls = parsed.calls
+        if self._keeps_calls:
+            calls = tuple(call if call.text else replace(call, text=_text_of(call, decoded)) for call in calls)
         thoughts = "\n".join(filter(None, (reasoning, parsed.reasoning)))
-        return Message("assistant", parsed.content, parsed.calls, reasoning=thoughts)
+        return Message("assistant", parsed.content, calls, reasoning=thoughts)
 
     def _header(self, text: str) -> str:
         """The header at the text's beginning; empty if it has none."""
@@ -116,3 +123,9 @@ class TurnReader:
             start += len(marks.open)
         end = text.find(marks.close, start)
         return (start, len(text), len(text)) if end < 0 else (start, end, end + len(marks.close))
+
+
+def _text_of(call: ToolCall, decoded: DecodedText) -> str:
+    """Return the text of a call's tokens."""
+    start = decoded.ends[call.token_start - 1] if call.token_start else 0
+    return decoded.text[start : decoded.ends[call.token_end - 1]]

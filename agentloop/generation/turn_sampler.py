@@ -29,7 +29,7 @@ from agentloop.generation.turn_reader import Reading, TurnReader
 from agentloop.images import Image, ImageSpan
 from agentloop.parsers import DecodedText
 from agentloop.sampled_tokens import SampledTokens
-from agentloop.sampling import turn_sampling
+from agentloop.sampling import long_constraint, turn_sampling
 from agentloop.trajectory import Reply
 from agentloop.types import (
     JSON,
@@ -279,6 +279,7 @@ class _Turn:
             sampling=turn_sampling(self._wanted.sampling, self.sampled.logprobs_mode),
             seed=self._wanted.sampling.seed,
             unread_calls=unread,
+            constraint=long_constraint(self._wanted.sampling),
         )
 
     def last_piece(self, reply: Reply) -> TurnPiece:

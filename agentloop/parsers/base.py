@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from agentloop.errors import InvalidRequest
 from agentloop.types import JSON, Constraint, ToolCall, ToolCallStatus
 
 MAX_CALLS = 256
@@ -52,6 +53,24 @@ class ThoughtMarks:
     open: str = "<think>"
     close: str = "</think>"
 
+    def around(self, thought: str) -> str:
+        """The thought as its family's templates write it before an answer."""
+        if self == ThoughtMarks():
+            return f"{self.open}\n{thought}\n{self.close}\n\n"
+        return f"{self.open}{thought}{self.close}"
+
+
+THOUGHT_MARKS = (
+    ThoughtMarks("[THINK]", "[/THINK]"),
+    ThoughtMarks("<seed:think>", "</seed:think>"),
+    ThoughtMarks("<mm:think>", "</mm:think>"),
+    ThoughtMarks("<|channel>thought", "<channel|>"),
+    ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThoughtMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+    ThoughtMarks(),
+)
+"""The marks that families have for thoughts; those of most of them last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Marks:
@@ -90,6 +109,23 @@ class Parser(Protocol):
         `forced` is the only tool that may be called. Arguments fit their schemas, `strict` or not. Raises
         InvalidRequest if no such turn can be written.
         """
+
+
+class NoCallsParser:
+    """All text behind the thought is content: for models whose calls no parser reads, which are shown no tools."""
+
+    def __init__(self, thoughts: ThoughtMarks) -> None:
+        self.marks = Marks((), thoughts=thoughts)
+
+    def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
+        """See `Parser.parse`."""
+        return ParsedTurn(decoded.text.strip(), ())
+
+    def call_constraint(
+        self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
+    ) -> Constraint:
+        """See `Parser.call_constraint`."""
+        raise InvalidRequest("this service reads no tool calls: its model has no parser", param="tools")
 
 
 class MalformedCall(Exception):

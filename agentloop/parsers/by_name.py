@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from agentloop.errors import InvalidRequest
-from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser
+from agentloop.parsers.base import DecodedText, Marks, ParsedTurn, Parser, ThoughtMarks
 from agentloop.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from agentloop.parsers.glm45 import Glm45Parser
 from agentloop.parsers.harmony import HarmonyParser
@@ -27,6 +27,7 @@ _PARSERS: dict[str, Parser] = {
     "kimi_k2": KimiK2Parser(),
     "mistral": MistralParser(),
     "harmony": HarmonyParser(),
+    "granite": MistralParser("<|tool_call|>", ThoughtMarks()),
 }
 
 PARSER_NAMES = tuple(_PARSERS)

@@ -25,6 +25,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
     ("harmony", ("<|channel|>", "<|message|>", "functions")),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("glm45", ("<tool_call>", "<arg_key>", "<arg_value>")),
     ("qwen3_xml", ("<tool_call>", "<function=", "<parameter=")),
     ("llama3_json", ("<|start_header_id|>", '"parameters": ', "tool_calls")),

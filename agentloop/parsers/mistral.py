@@ -21,6 +21,7 @@ from agentloop.parsers.json_call import json_end, read_arguments, read_json_call
 from agentloop.types import JSON, Constraint
 
 _CALLS = "[TOOL_CALLS]"
+_THOUGHTS = ThoughtMarks("[THINK]", "[/THINK]")
 _MAX_MARKS_INSIDE = 4
 _LIST = re.compile(r"\s*+\[")
 _NAMED = re.compile(
@@ -35,24 +36,27 @@ _NEXT = re.compile(r"\s*+(?:(,)|(\]))")
 class MistralParser:
     """Both forms, told apart call by call. A list without its last bracket is forgiven if its objects are whole."""
 
-    marks = Marks((_CALLS,), thoughts=ThoughtMarks("[THINK]", "[/THINK]"))
+    def __init__(self, mark: str = _CALLS, thoughts: ThoughtMarks = _THOUGHTS) -> None:
+        """`mark` stands before calls; of Granite's it is another one, and only lists are written."""
+        self._mark = mark
+        self.marks = Marks((mark,), thoughts=thoughts)
 
     def parse(self, decoded: DecodedText, tools: Sequence[Mapping[str, JSON]], turn_index: int) -> ParsedTurn:
         """See `Parser.parse`. `tools` are not needed: JSON carries its types."""
-        text = decoded.text
+        text, mark = decoded.text, self._mark
         builder = TurnBuilder(decoded, turn_index)
         position = 0
-        while (start := text.find(_CALLS, position)) >= 0:
+        while (start := text.find(mark, position)) >= 0:
             builder.add_content(text[position:start])
             if builder.is_full:
-                builder.add_rest(start, _CALLS)
+                builder.add_rest(start, mark)
                 return builder.finish()
-            body = start + len(_CALLS)
+            body = start + len(mark)
             opening = _LIST.match(text, body)
             if opening is not None:
-                position = _read_list(text, start, opening.end(), builder)
+                position = _read_list(text, start, opening.end(), builder, mark)
             else:
-                position = _read_named(text, start, body, builder)
+                position = _read_named(text, start, body, builder, mark)
         builder.add_content(text[position:])
         return builder.finish()
 
@@ -60,8 +64,11 @@ class MistralParser:
         self, tools: Sequence[Mapping[str, JSON]], *, forced: str | None, is_parallel: bool
     ) -> Constraint:
         """See `Parser.call_constraint`. The policy chooses the form, at the first character behind the mark."""
-        turn = TurnSyntax(f"{_CALLS} [", ", ", "]")
+        begin = f"{_CALLS} [" if self._mark == _CALLS else f"{self._mark}["
+        turn = TurnSyntax(begin, ", ", "]")
         listed = constraint_of_calls(tools, _listed_syntax, turn, forced=forced, is_parallel=is_parallel)
+        if self._mark != _CALLS:
+            return listed
         turn = TurnSyntax(separator="")
         named = constraint_of_calls(tools, _named_syntax, turn, forced=forced, is_parallel=is_parallel)
         return either_constraint(named, listed)
@@ -78,29 +85,29 @@ def _named_syntax(name: str) -> CallSyntax:
     return CallSyntax(f"{_CALLS}{name}[ARGS]", "")
 
 
-def _read_named(text: str, start: int, body: int, builder: TurnBuilder) -> int:
+def _read_named(text: str, start: int, body: int, builder: TurnBuilder, mark: str) -> int:
     """Add one call; return where it ends."""
     found = _NAMED.match(text, body)
     if found is None:
         named = _NAME_ONLY.match(text, body)
         name = named[1].strip() if named is not None else ""
-        error = f"behind {_CALLS} stands neither a list of calls nor a name with its arguments"
-        return _add_malformed(text, start, body, MalformedCall(error, name), builder)
+        error = f"behind {mark} stands neither a list of calls nor a name with its arguments"
+        return _add_malformed(text, start, body, MalformedCall(error, name), builder, mark)
     name, begin = found[1].strip(), found.end()
-    end = json_end(text, begin, _limit(text, begin))
+    end = json_end(text, begin, _limit(text, begin, mark))
     try:
         if end < 0:
-            raise MalformedCall("the arguments have no end", name, text[begin : _next_mark(text, begin)])
+            raise MalformedCall("the arguments have no end", name, text[begin : _next_mark(text, begin, mark)])
         arguments = read_arguments(text[begin:end], name)
     except MalformedCall as malformed:
-        return _add_malformed(text, start, begin, malformed, builder)
+        return _add_malformed(text, start, begin, malformed, builder, mark)
     builder.add_call(start, end, name, arguments, _call_id(found[2]))
     return end
 
 
-def _read_list(text: str, start: int, position: int, builder: TurnBuilder) -> int:
+def _read_list(text: str, start: int, position: int, builder: TurnBuilder, mark: str) -> int:
     """Add the calls of one list, each with what stands before it; return where the last one ends."""
-    limit = _limit(text, position)
+    limit = _limit(text, position, mark)
     while True:
         if builder.is_full:
             builder.add_rest(start, '"name"')
@@ -108,14 +115,14 @@ def _read_list(text: str, start: int, position: int, builder: TurnBuilder) -> in
         opening = _OBJECT.match(text, position)
         if opening is None:
             error = MalformedCall("the list of tool calls has something else where an object must stand")
-            return _add_malformed(text, start, position, error, builder)
+            return _add_malformed(text, start, position, error, builder, mark)
         begin = opening.end()
         end = json_end(text, begin, limit)
         try:
-            written = text[begin : end if end >= 0 else _next_mark(text, begin)]
+            written = text[begin : end if end >= 0 else _next_mark(text, begin, mark)]
             name, arguments = read_json_call(written, "arguments")
         except MalformedCall as malformed:
-            return _add_malformed(text, start, begin, malformed, builder)
+            return _add_malformed(text, start, begin, malformed, builder, mark)
         following = _NEXT.match(text, end)
         is_last = following is None or following[1] is None
         after = end if following is None else following.end()
@@ -130,22 +137,24 @@ def _call_id(written: JSON) -> str:
     return written if isinstance(written, str) and _ID.fullmatch(written) is not None else ""
 
 
-def _add_malformed(text: str, start: int, body: int, malformed: MalformedCall, builder: TurnBuilder) -> int:
+def _add_malformed(
+    text: str, start: int, body: int, malformed: MalformedCall, builder: TurnBuilder, mark: str
+) -> int:
     """Report what stands before the next mark; return where that is."""
-    end = _next_mark(text, body)
+    end = _next_mark(text, body, mark)
     builder.add_malformed(start, end, malformed, is_cut=end == len(text))
     return end
 
 
-def _next_mark(text: str, position: int) -> int:
-    found = text.find(_CALLS, position)
+def _next_mark(text: str, position: int, mark: str) -> int:
+    found = text.find(mark, position)
     return found if found >= 0 else len(text)
 
 
-def _limit(text: str, position: int) -> int:
+def _limit(text: str, position: int, mark: str) -> int:
     """Return how far a value that begins there may reach."""
     for _ in range(_MAX_MARKS_INSIDE + 1):
-        position = _next_mark(text, position) + len(_CALLS)
+        position = _next_mark(text, position, mark) + len(mark)
         if position >= len(text):
             return len(text)
-    return position - len(_CALLS)
+    return position - len(mark)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentloop.rendering.bridge_check import examine
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, Renderer, TokenText, TurnEnd
-from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked
+from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool, thought_marks
 from agentloop.rendering.renderer import (
     ModelText,
     OnUnstable,
@@ -32,7 +32,8 @@ __all__ = [
     "Tokens",
     "TurnEnd",
     "examine",
-    "masked",
+    "masked_tool",
     "model_text",
     "off_loop",
+    "thought_marks",
 ]

@@ -12,13 +12,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
 from agentloop.errors import TemplateError
+from agentloop.parsers import THOUGHT_MARKS
 from agentloop.rendering.port import TurnEnd
-from agentloop.rendering.prompt_text import TemplateForm
+from agentloop.rendering.prompt_text import TemplateForm, ThoughtForm
 from agentloop.types import JSON, Message, ToolCall
 
 _WINDOW_CHARS = 48
@@ -35,8 +36,10 @@ _TOOLS: tuple[Mapping[str, JSON], ...] = (
     },
 )
 _QUESTION, _NEXT_QUESTION = "What is a rook?", "And in chess?"
-_OPEN_THOUGHT = re.compile(r"(<think>|\[THINK\])\s*$")
-_EMPTY_THOUGHT = re.compile(r"(<think>|\[THINK\])\s*(</think>|\[/THINK\])\s*")
+_OPENED, _CLOSED = ("|".join(map(re.escape, marks)) for marks in zip(*map(astuple, THOUGHT_MARKS), strict=True))
+_OPEN_THOUGHT = re.compile(rf"({_OPENED})\s*$")
+_EMPTY_THOUGHT = re.compile(rf"({_OPENED})\s*({_CLOSED})\s*")
+_CHUNK_AS_TEXT = re.compile(r"""['"]thinking['"]: ?['"]""")  # of a template that writes any content as JSON
 
 
 class RenderedConversation(Protocol):
@@ -91,6 +94,11 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
         if trial.closes_thought(cycle):
             cycle = _without_thoughts(cycle)
         tool_turns = trial.tool_turns(cycle)
+        if tool_turns is not None:
+            numbering = replace(form, numbers_results=True)
+            numbered = _Trial(make(numbering), ids)
+            if numbered.tool_turns(cycle) is None:
+                form, trial, tool_turns = numbering, numbered, None
         user_turns = trial.user_turns(cycle, _TOOLS)
     plain = _conversation(_plain_style(trial, style))
     plain_turns = trial.user_turns(plain, ())
@@ -135,7 +143,7 @@ class _Trial:
             prompt, whole = (self._subject.text(messages[:end], _TOOLS) for end in (turn, following))
             appended = messages[turn + 1 : following]
             try:
-                bridge = self._subject.bridge(appended, _TOOLS, TurnEnd())
+                bridge = self._subject.bridge(appended, _TOOLS, TurnEnd(num_calls=_num_calls(messages[:turn])))
             except TemplateError as error:
                 return error.message
             if (problem := self._ending_problem(whole, bridge, appended)) is not None:
@@ -181,7 +189,7 @@ class _Trial:
         prompt, whole = self._subject.text(messages[:turn], tools), self._subject.text(messages, tools)
         before = self._subject.text(messages[:-1], tools, adds_generation_prompt=False)
         appended = messages[turn + 1 :]
-        bridge = self._subject.bridge(appended, tools, TurnEnd())
+        bridge = self._subject.bridge(appended, tools, TurnEnd(num_calls=_num_calls(messages[:turn])))
         if (problem := self._ending_problem(whole, bridge, appended)) is not None:
             return problem
         if (problem := self._earlier_problem(messages, turn, tools)) is not None:
@@ -225,13 +233,13 @@ def _richest(make: Callable[[TemplateForm], RenderedConversation]) -> tuple[Temp
     thoughts = [(True, True), (True, False), (False, True)]
     objections: list[str] = []
     takes_parts = _takes_parts(make)
-    for max_calls, takes_text in itertools.product((2, 1), (False, True)):
-        form = TemplateForm(takes_text_arguments=takes_text, max_calls=max_calls, takes_parts=takes_parts)
+    for shows_calls, max_calls, takes_text in itertools.product((True, False), (2, 1), (False, True)):
+        form = TemplateForm(None, takes_text, max_calls, takes_parts, shows_calls=shows_calls)
         subject = make(form)
         for (has_thoughts, has_content), has_system in itertools.product(thoughts, (True, False)):
             style = _Style(max_calls, has_thoughts, has_content, has_system)
             try:
-                if _shows_tools(subject, _conversation(style)):
+                if _shows_tools(subject, _conversation(style), shows_calls=shows_calls):
                     return _with_thoughts(form, make, _conversation(style), _TOOLS), style
                 objections.insert(0, "it leaves out tools, calls or answers")
             except TemplateError as error:
@@ -263,24 +271,28 @@ def _with_thoughts(
 ) -> TemplateForm:
     """Return the form in which thoughts are shown, if there is one."""
     thoughts = [message.reasoning for message in messages if message.reasoning]
-    for embeds_thoughts in (False, True):
-        found = replace(form, embeds_thoughts=embeds_thoughts)
+    for place in ThoughtForm:
+        found = replace(form, thoughts=place)
         try:
             text = make(found).text(messages, tools, adds_generation_prompt=False)
         except TemplateError:
             continue
-        if any(thought in text for thought in thoughts):
+        if any(thought in text for thought in thoughts) and _CHUNK_AS_TEXT.search(text) is None:
             return found
     return form
 
 
-def _shows_tools(subject: RenderedConversation, messages: Sequence[Message]) -> bool:
-    """Tell whether a template shows tools, calls and answers; many leave them out. Raises TemplateError."""
+def _shows_tools(subject: RenderedConversation, messages: Sequence[Message], *, shows_calls: bool) -> bool:
+    """Tell whether a template shows tools, answers and calls; many leave them out. Raises TemplateError.
+
+    Without `shows_calls` the calls need not be shown.
+    """
     text = subject.text(messages, _TOOLS)
     first_prompt = subject.text(messages[: _turns(messages)[0]], _TOOLS)
     answers = [message.content for message in messages if message.role == "tool"]
     words = [call.arguments["word"] for message in messages for call in message.tool_calls]
-    return _TOOL_NAME in first_prompt and all(text.count(shown) == 1 for shown in (*answers, *words))
+    shown = (*answers, *words) if shows_calls else answers
+    return _TOOL_NAME in first_prompt and all(text.count(each) == 1 for each in shown)
 
 
 def _plain_style(trial: _Trial, style: _Style) -> _Style:
@@ -305,7 +317,12 @@ def _conversation(style: _Style) -> list[Message]:
             Message("user", "Is it not a bird?"),
         ]
     for turn, count in enumerate((1, style.num_calls) if style.num_calls else ()):
-        calls = [ToolCall(f"call{turn}{i:04d}", _TOOL_NAME, {"word": f"rook {turn}.{i}"}) for i in range(count)]
+        calls = [
+            ToolCall(
+                f"call{turn}{i:04d}", _TOOL_NAME, {"word": f"rook {turn}.{i}"}, text=f"{_TOOL_NAME}: {turn}.{i}"
+            )
+            for i in range(count)
+        ]
         content = f"I look it up {turn}." if style.has_content else ""
         reasoning = next(thought) if style.has_thoughts else ""
         messages.append(Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning))
@@ -316,6 +333,10 @@ def _conversation(style: _Style) -> list[Message]:
 
 def _turns(messages: Sequence[Message]) -> list[int]:
     return [index for index, message in enumerate(messages) if message.role == "assistant"]
+
+
+def _num_calls(messages: Sequence[Message]) -> int:
+    return sum(len(message.tool_calls) for message in messages)
 
 
 def _without_thoughts(messages: Sequence[Message]) -> list[Message]:

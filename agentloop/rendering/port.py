@@ -23,11 +23,13 @@ class TurnEnd:
 
     `stop_id` is the stop token that was sampled last, None for a turn that was cut. `is_thinking`: it was cut
     inside a thought. `written_ids` are pairs of the ids of its calls, ours and the one that the policy wrote.
+    `num_calls` are those of the conversation before it: some templates number results.
     """
 
     stop_id: int | None = None
     is_thinking: bool = False
     written_ids: tuple[tuple[str, str], ...] = ()
+    num_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,18 @@ class ModelFacts:
     template_arguments: frozenset[str]  # the names of the further arguments that it reads
     literals: frozenset[str]  # the added tokens that are marks: control tokens and markup such as `<think>`
     stop_tokens: tuple[str, ...]
-    supports_tools: bool
+    tools_objection: str | None  # why tools cannot be shown, or their calls not be read; None: they can
     strips_thinking: bool  # its own rendering drops thoughts before the last user turn
     tool_turns: str | None = None
     user_turns: str | None = None
     plain_turns: str | None = None
     thinking: Thinking = Thinking.KEEP
+    shows_calls: bool = True  # false: a whole rendering has earlier calls as the text that the policy wrote
+
+    @property
+    def supports_tools(self) -> bool:
+        """True if conversations may have tools, calls and their answers."""
+        return self.tools_objection is None
 
     def has_literal(self, text: str) -> bool:
         """Return true if the tokenizer has one token of its own for this mark."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixStable
 from agentloop.images import ImageRef, parts_of
+from agentloop.parsers import THOUGHT_MARKS, ThoughtMarks
 from agentloop.rendering.port import NO_KWARGS, TurnEnd
 from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
@@ -27,9 +30,19 @@ _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"de
 _TRUSTED = frozenset({"system", "assistant"})  # their markup is markup; control tokens proper are text everywhere
 _THOUGHT_KEYS = ("reasoning_content", "thinking")  # as Qwen's and most templates name it, and as gpt-oss's does
 _CALL_ID = "call0000"  # with a digit nine letters and digits: some templates insist
+_TOOL_KEYS = frozenset(
+    {"type", "function", "name", "description", "parameters", "properties", "required", "items", "enum"}
+)
 _WANTS_NINE = re.compile(r"length\s*(?:!=|<)\s*9\b")  # what Mistral's templates say of a call's id
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
-_THOUGHT_ENDS = {"</think>": "\n</think>\n\n", "[/THINK]": "[/THINK]"}  # for templates that show no thoughts
+
+
+class ThoughtForm(StrEnum):
+    """The place in a message where a template reads an earlier thought."""
+
+    FIELD = "field"  # of its own, beside the content
+    CHUNK = "chunk"  # a part of the content with a type of its own, as Magistral's
+    TEXT = "text"  # within the content, between the model's marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +53,9 @@ class TemplateForm:
     takes_text_arguments: bool = False  # a call's arguments as JSON text, not as an object
     max_calls: int = 2  # of one turn; more than one: any number
     takes_parts: bool = False  # content is a list of parts, never a text
-    embeds_thoughts: bool = False  # it shows thoughts only within the content, between their marks
+    thoughts: ThoughtForm = ThoughtForm.FIELD
+    shows_calls: bool = True  # false: of earlier turns it shows the content alone, so a call is text there
+    numbers_results: bool = False  # over the whole conversation: a bridge needs the calls before it
 
     @property
     def supports_tools(self) -> bool:
@@ -68,6 +83,7 @@ class PromptText:
         self._mark = f"turn{secrets.randbits(64)}"
         self._wants_nine = _WANTS_NINE.search(template.source) is not None
         self._thought_keys = [key for key in _THOUGHT_KEYS if key in template.source] or list(_THOUGHT_KEYS[:1])
+        self._thought_marks = thought_marks(template.source, tokens.literals)
 
     def text(
         self,
@@ -108,26 +124,53 @@ class PromptText:
         A turn that ended with the template's own stop token is closed; any other gets that token first. Raises as
         `text`, and TemplateNotPrefixStable if the template does not show where the turn ends.
         """
-        text = self.text([*self._synthetic_turn(appended), *appended], definitions, written_ids=end.written_ids)
+        before = self._numbered_calls(end.num_calls) if self._form.numbers_results else []
+        turn = [*before, *self._synthetic_turn(appended), *appended]
+        text = self.text(turn, definitions, written_ids=end.written_ids)
         stop_start, stop = self._turn_end(text)
         if end.stop_id is not None and self._tokens.id_of(stop) == end.stop_id:
             return text[stop_start + len(stop) :]
         return (self._thought_end() if end.is_thinking else "") + text[stop_start:]
 
     def closing_special(self) -> str | None:
-        """Return the special token that ends an assistant's turn before a user's, whatever the stop tokens are."""
+        """Return the last special token of an assistant's turn before the next role's mark; None without specials.
+
+        Raises TemplateNotPrefixStable where specials follow the turn, and none of them is seen to be its end.
+        """
         asked = Message("user", "one question")
-        conversation = [asked, Message("assistant", self._mark), asked]
-        text = self.text(conversation, ())
-        closing = self._tokens.first_special(text[text.rfind(self._mark) + len(self._mark) :])
-        num_before = len(self.text(conversation, (), adds_generation_prompt=False))
-        return None if closing is None or closing in text[num_before:] else closing
+        turn = [asked, Message("assistant", self._mark)]
+        texts = self.text([*turn, asked], ()), self.text(turn, (), adds_generation_prompt=False)
+        following, ending = (text.rpartition(self._mark)[2] if self._mark in text else "" for text in texts)
+        following = following.rpartition(asked.content)[0]
+        pairs = zip(following, ending, strict=False)
+        num_own = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if specials := self._tokens.specials(following[:num_own]):
+            return specials[-1]
+        if specials := self._tokens.specials(following):
+            raise TemplateNotPrefixStable(
+                f"the chat template writes no declared stop token ({' '.join(self._stops)}), and none of "
+                f"{' '.join(specials)} is seen to end a turn: name it, as chat.stop_tokens"
+            )
+        return None
+
+    def _numbered_calls(self, num_calls: int) -> list[Message]:
+        """A conversation with so many calls, each in a turn of its own, and their answers."""
+        messages = [Message("user", "one question")] if num_calls else []
+        for number in range(num_calls):
+            call = ToolCall(f"{_CALL_ID}{number % 10}", "tool")
+            messages += [Message("assistant", "", (call,)), Message("tool", "", tool_call_id=call.id, name="tool")]
+        return [*messages, Message("assistant", "one answer")] if messages else []
 
     def _synthetic_turn(self, appended: Sequence[Message]) -> list[Message]:
         """A conversation of one assistant turn, with the calls that the first of `appended` answer."""
         num_answers = next((i for i, message in enumerate(appended) if message.role != "tool"), len(appended))
         calls = tuple(
-            ToolCall(answer.tool_call_id or f"{_CALL_ID}{i % 10}", answer.name or "tool", {"text": self._mark})
+            ToolCall(
+                answer.tool_call_id or f"{_CALL_ID}{i % 10}",
+                answer.name or "tool",
+                {"text": self._mark},
+                text=self._mark,
+            )
             for i, answer in enumerate(appended[: num_answers if self._form.max_calls > 1 else min(num_answers, 1)])
         )
         return [Message("user", "one question"), Message("assistant", self._mark, tool_calls=calls)]
@@ -152,8 +195,8 @@ class PromptText:
         if (at := text.rfind(self._mark)) >= 0:
             rest = text[at + len(self._mark) :]
             return rest[: min((rest.find(stop) for stop in self._stops if stop in rest), default=len(rest))]
-        source = self._template.source
-        return next((end for mark, end in _THOUGHT_ENDS.items() if mark in source), "")
+        marks = self._thought_marks
+        return marks.around(self._mark).rpartition(self._mark)[2] if marks.close in self._template.source else ""
 
     def _entry(self, message: Message, ids: Mapping[str, str]) -> dict[str, JSON]:
         """The message as templates read it, every string of it masked; `ids` are shown for the calls' own."""
@@ -164,23 +207,41 @@ class PromptText:
         unread = [_written(call) for call in message.tool_calls if call.status is ToolCallStatus.MALFORMED]
         content = "\n".join(filter(None, [message.content, *unread])) if unread else message.content
         calls = [call for call in message.tool_calls if call.status is ToolCallStatus.OK]
-        if message.reasoning and self._form.embeds_thoughts:
-            content = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
         tokens = self._tokens
         entry: dict[str, JSON] = {
             "role": role,
             "content": self._content(content, message.images, keeps_markup=role in _TRUSTED),
         }
+        if calls and not self._form.shows_calls:
+            texts = [tokens.mask_within(call.text) for call in calls if call.text]
+            calls = [call for call in calls if not call.text]
+            entry["content"] = _with_texts(entry["content"], texts)
         if calls:
             entry["tool_calls"] = [self._call_entry(call, ids) for call in calls]
         if message.tool_call_id is not None:
             entry["tool_call_id"] = masked(tokens, self._shown_id(message.tool_call_id, ids), "messages")
         if message.name is not None:
             entry["name"] = masked(tokens, message.name, "messages")
-        if message.reasoning and not self._form.embeds_thoughts:
+        if message.reasoning:
             thought = masked(tokens, message.reasoning, "messages", keeps_markup=True)
-            entry |= dict.fromkeys(self._thought_keys, thought)
+            entry |= self._thought(thought, entry["content"])
         return entry
+
+    def _thought(self, thought: str, content: JSON) -> dict[str, JSON]:
+        """The fields of a message that show a masked thought beside masked content."""
+        match self._form.thoughts:
+            case ThoughtForm.FIELD:
+                return dict.fromkeys(self._thought_keys, thought)
+            case ThoughtForm.CHUNK:
+                parts = (
+                    content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+                )
+                return {"content": [{"type": "thinking", "thinking": thought}, *parts]}
+            case ThoughtForm.TEXT:
+                written = self._thought_marks.around(thought)
+                if isinstance(content, list):
+                    return {"content": [{"type": "text", "text": written}, *content]}
+                return {"content": written + content}
 
     def _content(self, content: str, images: Sequence[ImageRef], *, keeps_markup: bool) -> JSON:
         """A text, or the parts of a message with images, as templates of models that see them read it."""
@@ -235,6 +296,36 @@ def masked(tokens: Tokens, value: JSON, param: str, *, keeps_markup: bool = Fals
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest("NaN and infinities are not JSON", param=param)
     return value
+
+
+def thought_marks(template_source: str, literals: Collection[str]) -> ThoughtMarks:
+    """Return the marks of thoughts that a template, or else a tokenizer, has; by default those of most models."""
+    known = (marks for place in (template_source, literals) for marks in THOUGHT_MARKS if marks.close in place)
+    return next(known, ThoughtMarks())
+
+
+def masked_tool(tokens: Tokens, value: JSON, *, names_parameters: bool = False) -> JSON:
+    """Return a tool's definition masked but for the keys by which templates read it. Raises as `masked`.
+
+    `names_parameters`: the value's own keys are names of parameters.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key if key in _TOOL_KEYS and not names_parameters else masked(tokens, key, "tools"): masked_tool(
+                tokens, item, names_parameters=key == "properties" and not names_parameters
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [masked_tool(tokens, item) for item in value]
+    return masked(tokens, value, "tools")
+
+
+def _with_texts(content: JSON, texts: Sequence[str]) -> JSON:
+    """Return masked content with further texts behind it, each on a line of its own."""
+    if isinstance(content, list):
+        return [*content, *({"type": "text", "text": text} for text in texts)]
+    return "\n".join(filter(None, [content, *texts]))
 
 
 def _written(call: ToolCall) -> str:

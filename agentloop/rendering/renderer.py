@@ -26,7 +26,7 @@ from agentloop.errors import InvalidRequest, TemplateError, TemplateNotPrefixSta
 from agentloop.parsers import DecodedText
 from agentloop.rendering.bridge_check import BridgeReport, examine
 from agentloop.rendering.port import NO_KWARGS, ModelFacts, TurnEnd
-from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked
+from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
 from agentloop.rendering.template import FROZEN_DATE, ChatTemplate, check_kwargs, read_json, token_text
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
 from agentloop.types import JSON, Message, Thinking
@@ -182,12 +182,13 @@ class TemplateRenderer(ModelText):
             template_arguments=self._template.arguments,
             literals=self.tokens.literals,
             stop_tokens=tuple(self._stops),
-            supports_tools=report.form.supports_tools,
+            tools_objection=self._unmasked(report.form.tools_objection),
             strips_thinking=report.strips_thinking,
             tool_turns=self._unmasked(report.tool_turns),
             user_turns=self._unmasked(report.user_turns),
             plain_turns=self._unmasked(report.plain_turns),
             thinking=self._thinking,
+            shows_calls=report.form.shows_calls,
         )
 
     def _unmasked(self, problem: str | None) -> str | None:
@@ -250,7 +251,7 @@ class TemplateRenderer(ModelText):
 
     def _definitions(self, tools: Sequence[Mapping[str, JSON]]) -> list[JSON]:
         def make() -> list[JSON]:
-            return [masked(self.tokens, tool, "tools") for tool in tools]
+            return [masked_tool(self.tokens, tool) for tool in tools]
 
         return self._definitions_of.get(list(tools), "tools", make) if tools else []
 
@@ -274,11 +275,12 @@ class TemplateRenderer(ModelText):
         """Take in the token that ends a turn where none of the declared ones ever does, as in base models."""
         if any(stop in self._template.source for stop in self._stops):
             return
-        plain = TemplateForm("not tried yet")
+        plain = PromptText(self._template, self.tokens, self._stops, TemplateForm("not tried yet"))
         try:
-            closing = PromptText(self._template, self.tokens, self._stops, plain).closing_special()
+            plain.text([Message("user", ""), Message("assistant", ""), Message("user", "")], ())
         except TemplateError:
             return  # the trial says what the template refuses
+        closing = plain.closing_special()
         token_id = None if closing is None or closing in self._stops else self.tokens.id_of(closing)
         if closing is not None and token_id is not None:
             _log.info("the template ends turns with a token that the folder does not declare", stop_token=closing)

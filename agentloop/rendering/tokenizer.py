@@ -75,10 +75,9 @@ class Tokens:
         """The added tokens that are control tokens or markup."""
         return frozenset(self._literals)
 
-    def first_special(self, text: str) -> str | None:
-        """Return the special token that a rendered text begins with, if it does."""
-        found = self._control.match(text)
-        return found[0] if found is not None and found[0] in self._special else None
+    def specials(self, text: str) -> list[str]:
+        """Return the special tokens in a rendered text, in their order."""
+        return [found for found in self._control.findall(text) if found in self._special]
 
     def id_of(self, literal: str) -> int | None:
         return self._tokenizer.token_to_id(literal)
@@ -98,6 +97,13 @@ class Tokens:
             )
         opens, closes = self._seams.of(text)
         return f"{self._break if opens else ''}{text}{self._break if closes else ''}"
+
+    def mask_within(self, text: str) -> str:
+        """`mask` for a call as a policy wrote it: the control tokens that it begins and ends with stay tokens."""
+        marks = list(self._control.finditer(text))
+        start = marks[0].end() if marks and marks[0].start() == 0 else 0
+        end = marks[-1].start() if marks and marks[-1].end() == len(text) else len(text)
+        return f"{text[:start]}{self.mask(text[start:end])}{text[end:]}" if start <= end else text
 
     def unmask(self, text: str) -> str:
         """The text as it was before `mask`."""
@@ -249,7 +255,7 @@ class _Seams:
             leads = range(len(literal) - len(literal.lstrip(string.punctuation)) + 1)
             trails = range(len(literal) - len(literal.rstrip(string.punctuation)) + 1)
             self._inner |= {literal[lead : len(literal) - trail] for lead in leads for trail in trails} - {literal}
-            self._starts |= {literal[lead:] for lead in leads if lead}
+            self._starts |= {literal[lead:] for lead in leads if 0 < lead < len(literal)}
             self._prefixes |= {literal[:end] for end in range(1, len(literal))}
         self._inner.discard("")
         self._openers = {literal[0] for literal in literals}
@@ -264,7 +270,7 @@ class _Seams:
         return self._goes_on(text), self._begins(text[-self._max_chars :])
 
     def _goes_on(self, text: str) -> bool:
-        if text[:1] not in self._start_openers and "" not in self._start_openers:
+        if text[:1] not in self._start_openers:
             return False  # so it is with nearly every text
         return any(text[:length] in self._starts for length in self._start_lengths if length <= len(text))
 

@@ -10,7 +10,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from dataclasses import fields, replace
+from typing import Any, NoReturn
 
 from structlog.contextvars import bind_contextvars
 
@@ -26,6 +27,7 @@ from agentloop.generation import (
     sample_turn,
 )
 from agentloop.images import ImageSpan
+from agentloop.parsers import behind_thought
 from agentloop.rendering import Renderer, TurnEnd, off_loop
 from agentloop.rollout.budget import Budget, LimitReached
 from agentloop.rollout.staleness_guard import StalenessGuard
@@ -47,6 +49,7 @@ from agentloop.types import (
 )
 
 REFUSAL_PAUSE_S = 1.0
+_TASK_SAMPLING = {one.name for one in fields(SamplingParams)} & {one.name for one in fields(RolloutTask)}
 
 
 class LoopContext:
@@ -153,7 +156,7 @@ class LoopContext:
         reply, progress = last.node.reply, last.progress
         self._path = GrowingPath.restored([turn.node for turn in kept.turns])
         self._kept_answers = {result.call_id: result for result in kept.answers}
-        self._last_turn, self._end = reply, self._reader.end_of(reply)
+        self._last_turn, self._end = reply, self._reader.end_of(reply, self._path.messages[:-1])
         versions = kept.turns[0].node.reply.weight_versions
         self._kv_version = versions[0].version if versions else None
         self._score = progress.score
@@ -229,7 +232,7 @@ class LoopContext:
             bind_contextvars(version=reply.weight_versions[-1].version)
             if self._kv_version is None:
                 self._kv_version = reply.weight_versions[0].version
-        self._last_turn, self._end = reply, self._reader.end_of(reply)
+        self._last_turn, self._end = reply, self._reader.end_of(reply, self._path.messages[:-1])
         self._keep_turn(max_tokens)
         self._budget.turn_ended(num_prompt, len(reply.token_ids), reply.finish_reason, max_tokens)
         self._check_age()
@@ -353,14 +356,18 @@ class LoopContext:
 
     def _turn_request(self, max_tokens: int, temperature: float | None) -> TurnRequest:
         task, turn_index = self.task, self._budget.num_turns
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=task.temperature if temperature is None else temperature,
-            top_p=task.top_p,
-            top_k=task.top_k,
-            seed=None if self._seed is None else self._seed + turn_index,
-            stop_token_ids=self._renderer.stop_token_ids,
-        )
+        own_stop_ids = () if task.ignore_eos else self._renderer.stop_token_ids
+        asked: dict[str, Any] = {name: getattr(task, name) for name in _TASK_SAMPLING}
+        asked |= {
+            "temperature": task.temperature if temperature is None else temperature,
+            "seed": None if self._seed is None else self._seed + turn_index,
+            "stop_token_ids": tuple(dict.fromkeys((*own_stop_ids, *task.stop_token_ids))),
+            "min_tokens": min(task.min_tokens, max_tokens),
+        }
+        sampling = SamplingParams(max_tokens=max_tokens, **asked)
+        if sampling.constraint is not None and self._reader.is_thinking(self._path.context_ids):
+            constraint = behind_thought(sampling.constraint, self._reader.marks.thoughts)
+            sampling = replace(sampling, constraint=constraint)
         keeps_kv = self._kv_policy is KVPolicy.KEEP
         bind_contextvars(turn=turn_index)
         return TurnRequest(
@@ -368,11 +375,12 @@ class LoopContext:
             prompt_ids=self._path.context_ids,
             sampling=sampling,
             turn_index=turn_index,
+            stop=task.stop,
             tools=self._definitions,
             reads_calls=bool(self._definitions),
             timeout_s=self._turn_timeout_s,
             deadline=self.deadline,
-            keeps_late=True,
+            keeps_late=not task.stop,
             trajectory_id=self.trajectory_id,
             keeps_kv=keeps_kv,
             kv_version=self._kv_version if keeps_kv else None,

@@ -353,6 +353,7 @@ class TrajectoryRun:
             sample_index=assignment.sample_index,
             paths=paths,
             task_messages=() if paths else messages,
+            constraints=ctx.path.constraints if ctx else {},
             stop_reason=outcome.stop_reason,
             is_complete=self._is_complete,
             error=outcome.error,

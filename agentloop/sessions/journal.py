@@ -17,7 +17,7 @@ from agentloop.api import SESSIONS_ROLLOUT_ID
 from agentloop.errors import AgentLoopError, ServiceUnavailable
 from agentloop.score import Score
 from agentloop.trajectory import CallRecord, Node
-from agentloop.types import StopReason
+from agentloop.types import Message, StopReason
 
 _log = structlog.stdlib.get_logger(__name__)
 
@@ -53,6 +53,7 @@ class SessionRecord:
     gives_unread_calls: bool = False  # a call that cannot be read is a tool call without a name, not content
     overflow_at: int | None = None  # the turns that there were when a prompt last left no room
     finished_at: float | None = None
+    task_messages: tuple[Message, ...] = ()  # the main conversation begins with them
 
 
 @dataclass(frozen=True, slots=True)

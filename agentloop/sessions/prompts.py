@@ -162,7 +162,7 @@ async def make_prompt(
     """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises as `make_question`.
 
     A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
-    is rendered: the session's own messages, thoughts included, in place of the client's echo of them.
+    is rendered, as it is under other tools: the session's own messages, thoughts included, in place of their echo.
     """
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
@@ -179,6 +179,9 @@ async def make_prompt(
         if isinstance(prompt, Prompt):
             return prompt
         cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
+    elif match.echoed is not None:
+        echoed = _own_messages(graph, match.echoed)
+        messages = (*echoed, *messages[len(echoed) :])
     written = await _rendered(messages, lambda: renderer.render(messages, tools, template_kwargs), template_kwargs)
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
@@ -206,7 +209,7 @@ async def _bridged(
     appended, renderer = match.appended, parts.renderer
     if not appended or appended[0].role == "assistant":
         return "an assistant's message follows the reply"
-    end = parts.reader.end_of(parent.reply)
+    end = parts.reader.end_of(parent.reply, _own_messages(graph, parent)[:-1])
     try:
         written = await _rendered(
             appended, lambda: renderer.bridge(appended, tools, end, template_kwargs), template_kwargs
@@ -309,7 +312,7 @@ def as_asked(error: BaseException, chat: ChatCall) -> BaseException:
 def _bias_without_calls(chat: ChatCall, parts: SessionParts) -> tuple[tuple[int, float], ...]:
     """Ban the mark that opens a tool call in the call's bias, where the model has one token for it."""
     bias = chat.sampling.logit_bias
-    if not chat.tools:
+    if not chat.tools or not parts.parser.marks.openings:
         return bias
     opening = parts.renderer.ids(parts.parser.marks.openings[0])
     if len(opening) != 1:

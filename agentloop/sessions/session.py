@@ -294,6 +294,8 @@ class Session:
                 total_s=max(ended_at - record.created_at, 0.0),
             ),
             rollout_id=record.rollout_id,
+            task_messages=record.task_messages,
+            constraints=dict(self._graph.constraints),
         )
         stop_reason = self._stop_reason(trajectory.path if paths else None)
         trajectory = scored_or_told(ended(replace(trajectory, stop_reason=stop_reason)), record.score)
@@ -520,7 +522,7 @@ class Session:
                 parent_id=prompt.parent_id,
                 observed=prompt.observed,
                 observed_ids=prompt.observed_ids,
-                reply=reply,
+                reply=self._graph.told_once(reply if not choice_index else replace(reply, constraint="")),
                 tools_key=prompt.tools_key,
                 split=prompt.split,
                 images=prompt.observed_images,

@@ -121,6 +121,15 @@ class GrowingPath:
         return self._context_images
 
     @property
+    def constraints(self) -> dict[str, str]:
+        """The long constraints that turns were sampled under, by their digests."""
+        last = None if self._turn is None else self._turn.reply
+        own = (
+            {last.sampling.constraint_digest: last.constraint} if last and last.sampling and last.constraint else {}
+        )
+        return {**self._graph.constraints, **own}
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest weight version that anything was sampled under."""
         return self._oldest_version
@@ -184,7 +193,7 @@ class GrowingPath:
         if turn.reply is not None:
             turn = self._turn = _OpenTurn(self._end_node(turn), (), [])
         check_reply(reply, str(self._graph.num_turns))
-        turn.reply = reply
+        turn.reply = self._graph.told_once(reply)
         self._context_ids += reply.token_ids.tolist()
         self._messages.append(reply.message)
         self._note_versions(reply)

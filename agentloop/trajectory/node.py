@@ -61,6 +61,7 @@ class Reply:
     seed: int | None = None
     unread_calls: tuple[ToolCall, ...] = ()  # malformed ones that stand in the content, without their text
     engine: str = ""  # the replica's, as in `Generation`
+    constraint: str = ""  # a text that `sampling` has by its digest alone; of the graph's first turn under it
 
     @property
     def content(self) -> str:

@@ -36,12 +36,16 @@ _MAX_OTHER_TOOLS = 4  # tool sets that are searched, the latest first, to say th
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The place where a request goes on: after `parent`'s reply with `appended`, or as a root with all messages."""
+    """The place where a request goes on: after `parent`'s reply with `appended`, or as a root with all messages.
+
+    `echoed` is the turn whose whole path a root begins with, but for its tools.
+    """
 
     parent: Node | None
     appended: tuple[Message, ...]
     split: Split | None
     tools_key: bytes = b""  # of the request
+    echoed: Node | None = None
 
 
 class TurnGraph:
@@ -51,6 +55,7 @@ class TurnGraph:
         self._nodes: dict[str, Node] = {}
         self._last_child: dict[str, str] = {}
         self._num_tokens = self._num_chars = self._num_alternatives = self._num_raw = 0
+        self._constraints: dict[str, str] = {}
         self._not_indexed: list[Node] = []  # added since a request was last matched
         self._prefixes = PrefixIndex(self._nodes)
         self._num_messages: dict[str, int] = {}  # of a node's whole path, the reply included
@@ -94,6 +99,17 @@ class TurnGraph:
             + len(self._nodes) * BYTES_PER_TURN
         )
 
+    @property
+    def constraints(self) -> Mapping[str, str]:
+        """The long constraints that turns were sampled under, by their digests."""
+        return self._constraints
+
+    def told_once(self, reply: Reply) -> Reply:
+        """Return the reply without its constraint, if an earlier turn has it."""
+        if reply.constraint and reply.sampling and reply.sampling.constraint_digest in self._constraints:
+            return replace(reply, constraint="")
+        return reply
+
     def has_turn(self, node_id: object) -> bool:
         """Tell if there is a node of this id."""
         return node_id in self._nodes
@@ -133,6 +149,9 @@ class TurnGraph:
         self._num_alternatives += sum(map(len, reply.top_logprobs))
         self._num_raw += 0 if reply.raw_logprobs is None else len(reply.raw_logprobs)
         self._num_chars += sum(map(message_chars, node.observed)) + message_chars(reply.message)
+        if reply.constraint and reply.sampling is not None:
+            self._num_chars += len(reply.constraint)
+            self._constraints[reply.sampling.constraint_digest] = reply.constraint
         self._not_indexed.append(node)
 
     def match(
@@ -162,7 +181,10 @@ class TurnGraph:
         walk = index.walk(known_tools, keys, messages)
         if walk is None or not walk.turns:
             split = self._split_of_root(index, known_tools, keys, messages, walk)
-            return Match(None, tuple(messages), split, known_tools)
+            echoed = None
+            if split.reason is SplitReason.TOOLS_CHANGED and split.from_node is not None:
+                echoed = self._echoed(index, split.from_node, keys)
+            return Match(None, tuple(messages), split, known_tools, echoed)
         turns = [self._nodes[turn] for turn in walk.turns]
         if len(turns) > 1:
             turns = disambiguate(turns, walk.num_matched, messages, self._nodes)
@@ -312,6 +334,11 @@ class TurnGraph:
             if walk is not None and walk.num_known == len(messages):
                 return index.latest_at(walk.place)
         return None
+
+    def _echoed(self, index: HistoryIndex, node_id: str, keys: Sequence[bytes]) -> Node | None:
+        """The node, if a request with other tools holds its whole path."""
+        num_path = self._num_messages[node_id]
+        return self._nodes[node_id] if self._num_common(index, node_id, keys[:num_path]) == num_path else None
 
     def _difference(self, index: HistoryIndex, node_id: str, at: int, messages: Sequence[Message]) -> str:
         there = self._message_at(node_id, at)

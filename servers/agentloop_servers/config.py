@@ -68,7 +68,7 @@ class ChatSettings(_Strict):
     """The model's way from messages to tokens and back, for workers and endpoint alike. See docs/models.md."""
 
     renderer: str = "template"  # or renderers:FAMILY of the package renderers, or an import path
-    parser: str = "auto"  # or a name of ours, vllm:NAME, renderers:FAMILY, or an import path
+    parser: str = "auto"  # or a name of ours, none, vllm:NAME, renderers:FAMILY, or an import path
     template: TemplateSettings = TemplateSettings()
     thinking: Literal["keep", "template"] = "keep"  # earlier thoughts at a user's message: kept, or as the template
     stop_tokens: list[str] = []  # what ends a turn, in place of those the model folder declares

@@ -267,3 +267,17 @@ async def test_a_side_conversation_leaves_the_reward_to_the_main_one(tmp_path: P
     assert (kept.stop_reason, kept.reward, len(kept.paths)) == (StopReason.COMPLETED, 1.0, 2)
     assert kept.messages[-1].content == "The answer is 5."
     assert [kept.reward_of(place) for place in range(2)] == [1.0, None]
+
+
+async def test_a_longer_side_conversation_does_not_take_the_place_of_the_tasks_own(tmp_path: Path) -> None:
+    async def with_a_helper(task: RolloutTask, base_url: str, api_key: str) -> None:
+        helper: list[Any] = [{"role": "user", "content": "Look for numbers."}]
+        said = await asked(base_url, api_key, helper)
+        helper += [{"role": "assistant", "content": said.message.content}, {"role": "user", "content": "More."}]
+        await asked(base_url, api_key, helper)
+        await asked(base_url, api_key, [{"role": "system", "content": "You add."}, QUESTION])
+
+    _, kept = await run(tmp_path, with_a_helper, "The answer is 5.", "There are none.")
+    assert [len(path.turns) for path in kept.paths] == [2, 1]
+    assert (kept.main_conversation, kept.reward) == ((1,), 1.0)
+    assert kept.messages[0].content == "You add."

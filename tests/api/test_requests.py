@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from dataclasses import replace
@@ -59,11 +60,31 @@ def test_a_task_comes_through_as_it_was() -> None:
         limits=Limits(max_turns=3, on_excess_tool_calls=OnExcess.STOP, timeout_s=5),
         temperature=0.0,
         seed=0,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        presence_penalty=-0.3,
+        logit_bias=((3, -100.0),),
+        min_tokens=2,
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        stop=("\n\n", "END"),
     )
     body = parse_body(orjson.dumps({"tasks": [task_fields(task)]}), SubmitBody)
     assert body.tasks[0].to_task() == task
     assert parse_body(body.model_dump_json().encode(), SubmitBody) == body
     assert codec.decode(codec.encode(task), RolloutTask) == task
+
+
+def test_a_task_has_every_sampling_option_of_a_session() -> None:
+    of_session = {one.name for one in dataclasses.fields(SamplingParams)} - {"max_tokens", "num_top_logprobs"}
+    assert of_session <= TaskBody.model_fields.keys() & {one.name for one in dataclasses.fields(RolloutTask)}
+    constraint = {"kind": "regex", "text": "a|b"}
+    task = check_body({**TASK, "constraint": constraint}, TaskBody).to_task()
+    assert task.constraint == Constraint(ConstraintKind.REGEX, "a|b")
+    for beside in ({"tools": ["calculator"]}, {"min_tokens": 1}):
+        with pytest.raises(InvalidRequest, match="exclude each other"):
+            check_body({**TASK, "constraint": constraint, **beside}, TaskBody)
 
 
 def test_a_task_brings_its_images() -> None:

@@ -95,6 +95,7 @@ WRITE: dict[str, Callable[[list[Call]], str]] = {
     "kimi_k2": _kimi_k2,
     "mistral": _mistral,
     "harmony": _harmony,
+    "granite": lambda calls: mistral_list(calls, has_ids=False).replace("[TOOL_CALLS] ", "<|tool_call|>"),
 }
 
 FRAGMENTS: dict[str, tuple[str, ...]] = {
@@ -151,6 +152,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         *(" to=functions.f", "<|channel|>analysis<|message|>", "<|channel|>commentary json<|message|>", "{}"),
         *("<|constrain|>", "<|start|>", "commentary"),
     ),
+    "granite": ("<|tool_call|>", "[{", '[{"name": "f", "arguments": {}}', "{}", ", ", "]"),
 }
 """Parts of well-written and broken calls: any row of them is a text that a policy could write."""
 

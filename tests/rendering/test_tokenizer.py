@@ -15,10 +15,13 @@ from agentloop.errors import InvalidRequest
 from agentloop.parsers.base import DecodedText
 from agentloop.parsers.by_name import get_parser
 from agentloop.rendering.port import TurnEnd
+from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool
 from agentloop.rendering.renderer import TemplateRenderer
+from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import Tokens
 from agentloop.types import Message, ToolCall, ToolCallStatus
 from tests.support.records.model_folder import (
+    IGNORES_TOOLS,
     MARKUP,
     SPECIAL,
     STOP,
@@ -42,6 +45,35 @@ def renderer(folder: Path) -> TemplateRenderer:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return trained_tokenizer()
+
+
+def test_a_control_token_of_punctuation_alone_leaves_other_text_as_it_is():
+    """Gemma-4's mark of a string: its end is empty, and no text begins with that."""
+    tokenizer = Tokenizer.from_str(trained_tokenizer().to_str())
+    tokenizer.add_special_tokens([AddedToken('<|"|>', special=True, normalized=False)])
+    tokens = Tokens(tokenizer)
+    assert [tokens.mask(text) for text in ("words", 'Say "x".', "")] == ["words", 'Say "x".', ""]
+    assert tokens.mask('"|>') != '"|>'
+    assert tokens.unmask(tokens.mask('<|"|>')) == '<|"|>'
+
+
+def test_the_keys_of_a_tools_definition_stay_the_templates(folder: Path):
+    """Where `<function>` is a token, its inner word is still the key by which templates read a definition."""
+    tokenizer = Tokenizer.from_str(trained_tokenizer().to_str())
+    tokenizer.add_tokens([AddedToken("<function>", special=False, normalized=False)])
+    source = (
+        "{%- for tool in tools or [] %}{{ tool.function.name }}{% for p in tool.function.parameters.properties %}"
+        "{{ '<' ~ p ~ '>' }}{% endfor %}{% endfor %}" + IGNORES_TOOLS
+    )
+    renderer = TemplateRenderer(
+        ChatTemplate(source, {}), Tokens(tokenizer), stop_token_ids=[tokenizer.token_to_id(STOP)], vocab_size=600
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"function": {}, "b": {}}}}}
+    text = PromptText(ChatTemplate(source, {}), renderer.tokens, (STOP,), TemplateForm()).text(
+        [Message("user", "x")], [masked_tool(renderer.tokens, tool)]
+    )
+    assert renderer.tokens.unmask(text).startswith("f<function><b>")
+    assert tokenizer.token_to_id("<function>") not in renderer.ids(text)
 
 
 # --- content is text --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from agentloop import codec
 from agentloop.api.coordinator import Orders
 from agentloop.clock import VirtualClock
 from agentloop.endings import FailureClass
@@ -20,6 +21,8 @@ from agentloop.score import PathScore, Score
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import (
+    Constraint,
+    ConstraintKind,
     FinishReason,
     KVPolicy,
     Limits,
@@ -30,6 +33,7 @@ from agentloop.types import (
     RolloutTask,
     StalenessLimit,
     StopReason,
+    Trajectory,
 )
 from agentloop_tools.calculator import calculator
 from tests.support.engine.scripted import POLICY, RENDERER, SPEC, call, ids, scripted_engine, turns
@@ -84,6 +88,52 @@ async def test_each_turn_says_how_it_was_sampled():
         assert turn.sampling.logprobs_mode is LogprobsMode.SAMPLED
     assert not path.constrained.any()
     assert path.raw_logprobs is None
+
+
+async def test_a_task_is_sampled_with_every_option_that_it_names():
+    options = {
+        "min_p": 0.0,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": ((7, -1.0),),
+        "min_tokens": 1,
+        "stop_token_ids": (9,),
+    }
+    (path,) = (await one(replace(task(), **options), CALL, ANSWER)).paths
+    for turn in path.turns:
+        assert {name: getattr(turn.sampling, name) for name in options if name != "stop_token_ids"} == {
+            name: value for name, value in options.items() if name != "stop_token_ids"
+        }
+        assert turn.sampling.stop_token_ids == (*RENDERER.stop_token_ids, 9)
+    assert path.constrained[path.response_mask].all()  # by the bias
+    stopped = await one(replace(task(), stop=("answer",)), "The answer is 5.")
+    assert stopped.messages[-1].content == "The"
+    endless = await one(replace(task(), ignore_eos=True, stop_token_ids=(RENDERER.stop_token_ids[0],)), ANSWER)
+    assert endless.paths[0].turns[0].sampling.stop_token_ids == (RENDERER.stop_token_ids[0],)
+
+
+async def test_a_long_constraint_is_in_the_record_once():
+    long = Constraint(ConstraintKind.REGEX, "|".join(f"word{n}" for n in range(1000)))
+    loop = f"{__name__ if '.' in __name__ else 'tests.rollout.' + __name__}:AsksTwice"
+    engine = scripted_engine(ANSWER, ANSWER, spec=replace(SPEC, can_constrain=True))
+    asked = replace(task(), tools=(), constraint=long, loop=loop)
+    record = (await records(FakeCoordinator([asked]), {"sim://a": engine}))["t/0"]
+    assert len(record.paths[0].turns) == 2
+    [digest] = {turn.sampling.constraint_digest for turn in record.paths[0].turns}
+    assert dict(record.constraints) == {digest: long.text}
+    assert [turn.sampling.constraint_text for turn in record.paths[0].turns] == ["", ""]
+    encoded = codec.encode(record)
+    assert encoded.count(b"word999") == 1
+    assert codec.decode(encoded, Trajectory).constraints == record.constraints
+
+
+class AsksTwice:
+    """A loop of two turns, whatever is answered."""
+
+    async def run(self, task: RolloutTask, ctx: LoopContext) -> None:
+        await ctx.sample()
+        ctx.observe(Message("user", "Again."))
+        await ctx.sample()
 
 
 async def test_every_prompt_extends_the_turn_before():

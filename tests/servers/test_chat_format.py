@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from transformers import PreTrainedTokenizerFast
 
 from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError, TemplateNotPrefixStable
+from agentloop.generation.turn_reader import Reading, TurnReader
+from agentloop.parsers.base import DecodedText, ThoughtMarks
 from agentloop.parsers.hermes import HermesParser
 from agentloop.rendering.port import Renderer, TurnEnd
 from agentloop.rendering.renderer import RenderSettings, TemplateRenderer
-from agentloop.types import Message
+from agentloop.types import Message, ToolCall
 from agentloop_servers.chat_format.load import ChatFormat, load_chat_format
 from agentloop_servers.config import ChatSettings
 from tests.support.families.table import FAMILY, write_family
 
 HERE = __name__ if "." in __name__ else f"tests.servers.{__name__}"
 QUESTION = [Message("user", "What is a rook?")]
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": {}}}
 
 
 class OwnParser(HermesParser):
@@ -68,6 +72,58 @@ def test_a_parser_is_a_name_or_an_import_path(tmp_path: Path) -> None:
     assert isinstance(loaded(tmp_path, "qwen3", parser="hermes").parser, HermesParser)
     with pytest.raises(ParserMismatch, match="'llama3_json' does not read"):
         loaded(tmp_path, "qwen3", parser="llama3_json")
+
+
+def test_a_model_whose_calls_no_parser_reads_is_served_without_tools(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        chat = loaded(tmp_path, "gemma4")
+    told = [entry["because"] for entry in logs if entry["event"] == "tools_off"]
+    assert len(told) == 1
+    assert "no parser reads its calls" in told[0]
+    assert next(entry for entry in logs if entry["event"] == "chat_format")["parser"] == "none"
+    history = [*QUESTION, Message("assistant", "", (ToolCall("c", "f"),)), Message("tool", "x", tool_call_id="c")]
+    for refused in (
+        lambda: chat.renderer.render(QUESTION, [TOOL]),
+        lambda: chat.renderer.render(history, ()),
+        lambda: chat.renderer.bridge(history[2:], (), TurnEnd()),
+    ):
+        with pytest.raises(TemplateError, match="without tools: no parser reads its calls") as caught:
+            refused()
+        assert caught.value.param == "tools"
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<bos>")
+    reference.chat_template = FAMILY["gemma4"].template
+    talk = [*QUESTION, Message("assistant", "A bird."), Message("user", "And in chess? ♜")]
+    entries = [{"role": one.role, "content": one.content} for one in talk]
+    expected = reference.apply_chat_template(entries, add_generation_prompt=True, tokenize=False)
+    assert chat.renderer.render(talk, ()) == reference(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_thoughts_of_a_model_without_tools_are_read_by_its_own_marks(tmp_path: Path) -> None:
+    chat = loaded(tmp_path, "gemma4")
+    reader = TurnReader(chat.renderer, chat.parser)
+    text = "<|channel>thought\nA bird?<channel|>It is a piece."
+    decoded = DecodedText(text, tuple(range(1, len(text) + 1)))
+    message, _ = reader.read(decoded, Reading((), 0, False, True, False))
+    assert (message.reasoning, message.content) == ("A bird?", "It is a piece.")
+
+
+def test_no_parser_may_be_asked_for(tmp_path: Path) -> None:
+    chat = loaded(tmp_path, "qwen3", parser="none")
+    with pytest.raises(TemplateError, match="it is configured"):
+        chat.renderer.render(QUESTION, [TOOL])
+    assert chat.parser.marks.thoughts == ThoughtMarks()
+    assert prompt(chat) == prompt(loaded(tmp_path, "qwen3"))
+    assert loaded(tmp_path, "qwen3").renderer.render(QUESTION, [TOOL])
+
+
+def test_tools_are_offered_where_the_template_shows_them_and_answers_but_no_calls(tmp_path: Path) -> None:
+    chat = loaded(tmp_path / "granite", "granite_3_3")
+    assert "<|tool_call|>" in chat.parser.marks.openings
+    assert "look_up" in chat.renderer.decode(chat.renderer.render(QUESTION, [TOOL]))
+    own = loaded(tmp_path / "lfm2", "lfm2", parser=f"{HERE}:OwnParser")
+    assert "look_up" in own.renderer.decode(own.renderer.render(QUESTION, [TOOL]))
+    with pytest.raises(TemplateError, match=r"name one as chat\.parser"):
+        loaded(tmp_path / "lfm2", "lfm2").renderer.render(QUESTION, [TOOL])
 
 
 def test_auto_finds_what_reads_calls_that_the_template_does_not_spell_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedEngine
 from agentloop.simulation.policy import ScriptedPolicy
 from agentloop.types import Message, SplitReason, Thinking
-from tests.support.endpoint.sessions import ask, key, make_session
+from tests.support.endpoint.sessions import CALCULATOR, ask, key, make_session
 from tests.support.engine.scripted import SPEC, started
 from tests.support.families.table import write_family
 from tests.support.records.model_folder import TEMPLATE, write_folder
@@ -88,6 +88,31 @@ async def test_thoughts_stay_or_go_as_the_settings_say(tmp_path: Path, name: str
         assert split.reason is SplitReason.TEMPLATE
         assert split.detail.startswith("thinking is as the template has it, and it drops thoughts")
         assert "tokens[" in split.detail
+
+
+async def test_a_fork_by_other_tools_keeps_the_sessions_own_thoughts(tmp_path: Path):
+    async with conversing(write_folder(tmp_path, TEMPLATE), RenderSettings()) as talk:
+        await converse(talk, "6*7?", "Sure?")
+        own = talk.session.graph.nodes[1]
+        echo = [Message("user", "6*7?"), Message("assistant", "It is 42."), Message("user", "Sure?")]
+        asked = ask(
+            *echo, Message("assistant", "It is 42."), Message("user", "Now?"), tools=(CALCULATOR,), max_tokens=200
+        )
+        result = await talk.session.call(asked, key("with tools"))
+        fork = talk.session.graph.nodes[2]
+        assert (fork.parent_id, fork.split.reason) == (None, SplitReason.TOOLS_CHANGED)
+        assert fork.split.from_node == own.node_id
+        assert talk.renderer.decode(result.prompt_ids).count(f"{REPLY}<|im_end|>") == 2
+        assert [message.reasoning for message in fork.observed] == ["", THOUGHT, "", THOUGHT, ""]
+        more = ask(
+            *asked.messages,
+            Message("assistant", "It is 42."),
+            Message("user", "So?"),
+            tools=(CALCULATOR,),
+            max_tokens=200,
+        )
+        await talk.session.call(more, key("goes on"))
+        assert talk.session.graph.nodes[3].parent_id == fork.node_id
 
 
 async def test_without_thoughts_nothing_forks(tmp_path: Path):

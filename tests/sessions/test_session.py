@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from agentloop import codec
 from agentloop.chat.call import ToolChoice
 from agentloop.clock import VirtualClock
 from agentloop.engine import WeightUpdate
@@ -13,7 +14,7 @@ from agentloop.sampling import LogprobsMode, turn_sampling
 from agentloop.score import Score
 from agentloop.sessions.journal import SessionEnd
 from agentloop.trajectory.node import ModelCallState
-from agentloop.types import ConstraintKind, KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
+from agentloop.types import Constraint, ConstraintKind, KVPolicy, Message, PauseMode, SplitReason, WeightVersionSpan
 from tests.support.endpoint.sessions import (
     CALCULATOR,
     MemoryJournal,
@@ -349,6 +350,24 @@ async def test_tool_choice_none_bans_the_mark_and_reads_no_calls():
         [opening] = ids("<tool_call>")
         assert engine.requests[0].sampling.logit_bias == ((opening, -100.0),)
         assert session.trajectory().path.constrained.all()
+
+
+async def test_a_long_constraint_is_stored_with_its_first_turn_and_in_the_record():
+    long = Constraint(ConstraintKind.REGEX, "|".join(f"word{n}" for n in range(1000)))
+    how = {"sampling": replace(ask("one").sampling, constraint=long), "max_tokens": None, "num_choices": 2}
+    async with started(scripted_engine("word1", spec=replace(SPEC, can_constrain=True))) as running:
+        journal = MemoryJournal()
+        session = make_session(running, journal, can_constrain=True)
+        said = [Message("user", "one")]
+        for number in range(3):
+            result = await session.call(replace(ask(*said), **how), key(f"{number}"))
+            said += [result.choices[0].reply.message, Message("user", "more")]
+        assert sum(data.count(b"word999") for nodes in journal.nodes.values() for data in nodes) == 1
+        for one in (session, journal.restored(session, running, can_constrain=True)):
+            record = one.trajectory()
+            digests = {turn.sampling.constraint_digest for path in record.paths for turn in path.turns}
+            assert dict(record.constraints) == dict.fromkeys(digests, long.text)
+            assert codec.encode(record).count(b"word999") == 1
 
 
 async def test_a_forced_call_is_constrained_in_the_record_and_the_answer_to_it_is_not():

@@ -29,7 +29,7 @@ from agentloop.rendering import (
     Tokens,
     TurnEnd,
     examine,
-    masked,
+    masked_tool,
     model_text,
 )
 from agentloop.types import JSON, Message, Thinking
@@ -154,7 +154,7 @@ class LibraryRenderer(ModelText):
             template_arguments=self.library.arguments,
             literals=self.tokens.literals,
             stop_tokens=tuple(self.decode([token_id]) for token_id in self.stop_token_ids),
-            supports_tools=report.form.supports_tools,
+            tools_objection=report.form.tools_objection,
             strips_thinking=report.strips_thinking,
             tool_turns=report.tool_turns,
             user_turns=report.user_turns,
@@ -249,7 +249,7 @@ class LibraryRenderer(ModelText):
 
     def _definitions(self, tools: Sequence[Mapping[str, JSON]]) -> list[JSON]:
         try:
-            return [masked(self.tokens, tool, "tools") for tool in tools]
+            return [masked_tool(self.tokens, tool) for tool in tools]
         except RecursionError as error:
             raise InvalidRequest("tools are nested too deeply", param="tools") from error
 

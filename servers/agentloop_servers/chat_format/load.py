@@ -7,19 +7,19 @@ service does with it. Nothing is given out that has not passed its self-test.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import structlog
 
-from agentloop.errors import InvalidRequest, ParserMismatch
-from agentloop.generation import SelfTest, parsers_that_fit, self_test
+from agentloop.errors import InvalidRequest, ParserMismatch, TemplateError
+from agentloop.generation import SelfTest, parsers_that_fit, self_test, without_calls
 from agentloop.parsers import Parser, choose_parser, get_parser
 from agentloop.plugins import install_hint, resolve
-from agentloop.rendering import OnUnstable, Renderer, RenderSettings, TemplateRenderer
-from agentloop.types import Thinking
+from agentloop.rendering import NO_KWARGS, OnUnstable, Renderer, RenderSettings, TemplateRenderer, TurnEnd
+from agentloop.types import JSON, Message, Thinking
 from agentloop_servers.config import ChatSettings, located
 from agentloop_servers.engines.vllm import VLLM_PARSERS, vllm_parser
 
@@ -27,15 +27,16 @@ AUTO = "auto"
 _LIBRARY = "renderers"
 _LIBRARY_RENDERER = "agentloop_servers.chat_format.library_renderer:LibraryRenderer"
 _LIBRARY_PARSER = "agentloop_servers.chat_format.library_parser:LibraryParser"
-_NO_TOOLS = "hermes"  # of a model that is shown no tools: its marks of thoughts are those of most models
+NO_PARSER = "none"
 
 _log = structlog.stdlib.get_logger("chat_format")
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """A parser that has passed its self-test, with its name and why it is this one."""
+    """A parser that has passed its self-test with a renderer, its name and why it is this one."""
 
+    renderer: Renderer  # the one that was tested; without tools, where no parser reads their calls
     parser: Parser
     name: str
     reason: str
@@ -56,9 +57,8 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
     Raises InvalidRequest for settings that name nothing, TemplateError for a template that cannot be used, and
     ParserMismatch for a parser that does not read what the renderer writes.
     """
-    renderer = load_renderer(folder, settings)
-    chosen = load_parser(folder, settings, renderer)
-    facts = renderer.facts
+    chosen = load_parser(folder, settings, load_renderer(folder, settings))
+    facts = chosen.renderer.facts
     _log.info(
         "chat_format",
         renderer=settings.renderer,
@@ -68,6 +68,8 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
         thoughts=chosen.test.thoughts,
         stop_tokens=" ".join(facts.stop_tokens),
     )
+    if isinstance(chosen.renderer, _WithoutTools):
+        _log.warning("tools_off", because=facts.tools_objection)
     for turns, problem in (
         ("tool_turns", facts.tool_turns),
         ("user_turns", facts.user_turns),
@@ -75,7 +77,7 @@ def load_chat_format(folder: Path, settings: ChatSettings) -> ChatFormat:
     ):
         if problem is not None:
             _log.warning("paths_fork", at=turns, because=problem)
-    return ChatFormat(renderer, chosen.parser)
+    return ChatFormat(chosen.renderer, chosen.parser)
 
 
 def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
@@ -103,23 +105,78 @@ def load_renderer(folder: Path, settings: ChatSettings) -> Renderer:
 
 
 def load_parser(folder: Path, settings: ChatSettings, renderer: Renderer) -> ChosenFormat:
-    """Choose the parser that the settings name, and test it. Raises InvalidRequest and ParserMismatch."""
+    """Choose the parser that the settings name, and test it. Raises InvalidRequest and ParserMismatch.
+
+    Where the choice is free and no parser reads the model's calls, the model is taken without tools.
+    """
+    if settings.parser == NO_PARSER:
+        return _without_tools(renderer, "it is configured")
     if settings.parser != AUTO:
         return _tested(_parser(settings.parser, folder), settings.parser, "it is configured", renderer)
     facts = renderer.facts
     chosen = choose_parser(facts.template_source, facts.literals)
-    if chosen.name is not None or not facts.supports_tools:
-        name = chosen.name or _NO_TOOLS
+    reason = chosen.reason
+    if chosen.name is not None:
         try:
-            return _tested(get_parser(name), name, chosen.reason, renderer)
+            return _tested(get_parser(chosen.name), chosen.name, reason, renderer)
         except ParserMismatch as mismatch:
-            _log.info("parser_passed_over", parser=name, because=mismatch.message)
-    name = next(iter(parsers_that_fit(renderer)), _NO_TOOLS)  # which the test refuses, if none fits
-    return _tested(get_parser(name), name, "it reads what the renderer writes", renderer)
+            _log.info("parser_passed_over", parser=chosen.name, because=mismatch.message)
+            reason = mismatch.message
+    fitting = parsers_that_fit(renderer) if facts.supports_tools and facts.shows_calls else ()
+    if not fitting:
+        return _without_tools(renderer, reason)
+    return _tested(get_parser(fitting[0]), fitting[0], "it reads what the renderer writes", renderer)
 
 
 def _tested(parser: Parser, name: str, reason: str, renderer: Renderer) -> ChosenFormat:
-    return ChosenFormat(parser, name, reason, self_test(renderer, parser, name))
+    return ChosenFormat(renderer, parser, name, reason, self_test(renderer, parser, name))
+
+
+def _without_tools(renderer: Renderer, reason: str) -> ChosenFormat:
+    facts = renderer.facts
+    if facts.supports_tools:
+        objection = f"no parser reads its calls ({reason}); name one as chat.parser"
+        renderer = cast(Renderer, _WithoutTools(renderer, objection))
+    parser, test = without_calls(renderer)
+    return ChosenFormat(renderer, parser, NO_PARSER, reason, test)
+
+
+class _WithoutTools:
+    """A renderer of plain chat: conversations with tools are refused, as their calls could not be read."""
+
+    def __init__(self, renderer: Renderer, objection: str) -> None:
+        self.facts = replace(renderer.facts, tools_objection=objection, tool_turns=None, user_turns=None)
+        self._renderer = renderer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
+        """See `Renderer.render`."""
+        self._refuse(messages, tools)
+        return self._renderer.render(messages, tools, template_kwargs)
+
+    def bridge(
+        self,
+        appended: Sequence[Message],
+        tools: Sequence[Mapping[str, JSON]],
+        end: TurnEnd,
+        template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    ) -> list[int]:
+        """See `Renderer.bridge`."""
+        self._refuse(appended, tools)
+        return self._renderer.bridge(appended, tools, end, template_kwargs)
+
+    def _refuse(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]]) -> None:
+        if tools or any(message.role == "tool" or message.tool_calls for message in messages):
+            raise TemplateError(
+                f"this service serves its model without tools: {self.facts.tools_objection}", param="tools"
+            )
 
 
 def _parser(name: str, folder: Path) -> Parser:

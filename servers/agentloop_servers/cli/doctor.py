@@ -262,12 +262,11 @@ def examine_model(config: ServiceConfig) -> list[Check]:
         renderer = load_renderer(folder, config.chat)
     except AgentLoopError as error:
         return [*checks, Check("chat format", False, error.message)]
-    checks += _of_renderer(renderer, config)
     try:
         chosen = load_parser(folder, config.chat, renderer)
     except AgentLoopError as error:
-        return [*checks, Check("parser", False, error.message)]
-    return [*checks, *_of_parser(chosen)]
+        return [*checks, *_of_renderer(renderer, config), Check("parser", False, error.message)]
+    return [*checks, *_of_renderer(chosen.renderer, config), *_of_parser(chosen)]
 
 
 def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
@@ -278,8 +277,9 @@ def _of_renderer(renderer: Renderer, config: ServiceConfig) -> Iterator[Check]:
     yield Check("chat format", True, _format_of(config))
     yield Check("vocabulary", True, f"{renderer.vocab_size:,} ids, {len(facts.literals)} of them marks")
     yield Check("stop tokens", True, ", ".join(stops))
-    shown = "shown to the model" if facts.supports_tools else "none: the chat format shows none"
-    yield Check("tools", facts.supports_tools, shown, is_needed=False)
+    shown = "shown to the model" if facts.shows_calls else "shown to the model; its earlier calls as it wrote them"
+    objection = f"refused: {facts.tools_objection}"
+    yield Check("tools", facts.supports_tools, shown if facts.supports_tools else objection, is_needed=False)
     if facts.supports_tools:
         yield _bridge("tools' answers", facts.tool_turns)
         yield _bridge("user, with tools", facts.user_turns)

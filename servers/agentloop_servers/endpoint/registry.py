@@ -40,7 +40,7 @@ from agentloop.errors import (
 from agentloop.generation import Connect, LeaseConfig, LeaseReporter, ReportConfig, SessionLeases
 from agentloop.sessions import Session, SessionEnd, SessionParts, SessionRecord, SessionState
 from agentloop.trajectory import CallRecord, Node
-from agentloop.types import StopReason, Trajectory
+from agentloop.types import Message, StopReason, Trajectory
 from agentloop_servers.endpoint.session_records import SessionRecords
 from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.http import SessionKeys
@@ -84,6 +84,7 @@ class NewSession:
     sample_index: int = 0
     refuses_overflow: bool = False
     gives_unread_calls: bool = False
+    task_messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +385,7 @@ class Sessions:
             is_one_off=is_one_off,
             refuses_overflow=wanted.refuses_overflow,
             gives_unread_calls=wanted.gives_unread_calls,
+            task_messages=wanted.task_messages,
         )
 
     async def _create(self, record: SessionRecord) -> Session | None:

@@ -26,7 +26,7 @@ from agentloop.api import (
 from agentloop.chat import ChatCall, ChatResult
 from agentloop.sampling import LogprobsMode
 from agentloop.sessions import Session, SessionEnd, SessionState
-from agentloop.types import Generation, Trajectory
+from agentloop.types import Generation, Message, Trajectory
 from agentloop_servers.endpoint.call_handler import CallHandler
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.endpoint.registry import NewSession
@@ -100,6 +100,7 @@ class SessionRoutes:
             sample_index=body.sample_index,
             refuses_overflow=body.on_overflow == "error",
             gives_unread_calls=body.on_malformed_call == "tool_call",
+            task_messages=tuple(Message(one.role, one.content) for one in body.task_messages),
         )
         session = await self._in_time(endpoint.sessions.create(wanted, owner))
         session_id = session.record.session_id

@@ -36,8 +36,8 @@ VERDICTS: dict[str, tuple[str, str, set[str]]] = {
     "mistral_small_3_2": ("mistral", "none are written", {"user, with tools"}),
     "nemotron_3": ("qwen3_xml", OPENED, set()),
     "gpt_oss": ("harmony", "<|channel|>analysis<|message|> <|end|>", {"user, with tools", "user, no tools"}),
-    "gemma3": ("hermes", "none are written", set()),
-    "phi4_mini": ("hermes", "none are written", set()),
+    "gemma3": ("none", "none are written", set()),
+    "phi4_mini": ("none", "none are written", set()),
 }
 
 runner = CliRunner()
@@ -68,6 +68,18 @@ def test_every_family_has_its_verdict(tmp_path: Path, family: str) -> None:
     assert checks["thoughts"]["detail"] == thoughts
     assert {name for name, check in checks.items() if check["detail"].startswith("fork: ")} == forks
     assert checks["self-test"]["is_ok"]
+
+
+def test_tools_that_are_off_are_no_fault_and_told(tmp_path: Path) -> None:
+    exit_code, checks = verdict(a_model(tmp_path, "gemma4"))
+    assert exit_code == 0
+    assert checks["parser"]["detail"].startswith("none: ")
+    assert not checks["tools"]["is_ok"]
+    assert checks["tools"]["detail"].startswith("refused: no parser reads its calls")
+    assert "tools' answers" not in checks
+    exit_code, checks = verdict(a_model(tmp_path / "asked", "qwen3"), "--parser", "none")
+    assert (exit_code, checks["parser"]["detail"]) == (0, "none: it is configured")
+    assert checks["thoughts"]["detail"] == THINK
 
 
 @pytest.mark.parametrize(

@@ -178,12 +178,35 @@ FAMILIES = (
         markup=(), stops=("<|end|>", "<|endoftext|>"), eos="<|endoftext|>", bos="<|endoftext|>",
     ),
 )  # fmt: skip
-FAMILY = {family.name: family for family in FAMILIES}
+_GRANITE = ("end_of_text", "start_of_role", "end_of_role", "tool_call")
+_GEMMA4 = ("<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|channel>", "<channel|>", '<|"|>')
+UNTAUGHT = (
+    Family(
+        "gemma4", "gemma-4-*-it", special=("<pad>", "<eos>", "<bos>", *_GEMMA4), markup=(),
+        stops=("<turn|>", "<eos>"), eos="<eos>", bos="<bos>", think=("<|channel>thought", "<channel|>"),
+        has_byte_fallback=True,
+    ),
+    Family(
+        "granite_3_3", "granite-3.3-*-instruct", special=tuple(f"<|{text}|>" for text in _GRANITE), markup=(),
+        stops=("<|end_of_text|>",), eos="<|end_of_text|>", calls="granite",
+    ),
+    Family(
+        "lfm2", "LFM2-*", special=(*_CHATML[1:3], "<|startoftext|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        markup=(), stops=("<|im_end|>",), eos="<|im_end|>", bos="<|startoftext|>",
+    ),
+)  # fmt: skip
+"""Families whose calls no parser of ours reads, or whose templates show none of earlier turns."""
+
+FAMILY = {family.name: family for family in (*FAMILIES, *UNTAUGHT)}
 
 
 def write_family(folder: Path, name: str) -> Path:
     """Write a model folder of the family: tokenizer, template, configurations. Takes a few milliseconds."""
-    family = FAMILY[name]
+    return write_model(folder, FAMILY[name], FAMILY[name].template)
+
+
+def write_model(folder: Path, family: Family, template: str) -> Path:
+    """Write a model folder with the family's tokens and stops, and any template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(family)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -194,7 +217,7 @@ def write_family(folder: Path, name: str) -> Path:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     config = {"eos_token": family.eos, "bos_token": family.bos, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(family.template, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return folder
 
 

@@ -1,0 +1,162 @@
+"""Published chat templates: which of them a service takes, and for what the others are refused.
+
+    python -m tests.benchmarks.templates FOLDER...
+
+Each distinct `.jinja` file in the folders gets a model folder: a tokenizer of ours with the marks that the template
+writes, and the end of turn that it uses. `served` is a template that a service starts with and whose plain chats
+are rendered to the ids that transformers gives them. `tools` says what is left of them: `yes`, `none` where the
+template shows none, `off` where no parser reads its calls. Templates whose names end in `_training` mark what a
+trainer masks and are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import logging
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from transformers import PreTrainedTokenizerFast
+
+from agentloop.errors import AgentLoopError, TemplateError
+from agentloop.types import Message
+from agentloop_servers.chat_format import ChatFormat, load_chat_format
+from agentloop_servers.config import ChatSettings
+from tests.support.families.table import Family, write_model
+
+_BOS, _EOS = "<s>", "</s>"
+_MARK = re.compile(
+    r"<[|\uff5c][^<>|\uff5c\s]{1,48}[|\uff5c]>|<\|?[a-zA-Z_:]{2,32}\|?>|</[a-zA-Z_:]{2,32}>|\[/?[A-Z_]{3,32}\]"
+    r"|\]<\][a-z]+\[>\["
+)
+_PUNCTUATION = '<|"|>'  # Gemma-4's mark of a string
+_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>",
+    "<|return|>", "<|end|>", "<end_of_utterance>", "<|message_sep|>", "<|endofturn|>", "<|assistant_end|>",
+    "<[e~[", "<seed:eos>", "<|user|>",
+)  # fmt: skip
+_FURTHER_ENDS = ("<|observation|>", "<|call|>", "<|eom_id|>")  # of turns that call
+_SYSTEM = Message("system", "Antworte knapp.")
+_CHAT = (
+    Message("user", "Was ist ein “Turm”?"),
+    Message("assistant", "Ein Bau: 塔."),
+    Message("user", "Und im Schach?"),
+    Message("assistant", "Eine Figur ♜"),
+    Message("user", "Danke ]"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a service makes of one template; `fault` is why it does not start, or renders other ids."""
+
+    name: str
+    fault: str | None
+    tools: str = ""
+    parser: str = ""
+    forks: bool = False  # a plain chat's second turn cannot be bridged
+
+
+def judge(path: Path) -> Verdict:
+    """Start with a template in a model folder of its own, and compare its plain chats."""
+    name = f"{path.parent.name}/{path.stem}"
+    source = path.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as made:
+        folder = write_model(Path(made), _family(source), source)
+        try:
+            settings = ChatSettings.model_validate({"template": {"date": datetime.date.today()}})
+            chat = load_chat_format(folder, settings)
+            fault = _difference(folder, chat)
+        except AgentLoopError as error:
+            return Verdict(name, f"{type(error).__name__}: {error.message}")
+    facts = chat.renderer.facts
+    tools = "yes" if facts.supports_tools else "off" if "no parser reads" in str(facts.tools_objection) else "none"
+    marks = chat.parser.marks.thoughts
+    parser = f"{type(chat.parser).__name__} {marks.open} {marks.close}"
+    return Verdict(name, fault, tools, parser, facts.plain_turns is not None)
+
+
+def _family(source: str) -> Family:
+    marks = list(dict.fromkeys([*_MARK.findall(source), *([_PUNCTUATION] if _PUNCTUATION in source else [])]))
+    end = next((end for end in _ENDS if end in source), _EOS)
+    special = dict.fromkeys([_BOS, _EOS, end, *(mark for mark in marks if not _is_markup(mark))])
+    markup = tuple(mark for mark in marks if _is_markup(mark) and mark not in special)
+    stops = (end, *(mark for mark in _FURTHER_ENDS if mark in source))
+    return Family("published", "", tuple(special), markup, stops, eos=end, bos=_BOS)
+
+
+def _is_markup(mark: str) -> bool:
+    """Tell if a tokenizer would show the mark as text: those of thoughts and calls."""
+    return re.fullmatch(r"</?[a-z_:]+>", mark) is not None
+
+
+def _difference(folder: Path, chat: ChatFormat) -> str | None:
+    """Say which plain chat is rendered otherwise than by transformers; chats that the template refuses are none."""
+    family = _family((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token=family.bos, eos_token=family.eos
+    )
+    reference.chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    num_compared = 0
+    for messages in _chats():
+        try:
+            ids = chat.renderer.render(messages, ())
+        except TemplateError:
+            continue
+        expected = _expected(reference, messages)
+        num_compared += 1
+        if ids != expected:
+            return f"a chat of {len(messages)} messages differs: {chat.renderer.decode(ids)[-200:]!r}"
+    return None if num_compared else "no plain chat is rendered"
+
+
+def _chats() -> Iterator[Sequence[Message]]:
+    for num_messages in (1, 3, 5):
+        yield _CHAT[:num_messages]
+        yield (_SYSTEM, *_CHAT[:num_messages])
+
+
+def _expected(reference: PreTrainedTokenizerFast, messages: Sequence[Message]) -> list[int]:
+    """Return transformers' ids; templates that read content as parts alone get parts."""
+    texts = []
+    for has_parts in (False, True):
+        entries = [
+            {"role": one.role, "content": [{"type": "text", "text": one.content}] if has_parts else one.content}
+            for one in messages
+        ]
+        try:
+            texts.append(reference.apply_chat_template(entries, add_generation_prompt=True, tokenize=False))
+        except Exception:
+            continue
+    shown = next((text for text in texts if messages[-1].content in text), texts[0])
+    return list(reference(shown, add_special_tokens=False)["input_ids"])
+
+
+def main() -> None:
+    """Print a line a template, and the counts."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folders", nargs="+", type=Path)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    found: dict[bytes, Path] = {}
+    for folder in parser.parse_args().folders:
+        for path in sorted(folder.rglob("*.jinja")):
+            if not path.stem.endswith("_training"):
+                found.setdefault(hashlib.sha256(path.read_bytes()).digest(), path)
+    verdicts = [judge(path) for path in found.values()]
+    for one in verdicts:
+        state = "served " if one.fault is None else "REFUSED"
+        fork = " forks" if one.forks else ""
+        print(f"{state} {one.name:60} tools {one.tools:4} {one.parser}{fork} {one.fault or ''}"[:400])
+    served = [one for one in verdicts if one.fault is None]
+    kinds = ", ".join(f"{sum(one.tools == kind for one in served)} tools {kind}" for kind in ("yes", "none", "off"))
+    print(f"{len(served)} of {len(verdicts)} templates are served: {kinds}")
+
+
+if __name__ == "__main__":
+    main()
