@@ -29,11 +29,10 @@ from agentloop.api import MAX_TIMEOUT_S, shown_id
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
 from agentloop_servers.http import envelope_of, error_response, unless_client_leaves
 from agentloop_servers.locks import FileLock, take_lock, taken_in_time
-from agentloop_servers.private_http import keep_alive_connector
+from agentloop_servers.private_http import Connector
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0
-CONNECT_TIMEOUT_S = 5.0
 OWNER_WAIT_S = 5.0  # for an owner that is being started again; the client's own retries come on top
 SEND_TIMEOUT_S = 30.0  # how long a client may leave what was sent unread
 READ_TIMEOUT_S = (
@@ -154,8 +153,8 @@ class ShardRouter:
         if self._num_processes == 1:
             return  # nobody asks
         self._http = aiohttp.ClientSession(
-            connector=keep_alive_connector(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S),
+            connector=Connector(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_S),
             auto_decompress=False,
             skip_auto_headers=_NOT_ADDED,
         )

@@ -18,7 +18,7 @@ from aiohttp import web
 from agentloop.codec import MSGPACK, encode
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, ServiceUnavailable, Unauthorized
 from agentloop_servers.private_http.fencing import EPOCH_HEADER, ORDER_HEADER, FencingToken
-from agentloop_servers.tcp import listening_socket, url_of
+from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
 SECRET_HEADER = "x-agentloop-secret"
 SERVER_HEADER = "x-agentloop-server"
@@ -73,7 +73,7 @@ class PrivateServer:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=self._stop_timeout_s
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, listening_socket(self._host)).start()
+        await web.SockSite(self._runner, listening_socket(self._host), backlog=BACKLOG).start()
         host, port = self._runner.addresses[0][:2]
         self.url = url_of(host, port)
 
