@@ -44,6 +44,32 @@ class ChangeSignal:
         return await is_set_by(self._event, deadline_at)
 
 
+@asynccontextmanager
+async def awake_timeout(seconds: float, num_looks: int = 20) -> AsyncIterator[None]:
+    """Bound a block as `asyncio.timeout` does, by the time in which this event loop turns.
+
+    A loop that stands still, for want of a core or behind a long callback, sees what happened meanwhile only after
+    the timers that came due: they must not end what is there already.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def look(num_left: int) -> None:
+        nonlocal timer
+        if num_left == 0:
+            scope.reschedule(loop.time())
+        else:
+            timer = loop.call_later(seconds / num_looks, look, num_left - 1)  # a standstill counts as one step
+
+    async with asyncio.timeout(None) as scope:
+        look(num_looks)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
 async def is_set_by(event: asyncio.Event, deadline_at: float) -> bool:
     """Wait for an event. False: the loop time `deadline_at` came first."""
     try:

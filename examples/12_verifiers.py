@@ -36,7 +36,7 @@ def main() -> None:
     """Run the task that `agentloop rollout` put into the environment, and post its reward to its session."""
     task_id = json.loads(os.environ["AGENTLOOP_TASK"])["task_id"]
     found = asyncio.run(reward_of(task_id, os.environ["OPENAI_BASE_URL"]))
-    headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "content-type": "application/json"}
+    headers = {"authorization": f"Bearer {os.environ['AGENTLOOP_SESSION_KEY']}", "content-type": "application/json"}
     body = json.dumps({"reward": found}).encode()
     url = f"{os.environ['AGENTLOOP_SESSION_URL']}/reward"
     urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30).close()

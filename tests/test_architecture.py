@@ -422,6 +422,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
     ),
     "few lines that say all of one idea": (
         "agentloop.parsers.choose",
+        "agentloop_servers.coordinator.assignments",
         "agentloop_servers.tcp",
     ),
 }

@@ -55,10 +55,11 @@ class AgentPlace:
     task: RolloutTask
     base_url: str
     api_key: str
+    control_key: str = ""
 
     @property
     def session_url(self) -> str:
-        """The session itself: its chat routes are under /v1, and an agent may POST a reward to /reward."""
+        """The session itself: its chat routes are under /v1, and a command may POST a reward to /reward."""
         return self.base_url.removesuffix("/v1")
 
 
@@ -143,8 +144,8 @@ class AgentProgram:
 
 def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Mapping[str, str]:
     """This process's environment and the session's: OPENAI_BASE_URL and _API_KEY, the same for ANTHROPIC, the
-    session's own URL as AGENTLOOP_SESSION_URL, and the task as JSON in AGENTLOOP_TASK, without its reference and
-    its `tool_setup`.
+    session's own URL and control key as AGENTLOOP_SESSION_URL and _KEY, and the task as JSON in AGENTLOOP_TASK,
+    without its reference and its `tool_setup`.
 
     Raises InvalidRequest for a task that an environment cannot hold.
     """
@@ -160,6 +161,7 @@ def environment(place: AgentPlace, withheld: frozenset[str] = frozenset()) -> Ma
         "ANTHROPIC_BASE_URL": place.session_url,
         "ANTHROPIC_API_KEY": place.api_key,
         "AGENTLOOP_SESSION_URL": place.session_url,
+        "AGENTLOOP_SESSION_KEY": place.control_key,
         "AGENTLOOP_TASK": task,
     }
 

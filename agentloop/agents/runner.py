@@ -207,7 +207,7 @@ class _SampleRunner:
 
     async def _drive(self, session: AgentSession, task: RolloutTask) -> _RunEnd:
         """Run the agent and name how it ended. A cancellation from outside is none of its endings."""
-        place = AgentPlace(task, session.base_url, session.api_key)
+        place = AgentPlace(task, session.base_url, session.api_key, session.control_key)
         timeout_s = task.limits.timeout_s
         try:
             async with asyncio.timeout(timeout_s) as deadline:

@@ -146,7 +146,7 @@ class RolloutTerms:
     itself.
     """
 
-    owner: str = ""  # the digest of the key that submitted it; empty where no key is asked for
+    owner: str = ""  # the user that submitted it; empty where no key is asked for
     priority: int = 0
     share: float = 1.0
     max_running: int | None = None  # live trajectories at a time; None: as many as there are places
@@ -411,27 +411,33 @@ class RolloutPort(Protocol):
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),
+        reaches: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
-        """Accept work, durably. Raises Overloaded if the queue has no room for all of it."""
+        """Accept work, durably. Raises Overloaded if the queue has no room for all of it.
 
-    async def record(self, trajectory: Trajectory, owner: str = "") -> None:
+        Here as below `reaches` are the caller's names, and `rollout_id` is what it calls the rollout
+        (`possible_ids`); None: any owner's, by its whole id. The answer has the whole id.
+        """
+
+    async def claim(self, rollout_id: str, names: tuple[str, ...]) -> str:
+        """Return the whole id of a rollout that is for a user's sessions from now on. Raises Conflict, Gone."""
+
+    async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
         """Store a finished session under its `rollout_id`. Returns once it is durable; a repeat changes nothing.
 
-        Raises Conflict if its place has another record, or its rollout was submitted or belongs to another owner.
+        Raises Conflict if its place has another record, or its rollout was submitted, or is not the `owner`'s:
+        None where it was claimed, which sessions of an earlier release were not.
         """
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: str | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
     ) -> EncodedPage:
-        """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound.
+        """Finished trajectories after cursor `after`; waits for at least one. Raises NotFound."""
 
-        `reaches` is the owner whose rollouts the caller may see; None: all.
-        """
-
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: str | None = None) -> None:
+    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
         """The caller has the records up to `cursor`: they may be deleted. Raises NotFound, Gone."""
 
-    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
+    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
         """End what is queued or running; each gets a CANCELLED record. Raises NotFound."""
 
 

@@ -17,14 +17,14 @@ from agentloop.types import Generation
 
 SCHEMA_PREFIX = "#/components/schemas/"
 
-_OWNER_LABEL_CHARS = 12
+_OWNER_LABEL_CHARS = 32  # a whole name; of what an earlier release has, the first digits of a digest
 _UNSAID = ("load", "standstill_s", "engine_s")  # of a generation
 
 _ANSWERS = (Generation, Page, ServiceStatus, UpdateReport)  # these, and what they are made of
 
 
 def rollout_status(status: RolloutStatus) -> dict[str, Any]:
-    """Return a rollout's status as plain JSON. Of its owner's digest the first digits are told, as a label."""
+    """Return a rollout's status as plain JSON."""
     label = status.owner[:_OWNER_LABEL_CHARS]
     return {**codec.to_builtins(status), "owner": label, "is_done": status.is_done}
 

@@ -157,12 +157,32 @@ class FinishBody(ScoreBody):
 
 
 class NewSessionAnswer(BaseModel):
-    """The place of a new session. `direct_url` leads to its process, past others, from its host only."""
+    """The place of a new session. `direct_url` leads to its process, past others, from its host only.
+
+    `api_key` is for its agent: it makes calls. `control_key` rewards, finishes, revokes and deletes too; it is for
+    whoever made the session.
+    """
 
     session_id: str
     base_url: str
     api_key: str
+    control_key: str = ""
     direct_url: str | None = None
+
+
+class SessionLine(BaseModel):
+    """A session in the answer of `GET /sessions`."""
+
+    session_id: str
+    state: Literal["open", "finished"]
+    created_at: float  # seconds since 1970
+    rollout_id: str
+
+
+class SessionsAnswer(BaseModel):
+    """The answer of `GET /sessions`: a page of the caller's own, by id."""
+
+    sessions: list[SessionLine]
 
 
 class SessionAnswer(BaseModel):
@@ -186,6 +206,7 @@ class SessionAnswer(BaseModel):
     num_open_calls: int
     num_bytes: int
     is_complete: bool
+    is_revoked: bool = False
 
 
 class DeletedAnswer(BaseModel):

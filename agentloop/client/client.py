@@ -16,6 +16,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,7 @@ from agentloop.api import (
     WakeBody,
     WeightsBody,
     check_body,
+    shown_id,
     task_fields,
 )
 from agentloop.client.push import Pusher, PushOptions, Weights, open_pusher, precision_gap
@@ -216,7 +218,9 @@ class RolloutClient:
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
         """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""
         path = f"/rollouts/{rollout_id}/trajectories?after={after}&limit={limit}&wait_s={wait_s:g}"
-        return codec.decode(await self._transport.call("GET", path, accept=codec.MSGPACK, extra_s=wait_s), Page)
+        page = codec.decode(await self._transport.call("GET", path, accept=codec.MSGPACK, extra_s=wait_s), Page)
+        shown = [replace(record, rollout_id=shown_id(record.rollout_id)) for record in page.trajectories]
+        return replace(page, trajectories=tuple(shown))
 
     def session(
         self,

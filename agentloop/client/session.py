@@ -97,8 +97,13 @@ class AgentSession:
 
     @property
     def api_key(self) -> str:
-        """A key that opens this session and nothing else."""
+        """The agent's key: it makes calls in this session, and opens nothing else."""
         return self._opened.api_key
+
+    @property
+    def control_key(self) -> str:
+        """The key that rewards, finishes and revokes this session too: not for its agent."""
+        return self._opened.control_key
 
     @property
     def openai(self) -> AsyncOpenAI:
@@ -121,7 +126,14 @@ class AgentSession:
         for a score that does not fit the session's trajectory.
         """
         body = check_body(score_values(await self._resolved(reward)), RewardBody)
-        await self._transport.call("POST", f"{self._path}/reward", body=body)
+        await self._transport.call("POST", f"{self._path}/reward", body=body, key=self.control_key)
+
+    async def revoke(self) -> None:
+        """Have the service take no more calls in this session; it can still be rewarded and finished. Idempotent.
+
+        Raises SessionFinished.
+        """
+        await self._transport.call("POST", f"{self._path}/revoke", key=self.control_key)
 
     async def status(self) -> SessionAnswer:
         """The session at this moment."""
@@ -159,7 +171,12 @@ class AgentSession:
         }
         body = check_body(values, FinishBody)
         content = await self._transport.call(
-            "POST", f"{self._path}/finish", body=body, accept=MSGPACK, extra_s=wait_s
+            "POST",
+            f"{self._path}/finish",
+            body=body,
+            accept=MSGPACK,
+            extra_s=wait_s,
+            key=self.control_key,
         )
         self._is_finished = True
         return _only(decode_trajectories(content))

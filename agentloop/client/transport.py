@@ -71,8 +71,10 @@ class Transport:
         is_admin: bool = False,
         extra_s: float = 0.0,
         repeat_overloaded: bool = True,
+        key: str = "",
     ) -> bytes:
-        """One call with its repeats. Overloaded escapes as Retryable if it is not to be repeated here."""
+        """One call with its repeats, with the client's key or with `key`. Overloaded escapes as Retryable if it is
+        not to be repeated here."""
 
         def may_repeat(failure: BaseException) -> bool:
             is_full = isinstance(failure, Retryable) and isinstance(failure.error, Overloaded)
@@ -86,7 +88,7 @@ class Transport:
         )
         try:
             return await retrying(
-                self.exchange, method, path, body=body, accept=accept, is_admin=is_admin, extra_s=extra_s
+                self.exchange, method, path, body=body, accept=accept, is_admin=is_admin, extra_s=extra_s, key=key
             )
         except Retryable as failure:
             if may_repeat(failure):
@@ -102,14 +104,15 @@ class Transport:
         accept: str = "application/json",
         is_admin: bool = False,
         extra_s: float = 0.0,
+        key: str = "",
     ) -> bytes:
         """One request and its answer. Raises Retryable or what the service raised."""
         if self._session is None:
             raise InvalidRequest("use the client as a context manager: `async with RolloutClient(url) as client`")
         headers = {"accept": accept}
-        key = self._admin_key if is_admin and self._admin_key is not None else self._api_key
-        if key is not None:
-            headers["authorization"] = f"Bearer {key}"
+        usual = self._admin_key if is_admin and self._admin_key is not None else self._api_key
+        if key or usual is not None:
+            headers["authorization"] = f"Bearer {key or usual}"
         data = None
         if body is not None:
             headers["content-type"] = "application/json"

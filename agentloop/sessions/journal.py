@@ -38,7 +38,7 @@ class SessionRecord:
     session_id: str
     created_at: float
     ttl_s: float
-    owner: str = ""  # a digest of the key that made it; empty where the service asks for no keys
+    owner: str = ""  # the user that made it; empty where the service asks for no keys
     state: SessionState = SessionState.OPEN
     rollout_id: str = SESSIONS_ROLLOUT_ID
     group_id: str = ""  # empty: a group of its own, named as the session
@@ -54,6 +54,9 @@ class SessionRecord:
     overflow_at: int | None = None  # the turns that there were when a prompt last left no room
     finished_at: float | None = None
     task_messages: tuple[Message, ...] = ()  # the main conversation begins with them
+    is_claimed: bool = False  # its rollout was found to be its owner's when it was made
+    has_control_key: bool = False  # its maker was given one; without users it alone ends the session
+    is_revoked: bool = False  # it takes no calls any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,12 @@ import numpy as np
 import structlog
 
 from agentloop.aio import OwnedTasks, run_to_end, side_by_side
+from agentloop.api import shown_id
 from agentloop.chat import CallKey, ChatCall, ChatResult
 from agentloop.errors import (
     AgentLoopError,
     ContextLengthExceeded,
+    Forbidden,
     InvalidRequest,
     InvariantBroken,
     Overloaded,
@@ -95,6 +97,11 @@ class Session:
     @property
     def session_id(self) -> str:
         return self._record.session_id
+
+    @property
+    def shown_id(self) -> str:
+        """Its id, as its owner knows it."""
+        return shown_id(self._record.session_id)
 
     @property
     def record(self) -> SessionRecord:
@@ -228,6 +235,8 @@ class Session:
             latest.join()
             return latest
         self._require_open("it takes no calls")
+        if self._record.is_revoked:
+            raise Forbidden(f"session {self.shown_id} was revoked: it takes no calls")
         if isinstance(latest, CallRecord) and latest.state is ModelCallState.COMMITTED and not latest.error:
             return self._answer_again(latest)
         return self._start(chat, key, is_streamed=is_streamed)
@@ -244,6 +253,11 @@ class Session:
             raise self._closed
         self._require_open("its reward stays as it is")
         await run_to_end(self._save(lambda record: replace(record, score=record.score.updated(score))))
+
+    async def revoke(self) -> None:
+        """Take no more calls, durably; those that run go on. Idempotent. Raises SessionFinished."""
+        self._require_open("it takes no calls")
+        await run_to_end(self._save(lambda record: replace(record, is_revoked=True)))
 
     async def finish(self, end: SessionEnd = SessionEnd()) -> Trajectory:  # noqa: B008 - frozen
         """Take no more calls, give those that run `end.wait_s`, and return the trajectory; durable on return.
@@ -279,7 +293,7 @@ class Session:
         paths = token_paths(self._graph)
         trajectory = Trajectory(
             task_id=record.task_id,
-            group_id=record.group_id or record.session_id,
+            group_id=record.group_id or self.shown_id,
             sample_index=record.sample_index,
             paths=paths,
             stop_reason=StopReason.COMPLETED,
@@ -314,7 +328,7 @@ class Session:
         return line[:_MAX_ERROR_CHARS] or None
 
     async def _finish(self, end: SessionEnd) -> None:
-        ended = SessionFinished(f"session {self.session_id} was finished while this call ran")
+        ended = SessionFinished(f"session {self.shown_id} was finished while this call ran")
         try:
             await self._end_calls(ended, end.wait_s)
             await self._save(
@@ -351,7 +365,7 @@ class Session:
 
     def _require_open(self, so: str) -> None:
         if self._finishing is not None or self._record.state is SessionState.FINISHED:
-            raise SessionFinished(f"session {self.session_id} is finished: {so}")
+            raise SessionFinished(f"session {self.shown_id} is finished: {so}")
 
     # --- a call that runs ---------------------------------------------------------------------------------
 
@@ -451,9 +465,7 @@ class Session:
         if live.is_streamed:
             for piece in whole_pieces(nodes):
                 live.add_piece(piece)
-        live.result = ChatResult(
-            live.call_id, live.created_at, self.session_id, prompt.ids, nodes, is_overflow=True
-        )
+        live.result = ChatResult(live.call_id, live.created_at, self.shown_id, prompt.ids, nodes, is_overflow=True)
 
     def _check_tokens(self, live: LiveCall, prompt: Prompt) -> None:
         """Hold room for what the prompt adds. Raises InvalidRequest if there is none."""
@@ -511,7 +523,7 @@ class Session:
         for node in nodes:
             self._take(node)
         self._table.settle(call)
-        live.result = ChatResult(live.call_id, live.created_at, self.session_id, prompt.ids, nodes)
+        live.result = ChatResult(live.call_id, live.created_at, self.shown_id, prompt.ids, nodes)
 
     def _nodes_of(self, live: LiveCall, prompt: Prompt, replies: Sequence[Reply]) -> tuple[Node, ...]:
         return tuple(
@@ -582,7 +594,7 @@ class Session:
         first = nodes[0]
         before = () if first.parent_id is None else self._graph.context_ids(first.parent_id)
         prompt_ids = (*before, *first.observed_ids.tolist())
-        return ChatResult(call.call_id, call.created_at, self.session_id, prompt_ids, nodes)
+        return ChatResult(call.call_id, call.created_at, self.shown_id, prompt_ids, nodes)
 
 
 def _cut_off() -> ServiceUnavailable:

@@ -22,7 +22,7 @@ from typing import TypeVar
 import structlog
 
 from agentloop import codec
-from agentloop.api import RolloutTerms
+from agentloop.api import RolloutTerms, owner_of, shown_id
 from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage import retention
@@ -200,19 +200,29 @@ class TrajectoryStore:
 
         return await self._writer.run(work)
 
-    async def record(self, trajectory: Trajectory, owner: str = "") -> bool:
+    async def claim(self, rollout_id: str, owner: str) -> None:
+        """Keep a rollout for its owner's sessions. Raises Conflict if it accepted groups."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _check_sessions(db, rollout_id)
+            db.execute(_ADD_ROLLOUT, (rollout_id,))
+            db.execute(_ADD_TERMS, (rollout_id, *packed(RolloutTerms(owner))))
+
+        await self._writer.run(work)
+
+    async def record(self, trajectory: Trajectory, owner: str | None = None) -> bool:
         """Store a finished session, which nobody submitted; returns whether it is new. A repeat changes nothing.
 
-        Raises Conflict if its place (rollout, group, sample) has another record, its rollout accepted groups, or
-        belongs to another owner: that of its first session.
+        Raises Conflict if its place (rollout, group, sample) has another record, its rollout accepted groups, or is
+        not the `owner`'s, which is that of its first session; None: it was claimed.
         """
         rollout_id = trajectory.rollout_id
+        terms = RolloutTerms(owner_of(rollout_id) if owner is None else owner)
 
         def work(db: sqlite3.Connection) -> bool:
-            if _is_submitted(db, rollout_id):
-                raise Conflict(f"rollout {rollout_id} was submitted: sessions need another", param="rollout_id")
+            _check_sessions(db, rollout_id)
             first = self._terms(db, rollout_id).owner
-            if owner != first and db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is not None:
+            if owner not in (None, first) and db.execute(_KNOWN_ROLLOUT, (rollout_id,)).fetchone() is not None:
                 raise Conflict(f"rollout {rollout_id} belongs to another key", param="rollout_id")
             place = (rollout_id, trajectory.group_id, trajectory.sample_index)
             stored = db.execute(
@@ -222,7 +232,7 @@ class TrajectoryStore:
             ).fetchone()
             if stored is None:
                 db.execute(_ADD_ROLLOUT, (rollout_id,))
-                db.execute(_ADD_TERMS, (rollout_id, *packed(RolloutTerms(owner))))
+                db.execute(_ADD_TERMS, (rollout_id, *packed(terms)))
                 db.execute(_ADD_RECORD, _row(trajectory))
                 return True
             if not stored[1]:
@@ -362,6 +372,12 @@ def _holds_sessions(db: sqlite3.Connection, rollout_id: str) -> bool:
     (num_accepted,) = db.execute(_COUNT_GROUPS, (rollout_id,)).fetchone()
     (num_recorded,) = db.execute(_COUNT_RECORDS, (rollout_id,)).fetchone()
     return bool(num_accepted == 0 and num_recorded > 0)
+
+
+def _check_sessions(db: sqlite3.Connection, rollout_id: str) -> None:
+    """Raises Conflict for a rollout that is not for sessions."""
+    if _is_submitted(db, rollout_id):
+        raise Conflict(f"rollout {shown_id(rollout_id)} was submitted: sessions need another", param="rollout_id")
 
 
 def _is_submitted(db: sqlite3.Connection, rollout_id: str) -> bool:

@@ -354,7 +354,7 @@ def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClie
         limits=HttpLimits(update_timeout_s=config.updates.timeout_s),
         weight_roots=config.allowed_weight_roots(),
         tool_names=frozenset(tool_names(config)),
-        allowed_imports=config.workers.imports(has_user_keys=bool(keys.users)),
+        allowed_imports=config.workers.imports(has_user_keys=not keys.is_open),
         rules=mode_rules(config),
         endpoint=endpoint,
         image_roots=[located(root) for root in config.image_roots],

@@ -13,8 +13,8 @@ import urllib.request
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
-def post(url: str, body: dict[str, object]) -> None:
-    headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "content-type": "application/json"}
+def post(url: str, body: dict[str, object], key: str = "OPENAI_API_KEY") -> None:
+    headers = {"authorization": f"Bearer {os.environ[key]}", "content-type": "application/json"}
     urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
 
 
@@ -22,7 +22,7 @@ def main(order: str, *rest: str) -> None:
     if order in ("ask", "reward", "leave"):
         post(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", {"model": "default", "messages": QUESTION})
     if order == "reward":
-        post(f"{os.environ['AGENTLOOP_SESSION_URL']}/reward", {"reward": 0.125})
+        post(f"{os.environ['AGENTLOOP_SESSION_URL']}/reward", {"reward": 0.125}, "AGENTLOOP_SESSION_KEY")
     if order == "leave":  # something goes on in the background
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", rest[0]])
     if order == "fail":

@@ -155,6 +155,16 @@ async def test_retries_and_timeout_reach_the_openai_client(service: FakeSessions
         assert session.openai.api_key == session.api_key == f"sk-{session.session_id}"
 
 
+async def test_the_control_key_is_used_unseen(service: FakeSessions, client: RolloutClient) -> None:
+    """The service refuses rewards and ends without it, and the agent is given another."""
+    async with client.session() as session:
+        assert session.control_key == f"ck-{session.session_id}" != session.api_key
+        await session.reward(0.5)
+        await session.revoke()
+        assert service.revoked == {session.session_id}
+    assert [record.reward for record in service.records] == [0.5]
+
+
 async def test_wrong_use_is_told_at_once(client: RolloutClient) -> None:
     with pytest.raises(InvalidRequest, match="async with"):
         _ = client.session().base_url

@@ -103,9 +103,9 @@ async def run_script(client: str, script: str, url: str) -> list[dict]:
     return [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
 
 
-async def finished(http: aiohttp.ClientSession, session_id: str) -> Trajectory:
+async def finished(http: aiohttp.ClientSession, session_id: str, control_key: str) -> Trajectory:
     """End the session; its trajectory."""
-    headers = {"accept": "application/msgpack"}
+    headers = {"accept": "application/msgpack", "authorization": f"Bearer {control_key}"}
     async with http.post(f"/sessions/{session_id}/finish", json={}, headers=headers) as answer:
         assert answer.status == 200, await answer.text()
         (trajectory,) = decode_trajectories(await answer.read())
@@ -135,7 +135,7 @@ async def test_an_unmodified_client_is_captured_token_for_token(client, site):
     captured = set()
     async with aiohttp.ClientSession(site.url) as http:
         for session in sessions:
-            trajectory = await finished(http, session["session_id"])
+            trajectory = await finished(http, session["session_id"], session["control_key"])
             label = f"{client}: {session['label']}"
             assert trajectory.is_complete, f"{label}: {trajectory.error}"
             turns = turns_of(trajectory)

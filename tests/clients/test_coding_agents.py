@@ -88,7 +88,7 @@ async def run(pattern: str, *arguments: str, cwd: Path, home: Path, **environmen
 
 async def check_captured(service: DialectService, session: Session, tool: str) -> None:
     """One conversation of two turns, token for token as the engine had it: the call, its result, and the answer."""
-    trajectory = await service.sessions.finish(session.session_id, "")
+    trajectory = await service.sessions.finish(session.session_id, ("",))
     assert (trajectory.is_complete, trajectory.stop_reason, trajectory.error) == (True, StopReason.COMPLETED, None)
     [path] = trajectory.paths
     assert len(path.turns) == 2

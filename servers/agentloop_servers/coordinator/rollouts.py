@@ -20,7 +20,6 @@ from structlog.typing import FilteringBoundLogger
 from agentloop import codec
 from agentloop.aio import ChangeSignal, KeyedLocks, OwnedTasks, deadline_after, is_set_by, to_its_end
 from agentloop.api import (
-    SESSIONS_ROLLOUT_ID,
     EncodedPage,
     HeldLease,
     LeaseOrders,
@@ -32,9 +31,11 @@ from agentloop.api import (
     assignment_id,
     group_key,
     is_session_holder,
+    own_id,
+    possible_ids,
     session_holder,
 )
-from agentloop.capabilities import NO_NEEDS, Needs, needs_of
+from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
 from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling import (
@@ -53,16 +54,14 @@ from agentloop.types import (
     Assignment,
     Lease,
     RolloutGroup,
-    RolloutTask,
-    SamplingParams,
     StopReason,
     Timings,
     Trajectory,
 )
+from agentloop_servers.coordinator.assignments import assignment, demand, needs_of_task
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
 _TRIM_GAP_S = 0.02  # between two batches of deletions
-_CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
 _GIVEN_UP = FAILURES | {StopReason.CANCELLED}
 
 MAX_TAKEN = 32  # samples that one of several workers takes in one call; it asks again in a few milliseconds
@@ -303,21 +302,23 @@ class Rollouts:
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        reaches: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         if self.is_draining:
             raise ServiceUnavailable("the service is stopping")
         async with self._submitting.of(rollout_id):  # a repeat waits until the first is durable, and is told of it
-            return await self._submit(rollout_id, groups, terms)
+            name, owner = await self._place(rollout_id, terms.owner, reaches)
+            return await self._submit(name, groups, replace(terms, owner=owner))
 
     async def _submit(
         self, rollout_id: str, groups: tuple[RolloutGroup, ...], terms: RolloutTerms
     ) -> RolloutStatus:
         num_new = sum(group.num_samples for group in groups)
         try:
-            known = await self._status(rollout_id)
+            known = await self._by_id(rollout_id)
         except NotFound:
             for group in groups:
-                self._replicas.fleet.check_needs(_needs(group.task))
+                self._replicas.fleet.check_needs(needs_of_task(group.task))
             self.queue.reserve(rollout_id, groups, terms)
         else:
             is_live = self.queue.status(rollout_id) is not None
@@ -338,22 +339,29 @@ class Rollouts:
             self.queue.unreserve(rollout_id)
         self._changed.notify()
         self._log.info("rollout_accepted", rollout=rollout_id, num_groups=len(groups), num_trajectories=num_new)
-        return await self._status(rollout_id)
+        return await self._by_id(rollout_id)
 
     @to_its_end
-    async def record(self, trajectory: Trajectory, owner: str = "") -> None:
+    async def claim(self, rollout_id: str, names: tuple[str, ...]) -> str:
+        name, owner = await self._place(rollout_id, names[0], names)
+        await self._store.claim(name, owner)
+        return name
+
+    @to_its_end
+    async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
         """A finished session's record. Readers do not wait for one: nobody knows how many will come."""
         if await self._store.record(self._aged(trajectory), owner):
             name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
             self._log.info("session_recorded", assignment=name, is_complete=trajectory.is_complete)
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: str | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
     ) -> EncodedPage:
         if after < 0:
             raise InvalidRequest("a cursor is not negative", param="after")
         if limit < 1:
             raise InvalidRequest("a page holds at least one record", param="limit")
+        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
         limit = min(limit, self._config.max_page)
         deadline_at = deadline_after(wait_s, self._config.max_wait_s)
         while True:
@@ -361,26 +369,26 @@ class Rollouts:
             # that is committed from here on sets the event.
             is_live = self.queue.status(rollout_id) is not None
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
-            status = await self._status(rollout_id, reaches)
+            status = await self._by_id(rollout_id)
             rows = await self._store.read(rollout_id, after, limit)
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
                 return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
 
     @to_its_end
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: str | None = None) -> None:
-        await self._status(rollout_id, reaches)  # raises NotFound, Gone
+    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
+        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
         await self._store.acknowledge(rollout_id, cursor)
 
     @to_its_end
-    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
-        await self._status(rollout_id, reaches)  # raises NotFound
+    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
         await self.write_owed()
         num_dropped, num_running = len(cancellation.dropped), len(cancellation.running)
         self._log.info("rollout_cancelled", rollout=rollout_id, num_queued=num_dropped, num_running=num_running)
-        return await self._status(rollout_id)
+        return await self._by_id(rollout_id)
 
     # --- leases of trajectories and sessions ---
 
@@ -454,14 +462,14 @@ class Rollouts:
         leases: dict[str, Lease] = {}
 
         def begin(sample: Sample) -> BeginOutcome:
-            lease = self._replicas.room.begin(_demand(worker_id, sample))
+            lease = self._replicas.room.begin(demand(worker_id, sample))
             if isinstance(lease, BeginOutcome):
                 return lease
             leases[sample.assignment_id] = lease
             return BeginOutcome.BEGUN
 
         samples = self.queue.take(worker_id, num_free, self._clock.now(), begin)
-        return tuple(_assignment(sample, leases[sample.assignment_id]) for sample in samples)
+        return tuple(assignment(sample, leases[sample.assignment_id]) for sample in samples)
 
     def _aged(self, trajectory: Trajectory) -> Trajectory:
         """The record with its staleness by what the fleet serves now: an update may have come since its worker
@@ -517,8 +525,24 @@ class Rollouts:
         if names:
             self._changed.notify()
 
-    async def _status(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
+    async def _status(self, rollout_id: str, reaches: tuple[str, ...] | None) -> RolloutStatus:
         """Raises NotFound for a rollout that is unknown, or beyond what the caller reaches."""
+        for name, owner in possible_ids(rollout_id, reaches):
+            with suppress(NotFound):
+                status = await self._by_id(name)
+                if owner in (None, status.owner):
+                    return status
+        raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
+
+    async def _place(self, rollout_id: str, owner: str, reaches: tuple[str, ...] | None) -> tuple[str, str]:
+        """Return the whole id, and the owner, of a rollout that a user names: the one there is, or a new one."""
+        try:
+            known = await self._status(rollout_id, reaches)
+        except NotFound:
+            return rollout_id if reaches is None else own_id(owner, rollout_id), owner
+        return known.rollout_id, owner if reaches is None else known.owner
+
+    async def _by_id(self, rollout_id: str) -> RolloutStatus:
         self.queue.set_versions(self._replicas.versions)
         status = self.queue.status(rollout_id)
         if status is None:
@@ -527,8 +551,6 @@ class Rollouts:
             status = RolloutStatus(
                 rollout_id, num_accepted, num_finished, 0, 0, owner=terms.owner, priority=terms.priority
             )
-        if reaches not in (None, status.owner) and rollout_id != SESSIONS_ROLLOUT_ID:
-            raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
         return status
 
 
@@ -560,41 +582,3 @@ def _record(pending: PendingRecord) -> Trajectory:
         num_stale_attempts=sample.num_stale_attempts,
         max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
     )
-
-
-def _demand(worker_id: str, sample: Sample) -> Demand:
-    return Demand(
-        holder_id=sample.assignment_id,
-        process_id=worker_id,
-        group_id=group_key(sample.assignment_id),
-        num_prompt_tokens=_num_prompt_tokens(sample.group.task),
-        group_size=sample.group.num_samples,
-        needs=_needs(sample.group.task),
-    )
-
-
-def _assignment(sample: Sample, lease: Lease) -> Assignment:
-    name, group = sample.assignment_id, sample.group
-    return Assignment(
-        assignment_id=name,
-        group_id=group.group_id,
-        sample_index=sample.sample_index,
-        task=group.task,
-        lease=lease,
-        attempt=sample.attempt,
-        queue_s=sample.queued_s,
-        rollout_id=name.partition("/")[0],
-        staleness=group.staleness,
-        num_stale_attempts=sample.num_stale_attempts,
-    )
-
-
-def _needs(task: RolloutTask) -> Needs:
-    """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
-    asked = SamplingParams(1, seed=task.seed)
-    needs = needs_of(asked, _num_prompt_tokens(task), has_images=bool(task.images))
-    return needs if needs.features else NO_NEEDS  # how long the prompt is, is a guess
-
-
-def _num_prompt_tokens(task: RolloutTask) -> int:
-    return sum(len(message.content) for message in task.messages) // _CHARS_PER_TOKEN

@@ -141,16 +141,16 @@ async def session_of(request: Request, endpoint: Endpoint, body_session_id: str 
     found: Session | None = None
     if name.session_id is not None:
         endpoint.check_own(name.session_id)
-        found = sessions.resident(name.session_id, name.owner)
+        found = sessions.resident(name.session_id, name.reaches)
     if found is None:
         if name.must_exist:
             assert name.session_id is not None
-            finding = sessions.find(name.session_id, name.owner)
+            finding = sessions.find(name.session_id, name.reaches)
         else:
-            assert name.owner is not None
-            finding = sessions.find_or_create(name.session_id, name.owner)
+            assert name.reaches is not None
+            finding = sessions.find_or_create(name.session_id, name.reaches)
         found = await in_time(finding, endpoint.limits.registry_timeout_s, "the session could not be had in time")
-    request.scope["state"]["session_id"] = found.session_id
+    request.scope["state"]["session_id"] = found.shown_id
     return found
 
 

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from agentloop.aio import KeyedLocks, run_to_end
-from agentloop.api import ID_PATTERN, SESSIONS_ROLLOUT_ID, FrontPort
+from agentloop.api import ID_PATTERN, SESSIONS_ROLLOUT_ID, FrontPort, own_id, possible_ids, shown_id
 from agentloop.clock import SteadyTime
 from agentloop.errors import (
     AgentLoopError,
@@ -46,6 +46,7 @@ from agentloop_servers.endpoint.session_store import SessionStore, StoredSession
 from agentloop_servers.http import SessionKeys
 
 _PAGE = 64  # sessions that the watch reads at a time
+_MAX_CLAIMS = 1024  # rollouts of sessions that are remembered: the coordinator is asked again of the others
 _SESSION_ID = re.compile(ID_PATTERN)
 _ENTRY_BYTES = 4096  # of a session without turns, as measured: its objects, and its place in the tables here
 
@@ -207,7 +208,7 @@ class Sessions:
         With fewer than `min_free_bytes` free on the disk no session is created."""
         self._limits = limits
         self._new_id = new_id
-        self._keys = SessionKeys(secret)
+        self.keys = SessionKeys(secret)
         self._parts = parts
         self._time = SteadyTime(parts.unix_time, parts.clock.now)  # of expiry: a clock that jumps ends no session
         self._store = SessionStore(store_path, self._time, executor, min_free_bytes=min_free_bytes)
@@ -218,6 +219,8 @@ class Sessions:
         self._leases = SessionLeases(
             coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases
         )
+        self._coordinator = coordinator
+        self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
         self._locks = KeyedLocks()
         self._watching: asyncio.Task[None] | None = None
         self._num_open = self._num_restored = self._num_expired = 0
@@ -265,22 +268,18 @@ class Sessions:
             num_corrupt_rows=self._store.num_corrupt_rows,
         )
 
-    def api_key(self, session_id: str) -> str:
-        """Return the key that opens this session and no other."""
-        return self._keys.key_of(session_id)
-
-    def session_of_key(self, key: str) -> str | None:
-        """Return the session that a key opens; None for what is not a session key of this run."""
-        return self._keys.session_of(key)
-
     # --- requests ---
 
-    async def create(self, wanted: NewSession, owner: str) -> Session:
-        """Create a session. The same request again, before the first call, gives the same session.
+    async def create(self, wanted: NewSession, names: Sequence[str]) -> Session:
+        """Create a session of the user whose names these are. The same request again, before the first call, gives
+        the same session.
 
-        Raises Conflict for an id that was used, Overloaded, InvalidRequest.
+        Raises Conflict for an id that was used, or a rollout that was submitted, Overloaded, InvalidRequest.
         """
-        record = self._new_record(wanted, owner, is_one_off=False)
+        owner = names[0]
+        if wanted.rollout_id != SESSIONS_ROLLOUT_ID:
+            wanted = replace(wanted, rollout_id=await self._claimed(wanted.rollout_id, names))
+        record = replace(self._new_record(wanted, owner, is_one_off=False), has_control_key=True)
         async with self._locks.of(record.session_id):
             created = await self._create(record)
             if created is not None:
@@ -288,61 +287,80 @@ class Sessions:
             try:
                 known = await self._found(record.session_id, owner)
             except AgentLoopError as error:
-                raise Conflict(f"session id {record.session_id!r} was used", param="session_id") from error
+                raise Conflict(f"session id {wanted.session_id!r} was used", param="session_id") from error
             if replace(known.record, created_at=record.created_at) != record or known.calls or known.num_open_calls:
-                raise Conflict(f"session {record.session_id!r} exists", param="session_id")
+                raise Conflict(f"session {wanted.session_id!r} exists", param="session_id")
             return known
 
-    def resident(self, session_id: str, owner: str | None) -> Session | None:
-        """Return the session, if it is in memory. Raises SessionNotFound for another owner's."""
-        session = self._cache.get(session_id)
-        return None if session is None else _owned(session, owner)
+    def resident(self, session_id: str, reaches: Sequence[str] | None) -> Session | None:
+        """Return the session, if it is in memory, and the caller's (`possible_ids`)."""
+        for name, owner in possible_ids(session_id, reaches):
+            session = self._cache.get(name)
+            if session is not None and owner in (None, session.record.owner):
+                return session
+        return None
 
-    async def find(self, session_id: str, owner: str | None) -> Session:
-        """Find a session that exists, open or finished; an owner of None may be any.
+    async def find(self, session_id: str, reaches: Sequence[str] | None) -> Session:
+        """Find a session of the caller's that exists, open or finished.
 
         Raises SessionNotFound (also for another owner's and a deleted one) and Gone (expired).
         """
-        if (session := self.resident(session_id, owner)) is not None:
+        if (session := self.resident(session_id, reaches)) is not None:
             return session
-        async with self._locks.of(session_id):
-            return await self._found(session_id, owner)
+        for name, owner in possible_ids(session_id, reaches):
+            async with self._locks.of(name):
+                try:
+                    return await self._found(name, owner)
+                except SessionNotFound:
+                    continue
+        raise _not_found(session_id)
 
-    async def find_or_create(self, session_id: str | None, owner: str) -> Session:
+    async def find_or_create(self, session_id: str | None, names: Sequence[str]) -> Session:
         """Find a session, or make it at its first use; None: a one-off session. Raises as `find`, Overloaded."""
         if session_id is None:
-            session = await self._create(self._new_record(NewSession(), owner, is_one_off=True))
+            session = await self._create(self._new_record(NewSession(), names[0], is_one_off=True))
             if session is None:
                 raise ServiceUnavailable("a new session id was taken")
             return session
-        if (session := self.resident(session_id, owner)) is not None:
-            return session
-        async with self._locks.of(session_id):
-            session = await self._create(self._new_record(NewSession(session_id), owner, is_one_off=False))
-            return session if session is not None else await self._found(session_id, owner)
+        try:
+            return await self.find(session_id, names)
+        except SessionNotFound:
+            record = self._new_record(NewSession(session_id), names[0], is_one_off=False)
+        async with self._locks.of(record.session_id):
+            session = await self._create(record)
+            return session if session is not None else await self._found(record.session_id, record.owner)
 
-    async def finish(self, session_id: str, owner: str | None, end: SessionEnd = SessionEnd()) -> Trajectory:  # noqa: B008 - frozen
+    async def of_user(self, names: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
+        """Return up to `limit` of a user's open and finished sessions in this process, by id after `after`."""
+        return await self._store.of_owners(names, after, limit)
+
+    async def finish(
+        self,
+        session_id: str,
+        reaches: Sequence[str] | None,
+        end: SessionEnd = SessionEnd(),  # noqa: B008 - frozen
+    ) -> Trajectory:
         """End a session, and return its trajectory once the run's store has it. A repeat changes nothing.
 
         Raises as `find`, Conflict if another session's record has its place, and ServiceUnavailable: the session is
         finished then, and its record follows.
         """
-        session = await self.find(session_id, owner)
+        session = await self.find(session_id, reaches)
         has_just_ended = session.record.state is SessionState.OPEN
         trajectory = await session.finish(end)
-        self._leases.end(session_id)
-        async with self._locks.of(session_id):
+        self._leases.end(session.session_id)
+        async with self._locks.of(session.session_id):
             await self._records.record(session, trajectory, has_just_ended=has_just_ended)
         return trajectory
 
-    async def delete(self, session_id: str, owner: str | None) -> None:
+    async def delete(self, session_id: str, reaches: Sequence[str] | None) -> None:
         """Throw a session away for good: no record, and its id is never used again. Calls under way are lost.
 
         Raises as `find`.
         """
-        async with self._locks.of(session_id):
-            session = await self._found(session_id, owner)
-            await self._delete(session, SessionState.DELETED, _not_found(session_id))
+        own = (await self.find(session_id, reaches)).session_id
+        async with self._locks.of(own):
+            await self._delete(await self._found(own, None), SessionState.DELETED, _not_found(own))
 
     # --- the journal of its sessions ---
 
@@ -366,19 +384,22 @@ class Sessions:
 
     def _new_record(self, wanted: NewSession, owner: str, *, is_one_off: bool) -> SessionRecord:
         limits = self._limits
-        session_id = self._new_id() if wanted.session_id is None else wanted.session_id
-        if _SESSION_ID.fullmatch(session_id) is None:
+        given = self._new_id() if wanted.session_id is None else wanted.session_id
+        if _SESSION_ID.fullmatch(given) is None:
             raise InvalidRequest("a session id is 1 to 128 letters, digits, `.`, `_` or `-`", param="session_id")
         usual_s = limits.one_off_ttl_s if is_one_off else limits.ttl_s
         ttl_s = usual_s if wanted.ttl_s is None else wanted.ttl_s
         if not 0 < ttl_s <= limits.max_ttl_s:
             raise InvalidRequest(f"ttl_s is not in (0, {limits.max_ttl_s:g}]", param="ttl_s")
         return SessionRecord(
-            session_id=session_id,
+            session_id=own_id(owner, given),
             created_at=self._parts.unix_time(),
             ttl_s=ttl_s,
             owner=owner,
-            rollout_id=wanted.rollout_id,
+            rollout_id=own_id(owner, SESSIONS_ROLLOUT_ID)
+            if wanted.rollout_id == SESSIONS_ROLLOUT_ID
+            else wanted.rollout_id,
+            is_claimed=True,
             group_id=wanted.group_id,
             task_id=wanted.task_id,
             sample_index=wanted.sample_index,
@@ -387,6 +408,20 @@ class Sessions:
             gives_unread_calls=wanted.gives_unread_calls,
             task_messages=wanted.task_messages,
         )
+
+    async def _claimed(self, rollout_id: str, names: Sequence[str]) -> str:
+        """Return the store's name of a rollout that is a user's for sessions from now on. Raises Conflict, Gone."""
+        known = self._claims.get((names[0], rollout_id))
+        if known is None:
+            try:
+                async with asyncio.timeout(self._limits.record_timeout_s):
+                    known = await self._coordinator.claim(rollout_id, tuple(names))
+            except TimeoutError as error:
+                raise ServiceUnavailable("the coordinator did not answer in time") from error
+            self._claims[names[0], rollout_id] = known
+            if len(self._claims) > _MAX_CLAIMS:
+                self._claims.popitem(last=False)
+        return known
 
     async def _create(self, record: SessionRecord) -> Session | None:
         """Create a session, durably; None if its id was used. Raises Overloaded."""
@@ -407,7 +442,7 @@ class Sessions:
         return is_new
 
     async def _found(self, session_id: str, owner: str | None) -> Session:
-        """Find the session, in memory or on disk. The caller holds its lock."""
+        """Find the session, in memory or on disk; None may be any owner. The caller holds its lock."""
         session = self._cache.get(session_id)
         if session is not None:
             return _owned(session, owner)
@@ -424,7 +459,7 @@ class Sessions:
 
     def _restored(self, session_id: str, stored: StoredSession) -> Session:
         if stored.record is None:
-            raise Gone(f"what the disk had of session {session_id!r} is damaged", param="session_id")
+            raise Gone(f"what the disk had of session {shown_id(session_id)!r} is damaged", param="session_id")
         self._num_restored += 1
         return self._resident(stored.record, stored.nodes, stored.calls)
 
@@ -535,9 +570,9 @@ def _owned(session: Session, owner: str | None) -> Session:
 
 def _not_found(session_id: str) -> SessionNotFound:
     """Return the error for an id that no session of this owner has."""
-    return SessionNotFound(f"there is no session {session_id!r}", param="session_id")
+    return SessionNotFound(f"there is no session {shown_id(session_id)!r}", param="session_id")
 
 
 def _gone(session_id: str) -> Gone:
     """Return the error for a session whose time is over."""
-    return Gone(f"session {session_id!r} has expired", param="session_id")
+    return Gone(f"session {shown_id(session_id)!r} has expired", param="session_id")

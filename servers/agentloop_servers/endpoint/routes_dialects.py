@@ -81,7 +81,7 @@ class TokenCount:
 
 def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
     """Return the routes, open to user keys and to the keys of sessions."""
-    is_admitted = Depends(admit(keys, endpoint.sessions.session_of_key))
+    is_admitted = Depends(admit(keys, endpoint.sessions.keys.opened_by))
     routes = DialectRoutes(endpoint)
     openai = APIRouter(dependencies=[is_admitted], responses={**errors(), 200: _ANSWER}, tags=["responses"])
     messages = APIRouter(

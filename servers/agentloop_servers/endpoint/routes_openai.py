@@ -98,7 +98,7 @@ class Detokenized:
 def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
     """Return the routes, open to user keys and to the keys of sessions."""
     routes = OpenAiRoutes(endpoint)
-    guard = [Depends(admit(keys, endpoint.sessions.session_of_key))]
+    guard = [Depends(admit(keys, endpoint.sessions.keys.opened_by))]
     router = APIRouter(dependencies=guard, responses=errors(), tags=["openai"])
     for prefix in PREFIXES:
         router.include_router(_routes_under(prefix, routes))

@@ -1,19 +1,23 @@
 """The routes of sessions themselves: create, look, read, reward, finish, delete; and ids in, ids out in a session.
 
-A session key opens the routes of its session; only a user key creates sessions.
+An agent's key is for calls; rewards and ends ask for the session's control key, or for its owner's. Only users
+create and list sessions.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api import (
+    ID_PATTERN,
+    MAX_PAGE,
     DeletedAnswer,
     FinishBody,
     GenerateBody,
@@ -21,11 +25,14 @@ from agentloop.api import (
     NewSessionBody,
     RewardBody,
     SessionAnswer,
+    SessionLine,
+    SessionsAnswer,
     encode_trajectories,
+    shown_id,
 )
 from agentloop.chat import ChatCall, ChatResult
 from agentloop.sampling import LogprobsMode
-from agentloop.sessions import Session, SessionEnd, SessionState
+from agentloop.sessions import Session, SessionEnd, SessionRecord, SessionState
 from agentloop.types import Generation, Message, Trajectory
 from agentloop_servers.endpoint.call_handler import CallHandler
 from agentloop_servers.endpoint.endpoint import Endpoint
@@ -40,6 +47,7 @@ from agentloop_servers.http import (
     json_body,
     json_response,
     long_response,
+    require_control,
     require_owner,
     session_in_path,
     takes,
@@ -54,28 +62,38 @@ BODIES = (NewSessionBody, RewardBody, FinishBody)
 New = Annotated[NewSessionBody, Depends(json_body(NewSessionBody))]
 Reward = Annotated[RewardBody, Depends(json_body(RewardBody))]
 Finish = Annotated[FinishBody, Depends(json_body(FinishBody))]
+AfterId = Annotated[str, Query(pattern=f"^$|{ID_PATTERN}")]
+PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]
 Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 
 
 def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
-    """Return the routes; those of one session are open to its key."""
-    routes = SessionRoutes(endpoint)
-    guard = [Depends(admit(keys, endpoint.sessions.session_of_key))]
-    router = APIRouter(dependencies=guard, responses=errors(), tags=["sessions"])
+    """Return the routes; those of one session are open to its control key, those of calls to its agent's too."""
+    routes, opened_by = SessionRoutes(endpoint), endpoint.sessions.keys.opened_by
+    router = APIRouter(responses=errors(), tags=["sessions"])
     one, generation, records = "/sessions/{session_id}", answered(Generation), answered(list[Trajectory])
     table: list[tuple[str, str, Any, type[Any] | None, type[Any] | None, dict[int | str, dict[str, Any]]]] = [
         ("POST", "/sessions", routes.create, NewSessionBody, NewSessionAnswer, {}),
+        ("GET", "/sessions", routes.sessions, None, SessionsAnswer, {}),
         ("GET", one, routes.session, None, SessionAnswer, {}),
         ("DELETE", one, routes.delete, None, DeletedAnswer, {}),
         ("GET", f"{one}/trajectories", routes.trajectories, None, None, records),
         ("POST", f"{one}/reward", routes.reward, RewardBody, SessionAnswer, {}),
         ("POST", f"{one}/finish", routes.finish, FinishBody, None, records),
+        ("POST", f"{one}/revoke", routes.revoke, None, SessionAnswer, {}),
         ("POST", f"{one}/generate", routes.generate, GenerateBody, None, generation),
         ("POST", f"{one}/v1/generate", routes.generate, GenerateBody, None, generation),
     ]
     for method, path, route, body, answer, responses in table:
+        guard = Depends(admit(keys, opened_by, takes_agents=route == routes.generate))
         router.add_api_route(
-            path, route, methods=[method], response_model=answer, responses=responses, openapi_extra=takes(body)
+            path,
+            route,
+            methods=[method],
+            dependencies=[guard],
+            response_model=answer,
+            responses=responses,
+            openapi_extra=takes(body),
         )
     return router
 
@@ -88,7 +106,7 @@ class SessionRoutes:
 
     async def create(self, request: Request, body: New) -> Response:
         """A new session, durably. With an id of the caller's own it can be repeated."""
-        endpoint, owner = self._endpoint, require_owner(request)
+        endpoint, caller = self._endpoint, require_owner(request)
         if body.session_id is not None:
             endpoint.check_own(body.session_id)
         wanted = NewSession(
@@ -102,17 +120,29 @@ class SessionRoutes:
             gives_unread_calls=body.on_malformed_call == "tool_call",
             task_messages=tuple(Message(one.role, one.content) for one in body.task_messages),
         )
-        session = await self._in_time(endpoint.sessions.create(wanted, owner))
-        session_id = session.record.session_id
+        session = await self._in_time(endpoint.sessions.create(wanted, caller.names))
+        session_id, keys = session.shown_id, endpoint.sessions.keys
         request.scope["state"]["session_id"] = session_id
         path = f"/sessions/{session_id}/v1"
         answer = NewSessionAnswer(
             session_id=session_id,
             base_url=f"{str(request.base_url).rstrip('/')}{path}",
-            api_key=endpoint.sessions.api_key(session_id),
+            api_key=keys.agent_key(session.session_id),
+            control_key=keys.control_key(session.session_id),
             direct_url=None if endpoint.direct_url is None else f"{endpoint.direct_url}{path}",
         )
         return json_response(answer.model_dump())
+
+    async def sessions(self, request: Request, after: AfterId = "", limit: PageSize = 100) -> Response:
+        """The caller's open and finished sessions, by id after `after`; with several processes, of all of them."""
+        endpoint, caller = self._endpoint, require_owner(request)
+        records = await self._in_time(endpoint.sessions.of_user(caller.names, after, limit))
+        lines = [_line(record) for record in records]
+        if endpoint.router is not None:
+            for other in await self._in_time(endpoint.router.ask_others(request)):
+                lines += SessionsAnswer.model_validate_json(other).sessions
+        lines.sort(key=lambda line: line.session_id)
+        return json_response(SessionsAnswer(sessions=lines[:limit]).model_dump())
 
     async def session(self, request: Request) -> Response:
         """Its facts and counts."""
@@ -125,15 +155,21 @@ class SessionRoutes:
 
     async def reward(self, request: Request, body: Reward) -> Response:
         """Set the reward, or another part of the score; a later one replaces it until the session is finished."""
-        session = await self._found(request)
+        session = await self._controlled(request)
         await self._in_time(session.set_score(body.to_score()))
+        return json_response(_described(session))
+
+    async def revoke(self, request: Request) -> Response:
+        """Take no more calls, whatever key they bring; reward and record stay its owner's. Idempotent."""
+        session = await self._controlled(request)
+        await self._in_time(session.revoke())
         return json_response(_described(session))
 
     async def finish(self, request: Request, body: Finish) -> Response:
         """End it; the record is durable when the answer leaves. A repeat gets the same record."""
-        session_id, owner = self._named(request)
+        session = await self._controlled(request)
         end = SessionEnd(body.reason, body.error, body.to_score(), body.reward_error, body.wait_s)
-        finishing = self._endpoint.sessions.finish(session_id, owner, end)
+        finishing = self._endpoint.sessions.finish(session.session_id, None, end)
         trajectory = await unless_client_leaves(request, self._in_time(finishing, body.wait_s))
         if trajectory is None:
             return unread_response()
@@ -141,9 +177,9 @@ class SessionRoutes:
 
     async def delete(self, request: Request) -> Response:
         """Throw it away; it never comes back, and leaves no record."""
-        session_id, owner = self._named(request)
-        await self._in_time(self._endpoint.sessions.delete(session_id, owner))
-        return json_response(DeletedAnswer(session_id=session_id).model_dump())
+        session = await self._controlled(request)
+        await self._in_time(self._endpoint.sessions.delete(session.session_id, None))
+        return json_response(DeletedAnswer(session_id=session.shown_id).model_dump())
 
     async def generate(self, request: Request, body: Generate) -> Response:
         """Token ids in, token ids out, recorded as a turn of the session."""
@@ -159,14 +195,17 @@ class SessionRoutes:
         return await handler.answer(chat, render_generation)
 
     async def _found(self, request: Request) -> Session:
-        return await self._in_time(self._endpoint.sessions.find(*self._named(request)))
-
-    def _named(self, request: Request) -> tuple[str, str | None]:
-        """The session in the path, and the owner who may have it. Raises SessionNotFound for another's key."""
+        """Return the session in the path. Raises SessionNotFound for another's key."""
         session_id = session_in_path(request)
         self._endpoint.check_own(session_id)
-        request.scope["state"]["session_id"] = session_id
-        return session_id, caller_of(request).reaches
+        request.scope["state"]["session_id"] = shown_id(session_id)
+        return await self._in_time(self._endpoint.sessions.find(session_id, caller_of(request).reaches))
+
+    async def _controlled(self, request: Request) -> Session:
+        """Return the session in the path to a caller that may reward and end it. Raises Forbidden."""
+        session = await self._found(request)
+        require_control(request, has_control_key=session.record.has_control_key)
+        return session
 
     async def _in_time(self, work: Awaitable[T], extra_s: float = 0.0) -> T:
         timeout_s = self._endpoint.limits.registry_timeout_s + extra_s
@@ -195,12 +234,12 @@ def render_generation(result: ChatResult) -> dict[str, Any]:
 def _described(session: Session) -> dict[str, Any]:
     record = session.record
     answer = SessionAnswer(
-        session_id=record.session_id,
+        session_id=session.shown_id,
         state="finished" if record.state is SessionState.FINISHED else "open",
         created_at=record.created_at,
         ttl_s=record.ttl_s,
-        rollout_id=record.rollout_id,
-        group_id=record.group_id or record.session_id,
+        rollout_id=shown_id(record.rollout_id),
+        group_id=record.group_id or session.shown_id,
         task_id=record.task_id,
         sample_index=record.sample_index,
         reward=record.score.reward,
@@ -213,11 +252,22 @@ def _described(session: Session) -> dict[str, Any]:
         num_open_calls=session.num_open_calls,
         num_bytes=session.num_bytes,
         is_complete=session.is_complete,
+        is_revoked=record.is_revoked,
     )
     return answer.model_dump()
 
 
+def _line(record: SessionRecord) -> SessionLine:
+    return SessionLine(
+        session_id=shown_id(record.session_id),
+        state="finished" if record.state is SessionState.FINISHED else "open",
+        created_at=record.created_at,
+        rollout_id=shown_id(record.rollout_id),
+    )
+
+
 async def _written(request: Request, trajectory: Trajectory) -> Response:
+    trajectory = replace(trajectory, rollout_id=shown_id(trajectory.rollout_id))
     return await long_response(
         request, lambda: encode_trajectories([trajectory]), lambda: codec.to_builtins([trajectory])
     )

@@ -18,6 +18,7 @@ import orjson
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
+from agentloop.api import own_id
 from agentloop.chat import ChatResult, TokensBody, read_body, vllm_tokens
 from agentloop.errors import InvalidRequest
 from agentloop.trajectory import Reply
@@ -49,7 +50,7 @@ AffinityName = Annotated[str, Query(min_length=1, max_length=MAX_AFFINITY_CHARS)
 def router(endpoint: Endpoint, keys: Keys, calls: TokenCalls) -> APIRouter:
     """Return the routes, open to user keys and to the keys of sessions."""
     routes = VllmRoutes(endpoint, calls)
-    guard = [Depends(admit(keys, endpoint.sessions.session_of_key))]
+    guard = [Depends(admit(keys, endpoint.sessions.keys.opened_by))]
     router = APIRouter(dependencies=guard, responses={**errors(), **_ANSWER}, tags=["vllm"])
     for prefix in ("", "/sessions/{session_id}"):
         router.add_api_route(
@@ -90,7 +91,7 @@ class VllmRoutes:
             endpoint.check_model(body.model)
         affinity = self._affinity(request, request.headers.getlist(SESSION_HEADER))
         with endpoint.admitted():
-            sampling = self._calls.sample(bounded(request, call), affinity)
+            sampling = self._calls.sample(bounded(request, call), affinity, caller_of(request).owner)
             replies = await unless_client_leaves(request, sampling)
         if replies is None:
             return unread_response()
@@ -116,7 +117,8 @@ class VllmRoutes:
         if len(names) > 1 or not 1 <= len(names[0]) <= MAX_AFFINITY_CHARS:
             raise InvalidRequest(f"one name of 1 to {MAX_AFFINITY_CHARS} characters", param=SESSION_HEADER)
         owner = caller_of(request).owner
-        affinity = "tokens-" + blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
+        digest = blake2b(f"{owner}\0{names[0]}".encode(), digest_size=16).hexdigest()
+        affinity = own_id(owner, f"tokens-{digest}")
         self._endpoint.check_own(affinity)
         return affinity
 

@@ -25,7 +25,7 @@ _log = structlog.stdlib.get_logger(__name__)
 class RecordPort(Protocol):
     """The part of the coordinator that takes records."""
 
-    async def record(self, trajectory: Trajectory, owner: str = "") -> None:
+    async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
         """Store a finished session. Returns once it is durable; a repeat changes nothing."""
 
 
@@ -57,12 +57,14 @@ class SessionRecords:
         Of one that `has_just_ended` the file is not asked. The caller holds the session's lock. Raises what the
         coordinator raises, and ServiceUnavailable.
         """
-        session_id, is_shared = session.session_id, trajectory.rollout_id == SESSIONS_ROLLOUT_ID
+        session_id, owner = session.session_id, None if session.record.is_claimed else session.record.owner
+        if trajectory.rollout_id == SESSIONS_ROLLOUT_ID and owner is not None:
+            owner = ""  # of an earlier release, where all shared it
         if session_id in self._settled or (not has_just_ended and await self._notes.is_recorded(session_id)):
             return
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._coordinator.record(trajectory, "" if is_shared else session.record.owner)
+                await self._coordinator.record(trajectory, owner)
         except TimeoutError as error:
             raise ServiceUnavailable("the coordinator did not take the record in time") from error
         except sqlite3.Error as error:  # of a coordinator in this process

@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS calls (
     seq INTEGER PRIMARY KEY, began INTEGER NOT NULL, session_id TEXT NOT NULL, call_id TEXT NOT NULL,
     value BLOB NOT NULL, crc INTEGER NOT NULL, UNIQUE (session_id, call_id));
 CREATE INDEX IF NOT EXISTS sessions_by_expiry ON sessions (expires_at) WHERE state IN ('open', 'finished');
+CREATE INDEX IF NOT EXISTS sessions_by_owner ON sessions (owner) WHERE state IN ('open', 'finished');
 CREATE INDEX IF NOT EXISTS sessions_owed ON sessions (session_id) WHERE state = 'finished' AND is_recorded = 0;
 """,
     synchronous="NORMAL",
@@ -254,6 +255,22 @@ class SessionStore:
         )
         arguments = (self._wall_s(), limit)
         return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
+
+    async def of_owners(self, owners: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
+        """Return up to `limit` live sessions of these owners after id `after`, as owners know it, in that order."""
+        marks = ", ".join("?" * len(owners))
+        shown = "substr(session_id, instr(session_id, '~') + 1)"  # as `shown_id` does
+        statement = (
+            f"SELECT session_id, CAST(value AS BLOB), crc FROM sessions WHERE owner IN ({marks})"
+            f" AND state IN ('open', 'finished') AND {shown} > ? ORDER BY {shown} LIMIT ?"
+        )
+
+        def work(db: sqlite3.Connection) -> list[SessionRecord]:
+            rows = db.execute(statement, (*owners, after, limit)).fetchall()
+            found = (self._rows.value("sessions", SessionRecord, *row) for row in rows)
+            return [record for record in found if record is not None]
+
+        return await self._run(work)
 
     async def owed(self, after: str, limit: int) -> list[str]:
         """Return up to `limit` finished sessions after id `after`, by id, that the run's store lacks."""

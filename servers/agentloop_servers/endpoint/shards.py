@@ -25,15 +25,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from agentloop.api import MAX_TIMEOUT_S
+from agentloop.api import MAX_TIMEOUT_S, shown_id
 from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded, ServiceUnavailable
 from agentloop_servers.http import envelope_of, error_response, unless_client_leaves
 from agentloop_servers.locks import FileLock, take_lock, taken_in_time
-from agentloop_servers.private_http import keep_alive_connector
+from agentloop_servers.private_http import Connector
 
 HOP_HEADER = "x-agentloop-hop"
 ANNOUNCE_S = 2.0
-CONNECT_TIMEOUT_S = 5.0
 OWNER_WAIT_S = 5.0  # for an owner that is being started again; the client's own retries come on top
 SEND_TIMEOUT_S = 30.0  # how long a client may leave what was sent unread
 READ_TIMEOUT_S = (
@@ -154,8 +153,8 @@ class ShardRouter:
         if self._num_processes == 1:
             return  # nobody asks
         self._http = aiohttp.ClientSession(
-            connector=keep_alive_connector(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S),
+            connector=Connector(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_S),
             auto_decompress=False,
             skip_auto_headers=_NOT_ADDED,
         )
@@ -174,6 +173,22 @@ class ShardRouter:
     async def forward(self, request: Request, rank: int) -> Response:
         """The owner's answer, byte for byte, streams too; 503 if the owner is not there, 429 if too many wait."""
         return _PassedOn(self, request, rank, await request.body())
+
+    async def ask_others(self, request: Request) -> list[bytes]:
+        """Return what the other processes answer to a request about all of them; nothing if one of them asks.
+
+        Raises ServiceUnavailable.
+        """
+        if HOP_HEADER in request.headers:
+            return []
+        others = [rank for rank in range(self._num_processes) if rank != self._rank]
+        found = []
+        for answer in await asyncio.gather(*(self._asked(request, rank, b"") for rank in others)):
+            async with answer:
+                if answer.status != 200:
+                    raise ServiceUnavailable("a process of the endpoint does not answer")
+                found.append(await answer.read())
+        return found
 
     async def pass_on(self, request: Request, rank: int, body: bytes, send: Send) -> None:
         """Ask the owner and send what it answers. Raises ServiceUnavailable or Overloaded before anything is sent;
@@ -216,7 +231,7 @@ class ShardRouter:
             await asyncio.sleep(_RETRY_S)
 
     def _owner(self, session_id: str) -> int:
-        return zlib.crc32(session_id.encode()) % self._num_processes
+        return zlib.crc32(shown_id(session_id).encode()) % self._num_processes
 
     async def _announce_for_ever(self, url: str) -> None:
         while True:

@@ -16,6 +16,7 @@ import uuid
 from dataclasses import dataclass, replace
 
 from agentloop.aio import side_by_side
+from agentloop.api import own_id
 from agentloop.chat import ChatCall
 from agentloop.errors import DeadlineExceeded, InvalidRequest, Overloaded, first_cause
 from agentloop.generation import Deadline, LeasedEngine, SessionLeases, TurnRequest, sample_turn
@@ -63,13 +64,13 @@ class TokenCalls:
         """Affinities that hold a place, or have a call."""
         return len(self._affinities)
 
-    async def sample(self, chat: ChatCall, affinity: str | None) -> list[Reply]:
+    async def sample(self, chat: ChatCall, affinity: str | None, owner: str = "") -> list[Reply]:
         """Sample all choices of a raw prompt side by side: all of them or none.
 
         Raises ContextLengthExceeded and InvalidRequest (naming `token_ids`), Overloaded, DeadlineExceeded and what
         the engine raises.
         """
-        name = affinity if affinity is not None else f"direct-{uuid.uuid4().hex}"
+        name = affinity if affinity is not None else own_id(owner, f"direct-{uuid.uuid4().hex}")
         shared = self._taken(name)
         try:
             return await self._sample(chat, name, shared)

@@ -18,29 +18,66 @@ from typing import Final
 
 from fastapi import Request
 
-from agentloop.api import ID_PATTERN
+from agentloop.api import ID_PATTERN, NO_LIMITS, UserLimits, owner_of, shown_id
 from agentloop.checks import is_loopback
 from agentloop.errors import Forbidden, InvalidRequest, SessionNotFound, Unauthorized
 
 SESSION_HEADER: Final = "x-session-id"
 
 _SESSION_KEY_PREFIX = "sk-agentloop-"
+_CONTROL_KEY_PREFIX = "ck-agentloop-"
+_SESSION_KEY_PREFIXES = _SESSION_KEY_PREFIX, _CONTROL_KEY_PREFIX
 _SESSION_KEY_PURPOSE = b"agentloop session key\0"  # the run's secret has other uses, whose digests are no keys
+_CONTROL_KEY_PURPOSE = b"agentloop control key\0"
 _SESSION_ID = re.compile(ID_PATTERN)
 _BEARER = re.compile(r"Bearer ([\x21-\x7e]{1,512})")
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of a service, kept as hashes, sent as a bearer or as `x-api-key`.
+class User:
+    """A user: a name, and the keys that open for it, as SHA-256 digests. `retired` ones open nothing any more.
 
-    Without user keys the user routes are open, to this machine alone: so the guard asks for a loopback Host. The
-    admin key is a user key too. With user keys but no admin key, nobody may use the admin routes; without any, the
-    peers on this machine may.
+    What an earlier release stored under the digest of one of these keys is this user's.
     """
 
-    users: tuple[bytes, ...] = ()
-    admin: bytes | None = None
+    name: str
+    keys: tuple[bytes, ...]
+    retired: tuple[bytes, ...] = ()
+    is_admin: bool = False
+    limits: UserLimits = NO_LIMITS
+
+    @classmethod
+    def of_key(cls, key: str, *, is_admin: bool = False) -> User:
+        """Return the user whom a key of the environment makes."""
+        digest = key_digest(key)
+        return cls(_name_of(digest), (digest,), is_admin=is_admin)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names under which the store may have what is the user's, the present one first."""
+        digests = (*self.keys, *self.retired)
+        found = (self.name, *map(_name_of, digests), *(digest.hex() for digest in digests))
+        return tuple(dict.fromkeys(found))
+
+
+class Keys:
+    """The users of a service and their keys, sent as a bearer or as `x-api-key`.
+
+    Where users are not asked for (`is_open`) the user routes are open, to this machine alone: so the guard asks for
+    a loopback Host. An admin's key is a user key too. With users but no admin, nobody may use the admin routes;
+    without either, the peers on this machine may. An agent's key never opens more than its session.
+    """
+
+    users: tuple[User, ...]
+
+    def __init__(self, users: Iterable[User] = (), *, is_open: bool | None = None) -> None:
+        self.learn(users)
+        self.is_open = all(user.is_admin for user in self.users) if is_open is None else is_open
+
+    def learn(self, users: Iterable[User]) -> None:
+        """Know these users, and no others."""
+        self.users = tuple(users)
+        self._by_key: dict[bytes, User] = {digest: user for user in self.users for digest in user.keys}
 
     @classmethod
     def of(cls, user_keys: Iterable[str] = (), admin_key: str | None = None) -> Keys:
@@ -49,7 +86,10 @@ class Keys:
         for text in [*texts, *([admin_key] if admin_key is not None else [])]:
             if _BEARER.fullmatch(f"Bearer {text}") is None:
                 raise InvalidRequest("a key is 1 to 512 printable ASCII characters without spaces")
-        return cls(tuple(map(_digest, texts)), _digest(admin_key) if admin_key is not None else None)
+        users = {text: User.of_key(text) for text in texts}
+        if admin_key is not None:
+            users[admin_key] = User.of_key(admin_key, is_admin=True)
+        return cls(users.values(), is_open=not texts)
 
     @classmethod
     def from_environment(cls, user_keys_name: str, admin_key_name: str) -> Keys:
@@ -57,51 +97,61 @@ class Keys:
         users = [key for key in os.environ.get(user_keys_name, "").split(",") if key]
         return cls.of(users, os.environ.get(admin_key_name) or None)
 
+    @property
+    def has_admin(self) -> bool:
+        return any(user.is_admin for user in self.users)
+
     def check_bind(self, host: str) -> None:
         """Raises InvalidRequest if a service on `host` would be open to other machines without keys."""
-        if not is_loopback(host) and (not self.users or self.admin is None):
+        if not is_loopback(host) and (self.is_open or not self.has_admin):
             raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
 
     async def require_user(self, request: Request) -> None:
-        """Route dependency: raises Unauthorized without a good key."""
-        if self.users:
-            self._role(request)
+        """Route dependency: raises Unauthorized without a good key, Forbidden with a session's."""
+        if self.is_open:
+            _refuse_session_keys(request)
+        else:
+            self.user_of(request)
 
     async def require_admin(self, request: Request) -> None:
-        """Route dependency: raises Unauthorized without a good key, Forbidden with a user's."""
-        if not self.users and self.admin is None:
+        """Route dependency: raises Unauthorized without a good key, Forbidden with a user's or a session's."""
+        if self.is_open and not self.has_admin:
+            _refuse_session_keys(request)
             if request.client is None or not is_loopback(request.client.host):
                 raise Forbidden("without an admin key this is only for callers on the service's own machine")
-        elif not self._role(request):
+        elif not self.user_of(request).is_admin:
             raise Forbidden("this needs the admin key")
 
-    def owner_of(self, request: Request) -> str:
-        """Return the digest of the caller's key, or "" where user routes are open. Raises Unauthorized."""
-        if not self.users:
+    def names_of(self, request: Request) -> tuple[str, ...]:
+        """Return the names of the caller, ("",) where user routes are open. Raises Unauthorized."""
+        if self.is_open:
             if len(_credentials(request)) > 1:  # one may be a session's, whose record would lack the call
                 raise InvalidRequest("the request carries two different keys", param="authorization")
-            return ""
-        self._role(request)
-        return _digest(credential_of(request) or "").hex()
+            return ("",)
+        return self.user_of(request).names
 
-    def reach_of(self, request: Request) -> str | None:
-        """Return the owner whose rollouts the caller may see; None, for the admin and without user keys: all.
+    def user_of(self, request: Request) -> User:
+        """Return the user whose key a request carries. Raises Unauthorized.
 
-        Raises Unauthorized.
+        Keys are looked up by their digests, so the time that this takes tells nothing of them.
         """
-        return None if not self.users or self._role(request) else self.owner_of(request)
-
-    def _role(self, request: Request) -> bool:
-        """Tell whether the caller is the admin. Compares with every key, so that time tells nothing."""
         credential = credential_of(request)
-        digest = _digest(credential or "")
-        is_user = sum(hmac.compare_digest(digest, known) for known in self.users) > 0
-        is_admin = self.admin is not None and hmac.compare_digest(digest, self.admin)
-        if credential is None or not (is_user or is_admin):
+        user = self._by_key.get(key_digest(credential)) if credential is not None else None
+        if user is None:
             raise Unauthorized(
                 "send one header `Authorization: Bearer <key>` or `x-api-key: <key>` with a known key"
             )
-        return is_admin
+        return user
+
+
+def key_digest(key: str) -> bytes:
+    """Return what is kept of a key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _name_of(digest: bytes) -> str:
+    """Return the name of a user whom the environment gives a key and no name."""
+    return f"key-{digest.hex()[:12]}"
 
 
 def credential_of(request: Request) -> str | None:
@@ -121,35 +171,55 @@ def _credentials(request: Request) -> set[str | None]:
     return {match[1] if (match := _BEARER.fullmatch(text)) else None for text in texts}
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _refuse_session_keys(request: Request) -> None:
+    """Raises Forbidden for a request that carries a session's key."""
+    for credential in _credentials(request):
+        if credential is not None and credential.startswith(_SESSION_KEY_PREFIXES):
+            raise Forbidden("a session key opens only its own session")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """A session's key, by what it opens: with `is_control` reward and end too, else calls alone."""
+
+    session_id: str
+    is_control: bool = False
 
 
 class SessionKeys:
-    """The keys of one run's sessions: each opens one session, and is checked without a table.
+    """The keys of one run's sessions, two each, checked without a table: an agent's, and its owner's control key.
 
-    A key is `sk-agentloop-{session id}.{HMAC-SHA256 of the id under the run's secret}`. It ends with its session:
-    ids are never used twice.
+    A key is its kind's prefix, the session's id, a dot, and the HMAC-SHA256 of kind and id under the run's secret.
+    It ends with its session: ids are never used twice.
     """
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
 
-    def key_of(self, session_id: str) -> str:
-        """Return the key that opens this session."""
-        return f"{_SESSION_KEY_PREFIX}{session_id}.{self._digest(session_id)}"
+    def agent_key(self, session_id: str) -> str:
+        """Return the key for calls of this session."""
+        return self._key(SessionKey(session_id))
 
-    def session_of(self, key: str) -> str | None:
-        """Return the session that `key` opens; None for what is no key of this run."""
-        if not key.startswith(_SESSION_KEY_PREFIX):
-            return None
-        session_id, _, digest = key[len(_SESSION_KEY_PREFIX) :].rpartition(".")
+    def control_key(self, session_id: str) -> str:
+        """Return the key that rewards, finishes, revokes and deletes this session too."""
+        return self._key(SessionKey(session_id, is_control=True))
+
+    def opened_by(self, key: str) -> SessionKey | None:
+        """Return what `key` opens; None for what is no key of this run."""
+        session_id, _, _ = key.partition("-agentloop-")[2].rpartition(".")
+        opened = SessionKey(session_id, key.startswith(_CONTROL_KEY_PREFIX))
         # In bytes: `compare_digest` takes no text beyond ASCII, and clients send what they like.
-        expected = self._digest(session_id).encode()
-        return session_id if hmac.compare_digest(digest.encode(errors="replace"), expected) else None
+        is_good = hmac.compare_digest(key.encode(errors="replace"), self._key(opened).encode(errors="replace"))
+        return opened if is_good else None
 
-    def _digest(self, session_id: str) -> str:
-        return hmac.digest(self._secret, _SESSION_KEY_PURPOSE + session_id.encode(errors="replace"), "sha256").hex()
+    def _key(self, opens: SessionKey) -> str:
+        prefix, purpose = (
+            (_CONTROL_KEY_PREFIX, _CONTROL_KEY_PURPOSE)
+            if opens.is_control
+            else (_SESSION_KEY_PREFIX, _SESSION_KEY_PURPOSE)
+        )
+        signed = hmac.digest(self._secret, purpose + opens.session_id.encode(errors="replace"), "sha256")
+        return f"{prefix}{opens.session_id}.{signed.hex()}"
 
 
 # --- callers ----------------------------------------------------------------------------------------------
@@ -157,29 +227,44 @@ class SessionKeys:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: the owner that a user key makes ("" without keys), or a session key's holder."""
+    """The sender of a request: a user, by all its names (("",) without users), or the holder of a session's key."""
 
-    owner: str = ""
-    session_id: str | None = None  # of the session key
+    names: tuple[str, ...] = ("",)
+    key: SessionKey | None = None
 
     @property
-    def reaches(self) -> str | None:
-        """The owner whose sessions it may use; None: that of its key, whoever owns it."""
-        return self.owner if self.session_id is None else None
+    def owner(self) -> str:
+        """The user, by the present name; that of a session key's session."""
+        return self.names[0] if self.key is None else owner_of(self.key.session_id)
+
+    @property
+    def session_id(self) -> str | None:
+        """The session whose key it has, by the service's own name."""
+        return None if self.key is None else self.key.session_id
+
+    @property
+    def reaches(self) -> tuple[str, ...] | None:
+        """The names whose sessions it may use; None: that of its key, whoever owns it."""
+        return self.names if self.key is None else None
 
 
-def admit(keys: Keys, session_of_key: Callable[[str], str | None]) -> Callable[[Request], Awaitable[None]]:
-    """Make a route dependency: raises Unauthorized unless a user key or a session key of this run is given."""
+def admit(
+    keys: Keys, opened_by: Callable[[str], SessionKey | None], *, takes_agents: bool = True
+) -> Callable[[Request], Awaitable[None]]:
+    """Make a route dependency: raises Unauthorized unless a user key or a session's key of this run is given, and
+    Forbidden for an agent's unless the route `takes_agents`."""
 
     async def check(request: Request) -> None:
         credential = credential_of(request)
-        if credential is not None and credential.startswith(_SESSION_KEY_PREFIX):
-            session_id = session_of_key(credential)
-            if session_id is None:  # where no keys are asked for, too: its calls would land in other sessions
+        if credential is not None and credential.startswith(_SESSION_KEY_PREFIXES):
+            key = opened_by(credential)
+            if key is None:  # where no keys are asked for, too: its calls would land in other sessions
                 raise Unauthorized("this session key is none of this service")
-            caller = Caller(session_id=session_id)
+            if not (key.is_control or takes_agents):
+                raise Forbidden("an agent's key is for calls: this needs the session's control key, or its owner's")
+            caller = Caller(key=key)
         else:
-            caller = Caller(keys.owner_of(request))
+            caller = Caller(keys.names_of(request))
         request.scope["state"]["caller"] = caller
 
     return check
@@ -191,12 +276,18 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def require_owner(request: Request) -> str:
-    """Return the owner, where a session key is not enough. Raises Forbidden."""
+def require_owner(request: Request) -> Caller:
+    """Return the caller, where a session key is not enough. Raises Forbidden."""
     caller = caller_of(request)
-    if caller.session_id is not None:
+    if caller.key is not None:
         raise Forbidden("a session key opens only its own session")
-    return caller.owner
+    return caller
+
+
+def require_control(request: Request, *, has_control_key: bool) -> None:
+    """Raises Forbidden for a caller without keys, of a session whose control key its maker was given."""
+    if has_control_key and caller_of(request).names == ("",) and caller_of(request).key is None:
+        raise Forbidden("this needs the session's control key, as `POST /sessions` gave it")
 
 
 # --- names of sessions ------------------------------------------------------------------------------------
@@ -204,11 +295,11 @@ def require_owner(request: Request) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SessionName:
-    """The session that a request means; `session_id` None: one of its own."""
+    """The session that a request means, as `Sessions.find` takes it; `session_id` None: one of its own."""
 
     session_id: str | None
     must_exist: bool
-    owner: str | None  # None: a session key proved the right to the session
+    reaches: tuple[str, ...] | None  # None: a session key proved the right to the session
 
 
 def session_name(request: Request, body_session_id: str | None) -> SessionName:
@@ -220,17 +311,23 @@ def session_name(request: Request, body_session_id: str | None) -> SessionName:
     in_path = session_in_path(request) if "session_id" in request.path_params else None
     named = in_path if in_path is not None else caller.session_id
     offered = _offered(request if in_path is None else None, body_session_id)
-    if named is not None and offered is not None and named != offered:
-        raise InvalidRequest(f"the request names two sessions, {named!r} and {offered!r}", param=SESSION_HEADER)
+    if named is not None and offered is not None and shown_id(named) != offered:
+        raise InvalidRequest(
+            f"the request names two sessions, {shown_id(named)!r} and {offered!r}", param=SESSION_HEADER
+        )
     return SessionName(offered if named is None else named, named is not None, caller.reaches)
 
 
 def session_in_path(request: Request) -> str:
-    """Return the session that the path names. Raises SessionNotFound if it is no id, or not the key's."""
+    """Return the session that the path names, by the service's own name where a key proves it.
+
+    Raises SessionNotFound if it is no id, or not the key's.
+    """
     session_id: str = request.path_params["session_id"]
-    if _SESSION_ID.fullmatch(session_id) is None or caller_of(request).session_id not in (None, session_id):
+    of_key = caller_of(request).session_id
+    if _SESSION_ID.fullmatch(session_id) is None or (of_key is not None and shown_id(of_key) != session_id):
         raise SessionNotFound(f"there is no session {session_id[:128]!r}", param="session_id")
-    return session_id
+    return session_id if of_key is None else of_key
 
 
 def names_session(request: Request) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,10 +19,10 @@ from starlette.responses import Response
 
 from agentloop import codec
 from agentloop.api import (
-    ID_PATTERN,
     MAX_CURSOR,
     MAX_PAGE,
     MAX_WAIT_S,
+    OWN_ID_PATTERN,
     SESSIONS_ROLLOUT_ID,
     AcknowledgeBody,
     FrontPort,
@@ -32,9 +32,11 @@ from agentloop.api import (
     ServiceStatus,
     SubmitBody,
     generation_answer,
+    own_id,
     rollout_status,
+    shown_id,
 )
-from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, Overloaded, UnsupportedParameter
+from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, Overloaded, UnsupportedParameter
 from agentloop.generation import SessionLeases
 from agentloop.plugins import AllowedImports
 from agentloop.rollout import load_loop, load_reward
@@ -45,6 +47,7 @@ from agentloop_servers.http import (
     Keys,
     admit,
     answered,
+    caller_of,
     errors,
     in_time,
     json_body,
@@ -67,7 +70,7 @@ Generate = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 Acknowledge = Annotated[AcknowledgeBody, Depends(json_body(AcknowledgeBody))]
 Submit = Annotated[SubmitBody, Depends(json_body(SubmitBody))]
 
-RolloutId = Annotated[str, PathParam(pattern=ID_PATTERN)]
+RolloutId = Annotated[str, PathParam(pattern=OWN_ID_PATTERN)]
 Cursor = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
 PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)]
@@ -146,7 +149,7 @@ class RolloutRoutes:
     def generate_route(self, keys: Keys) -> APIRouter:
         """Return the route of direct generation; with an endpoint the keys of sessions are good for it too."""
         is_user = (
-            keys.require_user if self._endpoint is None else admit(keys, self._endpoint.sessions.session_of_key)
+            keys.require_user if self._endpoint is None else admit(keys, self._endpoint.sessions.keys.opened_by)
         )
         router = APIRouter(dependencies=[Depends(is_user)], responses=errors(), tags=["rollouts"])
         _add(router, "POST", "/generate", self.generate, Generation, takes(GenerateBody))
@@ -177,8 +180,12 @@ class RolloutRoutes:
 
     async def status(self, request: Request) -> Response:
         """Replicas, the caller's rollouts and weight updates at this moment."""
-        status, reaches = await self._ask(self._coordinator.status()), self._keys.reach_of(request)
-        rollouts = [rollout_status(one) for one in status.rollouts if reaches in (None, one.owner)]
+        status, (names, sees_all) = await self._ask(self._coordinator.status()), self._reach(request)
+        rollouts = [
+            rollout_status(replace(one, rollout_id=shown_id(one.rollout_id)) if one.owner in names else one)
+            for one in status.rollouts
+            if sees_all or one.owner in names
+        ]
         return json_response({**codec.to_builtins(status), "rollouts": rollouts})
 
     async def generate(self, request: Request, body: Generate) -> Response:
@@ -189,13 +196,14 @@ class RolloutRoutes:
             raise Overloaded(f"{self._limits.max_direct_calls} direct calls are running")
         self._num_direct_calls += 1
         try:
-            engine_request = body.to_request(f"direct-{uuid.uuid4().hex}")
+            owner = "" if self._endpoint is None else caller_of(request).owner
+            engine_request = body.to_request(own_id(owner, f"direct-{uuid.uuid4().hex}"))
             generation = await unless_client_leaves(request, self._generate(engine_request))
         finally:
             self._num_direct_calls -= 1
         if generation is None:
             return unread_response()
-        return json_response(generation_answer(generation))
+        return json_response(generation_answer(replace(generation, request_id=shown_id(generation.request_id))))
 
     async def submit(self, request: Request, body: Submit) -> Response:
         """Accept tasks, durably; repeating a named submit changes nothing."""
@@ -205,18 +213,23 @@ class RolloutRoutes:
         rollout_id = body.rollout_id or f"r-{uuid.uuid4().hex[:16]}"
         has_images = any(task.first_image is not None for task in body.tasks)
         tasks = await asyncio.to_thread(self._tasks, body) if has_images else self._tasks(body)
+        names = self._keys.names_of(request)
+        staleness = body.staleness
+        if staleness is not None and staleness.run_id:
+            staleness = replace(staleness, run_id=own_id(names[0], staleness.run_id))
         groups = tuple(
-            RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, body.staleness, body.keep)
+            RolloutGroup(f"{rollout_id}-{index:06d}", task, body.num_samples, rollout_id, staleness, body.keep)
             for index, task in enumerate(tasks)
         )
-        terms = body.terms(self._keys.owner_of(request))
-        return json_response(rollout_status(await self._ask(self._coordinator.submit(rollout_id, groups, terms))))
+        submitting = self._coordinator.submit(rollout_id, groups, body.terms(names[0]), names)
+        return _status_response(rollout_id, await self._ask(submitting))
 
     async def rollout(self, request: Request, rollout_id: RolloutId) -> Response:
         """One rollout's counts."""
-        reaches = self._keys.reach_of(request)
-        page = await self._ask(self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0, reaches))
-        return json_response(rollout_status(page.status))
+        page = await self._reached(
+            request, lambda reaches: self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0, reaches)
+        )
+        return _status_response(rollout_id, page.status)
 
     async def trajectories(
         self, request: Request, rollout_id: RolloutId, after: Cursor = 0, limit: PageSize = 64, wait_s: WaitS = 0.0
@@ -225,23 +238,26 @@ class RolloutRoutes:
 
         JSON, or with `Accept: application/msgpack` the binary form that the Python client reads.
         """
-        reading = self._coordinator.read(rollout_id, after, limit, wait_s, self._keys.reach_of(request))
-        page = await unless_client_leaves(request, self._ask(reading, extra_s=wait_s))
+        reading = self._reached(
+            request, lambda reaches: self._coordinator.read(rollout_id, after, limit, wait_s, reaches), wait_s
+        )
+        page = await unless_client_leaves(request, reading)
         if page is None:
             return unread_response()
+        page = replace(page, status=replace(page.status, rollout_id=rollout_id))
         return await long_response(request, lambda: codec.encode(page), lambda: _page_json(page.decoded()))
 
     async def acknowledge(self, request: Request, rollout_id: RolloutId, body: Acknowledge) -> Response:
         """The caller has the records up to a cursor: where the run's retention says so, they are deleted."""
-        reaches = self._keys.reach_of(request)
-        await self._ask(self._coordinator.acknowledge(rollout_id, body.cursor, reaches))
-        page = await self._ask(self._coordinator.read(rollout_id, MAX_CURSOR, 1, 0.0, reaches))
-        return json_response(rollout_status(page.status))
+        await self._reached(
+            request, lambda reaches: self._coordinator.acknowledge(rollout_id, body.cursor, reaches)
+        )
+        return await self.rollout(request, rollout_id)
 
     async def cancel(self, request: Request, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""
-        reaches = self._keys.reach_of(request)
-        return json_response(rollout_status(await self._ask(self._coordinator.cancel(rollout_id, reaches))))
+        status = await self._reached(request, lambda reaches: self._coordinator.cancel(rollout_id, reaches))
+        return _status_response(rollout_id, status)
 
     def _tasks(self, body: SubmitBody) -> list[RolloutTask]:
         """Return the tasks with their images, which are decoded or read here."""
@@ -283,6 +299,23 @@ class RolloutRoutes:
         finally:
             self._leases.end(request.request_id)
 
+    def _reach(self, request: Request) -> tuple[tuple[str, ...], bool]:
+        """Return the caller's names, and whether it reaches all rollouts, as admins do. Raises Unauthorized."""
+        names = self._keys.names_of(request)
+        return names, self._keys.is_open or self._keys.user_of(request).is_admin
+
+    async def _reached(
+        self, request: Request, ask: Callable[[tuple[str, ...] | None], Awaitable[T]], extra_s: float = 0.0
+    ) -> T:
+        """Ask about a rollout of the caller's; an admin may name another's by its whole id. Raises NotFound."""
+        names, sees_all = self._reach(request)
+        try:
+            return await self._ask(ask(names), extra_s)
+        except NotFound:
+            if not sees_all:
+                raise
+        return await self._ask(ask(None), extra_s)
+
     async def _ask(self, question: Awaitable[T], extra_s: float = 0.0) -> T:
         """Return what the coordinator answers. Raises DeadlineExceeded."""
         timeout_s = self._limits.coordinator_timeout_s + extra_s
@@ -308,4 +341,10 @@ def _add(
 
 
 def _page_json(page: Page) -> dict[str, Any]:
-    return {**codec.to_builtins(page), "status": rollout_status(page.status)}
+    records = [replace(record, rollout_id=shown_id(record.rollout_id)) for record in page.trajectories]
+    return {**codec.to_builtins(replace(page, trajectories=tuple(records))), "status": rollout_status(page.status)}
+
+
+def _status_response(rollout_id: str, status: RolloutStatus) -> Response:
+    """Answer a status under the id that the caller gave."""
+    return json_response(rollout_status(replace(status, rollout_id=rollout_id)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentloop_servers.private_http.client import NO_HEADERS, PrivateHttp, keep_alive_connector
+from agentloop_servers.private_http.client import NO_HEADERS, Connector, PrivateHttp
 from agentloop_servers.private_http.fencing import CommandKind, Fenced, FencingGuard, NumberedCommands
 from agentloop_servers.private_http.server import (
     SERVER_HEADER,
@@ -17,6 +17,7 @@ __all__ = [
     "NO_HEADERS",
     "SERVER_HEADER",
     "CommandKind",
+    "Connector",
     "Fenced",
     "FencingGuard",
     "Misdirected",
@@ -24,7 +25,6 @@ __all__ = [
     "PrivateHttp",
     "PrivateServer",
     "answer",
-    "keep_alive_connector",
     "token_of",
     "worker_key",
 ]

@@ -9,16 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import aiohttp
 import orjson
 from aiohappyeyeballs import AddrInfoType
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 
+from agentloop.aio import awake_timeout
 from agentloop.errors import AgentLoopError, from_wire
 from agentloop_servers.private_http.server import SECRET_HEADER
 from agentloop_servers.tcp import keep_alive
 
 CONNECT_TIMEOUT_S = 5.0
+KEPT_IDLE_S = 300.0  # less than servers keep theirs: tools run for minutes, and then all turns come back
+MAX_OPENING = 64  # connections to one server at a time; the others wait for one of these, or for a free one
 LARGE_BODY_BYTES = 1 << 20  # what is larger is sent in pieces: aiohttp writes bytes in one go, and warns of it
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NOT_SENT = ("accept", "accept-encoding", "content-type", "user-agent")
@@ -34,11 +41,13 @@ class PrivateHttp:
         lost: type[AgentLoopError],
         late: type[AgentLoopError],
         unreachable: type[AgentLoopError] | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """`lost` is raised for a peer that hangs up or falls silent, `late` for one that does not answer in time.
         Without a connection `unreachable` is, else `lost`: the request was not received."""
         self._headers = {SECRET_HEADER: secret}
         self._raised = _Raised(lost, late, lost if unreachable is None else unreachable)
+        self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     def open(
@@ -56,12 +65,12 @@ class PrivateHttp:
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=keep_alive_connector(),
+                connector=Connector(self._connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=_NOT_SENT,
                 auto_decompress=False,
             )
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_read=silence_s)
         headers = {**self._headers, **headers}
         data = io.BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
         request = self._session.request(method, url, data=data, headers=headers, timeout=timeout)
@@ -113,7 +122,7 @@ class OpenAnswer:
 
     def _ours(self, error: Exception) -> Exception:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return self._raised.unreachable(f"{self._url}: no connection within {CONNECT_TIMEOUT_S:g} s")
+            return self._raised.unreachable(f"{self._url}: no connection in time")
         if isinstance(error, aiohttp.SocketTimeoutError):
             return self._raised.lost(f"{self._url}: it has fallen silent")
         if isinstance(error, TimeoutError):
@@ -134,9 +143,33 @@ def _envelope(body: bytes) -> Any:
     return found if isinstance(found, dict) and isinstance(found.get("error"), dict) else None
 
 
-def keep_alive_connector() -> aiohttp.TCPConnector:
-    """Return a connector without a limit of its own: what is in flight is bounded by its user."""
-    return aiohttp.TCPConnector(limit=0, socket_factory=_client_socket)
+class Connector(aiohttp.TCPConnector):
+    """A pool of connections without a limit of its own: what is in flight is bounded by its user.
+
+    Few are opened at a time, so that a burst is no flood of handshakes, and one that gets free is taken first. Time
+    in which this process stands still is not the server's: it does not count for the opening.
+    """
+
+    def __init__(self, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        super().__init__(limit=0, keepalive_timeout=KEPT_IDLE_S, socket_factory=_client_socket)
+        self._connect_timeout_s = connect_timeout_s
+        self._opening: WeakValueDictionary[object, asyncio.Semaphore] = WeakValueDictionary()  # by server
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        """Return a free connection, or a new one in its turn."""
+        gate = self._opening.get(req.connection_key)
+        if gate is None:
+            self._opening[req.connection_key] = gate = asyncio.Semaphore(MAX_OPENING)
+        async with gate:
+            return await super().connect(req, traces, timeout)
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        async with awake_timeout(self._connect_timeout_s):
+            return await super()._create_connection(req, traces, timeout)
 
 
 def _client_socket(address: AddrInfoType) -> socket.socket:

@@ -30,12 +30,13 @@ class Session:
         self.session_id = made["session_id"]
         self.base_url = made["base_url"]  # ends in /v1
         self.api_key = made["api_key"]
+        self.control_key = made["control_key"]
         self.num_calls = 0
 
     def report(self, num_turns: int, **facts: object) -> None:
         """Say what the conversation was: at least `num_turns` model calls, and whatever the script checked."""
         line = {"label": self.label, "session_id": self.session_id, "num_turns": num_turns, "splits": self.splits}
-        print(json.dumps({**line, **facts}), flush=True)
+        print(json.dumps({**line, "control_key": self.control_key, **facts}), flush=True)
 
 
 def service_url() -> str:

@@ -420,14 +420,15 @@ class HoldingCoordinator(FakeCoordinator):
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        reaches: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         self.is_holding = True
-        await super().submit(rollout_id, groups, terms)
+        await super().submit(rollout_id, groups, terms, reaches)
         for group in groups[: len(groups) // 2]:
             self.finished[rollout_id] += self._records(group)
         return self._status(rollout_id)
 
-    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
+    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
         for group in list(self.groups[rollout_id].values())[len(self.groups[rollout_id]) // 2 :]:
             ended = [replace(one, stop_reason=StopReason.CANCELLED) for one in self._records(group)]
             self.finished[rollout_id] += ended

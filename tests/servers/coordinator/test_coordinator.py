@@ -575,11 +575,11 @@ async def test_terms_and_owners_outlive_a_restart(site, coordinator):
     assert owners == {"train": "alice", "eval": "bob"}
     for rollout_id, owner in {**owners, "done": "alice"}.items():
         other = {"alice": "bob", "bob": "alice"}[owner]
-        assert (await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, owner)).status.owner == owner
+        assert (await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, (owner,))).status.owner == owner
         with pytest.raises(NotFound):
-            await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, other)
+            await coordinator.rollouts.read(rollout_id, 0, 1, 0.0, (other,))
         with pytest.raises(NotFound):
-            await coordinator.rollouts.cancel(rollout_id, other)
+            await coordinator.rollouts.cancel(rollout_id, (other,))
         with pytest.raises(Conflict):
             await coordinator.rollouts.submit(rollout_id, (make_group("g", 1),), RolloutTerms(other))
 
@@ -590,8 +590,58 @@ async def test_sessions_records_belong_to_the_owner_of_the_first(site, coordinat
     with pytest.raises(Conflict):
         await coordinator.rollouts.record(make_trajectory("g", 1, rollout_id="run"), "bob")
     with pytest.raises(NotFound):
-        await coordinator.rollouts.read("run", 0, 1, 0.0, "bob")
+        await coordinator.rollouts.read("run", 0, 1, 0.0, ("bob",))
     assert (await read_page(coordinator, "run", 0, 9, 0.0)).status.num_finished == 1
+
+
+@service("a")
+async def test_an_id_of_a_rollout_is_one_users_own(site, coordinator):
+    rollouts = coordinator.rollouts
+    for name in ("alice", "bob"):
+        status = await rollouts.submit("step-1", (make_group("g", 1),), RolloutTerms(name), (name,))
+        assert (status.rollout_id, status.owner) == (f"{name}~step-1", name)
+        assert await rollouts.submit("step-1", (make_group("g", 1),), RolloutTerms(name), (name,)) == status
+    await rollouts.cancel("step-1", ("alice",))
+    finished = [
+        (await rollouts.read("step-1", 0, 9, 0.0, (name,))).status.num_finished for name in ("alice", "bob")
+    ]
+    assert finished == [1, 0]
+    for call in (rollouts.read("alice~step-1", 0, 1, 0.0, ("bob",)), rollouts.cancel("alice~step-1", ("bob",))):
+        with pytest.raises(NotFound):
+            await call
+
+
+@service("a")
+async def test_sessions_of_no_rollout_are_their_owners(site, coordinator):
+    rollouts = coordinator.rollouts
+    for name in ("alice", "bob"):
+        await rollouts.record(make_trajectory("g", 0, rollout_id=f"{name}~sessions"))
+    page = (await rollouts.read("sessions", 0, 9, 0.0, ("alice",))).decoded()
+    assert (page.status.owner, [one.rollout_id for one in page.trajectories]) == ("alice", ["alice~sessions"])
+    await rollouts.acknowledge("sessions", page.cursor, ("alice",))
+    for names in (("carol",), ("",)):
+        for call in (
+            rollouts.read("sessions", 0, 9, 0.0, names),
+            rollouts.acknowledge("sessions", 99, names),
+            rollouts.cancel("sessions", names),
+        ):
+            with pytest.raises(NotFound):
+                await call
+
+
+@service("a")
+async def test_a_claimed_rollout_is_for_sessions_from_then_on(site, coordinator):
+    rollouts = coordinator.rollouts
+    assert await rollouts.claim("run", ("alice", "digest")) == "alice~run"
+    with pytest.raises(Conflict):
+        await rollouts.submit("run", (make_group("g", 1),), RolloutTerms("alice"), ("alice", "digest"))
+    await rollouts.submit("step", (make_group("g", 1),), RolloutTerms("digest"))  # as an earlier release has it
+    with pytest.raises(Conflict):
+        await rollouts.claim("step", ("alice", "digest"))
+    assert await rollouts.claim("step", ("bob",)) == "bob~step"
+    status = await rollouts.submit("step", (make_group("g", 1),), RolloutTerms("alice"), ("alice", "digest"))
+    assert (status.rollout_id, status.owner) == ("step", "digest")  # a repeat begins nothing anew
+    assert (await rollouts.read("run", 0, 1, 0.0, ("alice",))).status.num_finished == 0
 
 
 @service("a")
@@ -630,7 +680,7 @@ async def test_what_a_trainer_acknowledges_is_deleted_beside_the_work(site, coor
     await coordinator.rollouts.finish("w", record(assignments[3]))
     page = await read_page(coordinator, "r", left.cursor, 10, 0.0)
     with pytest.raises(NotFound):
-        await coordinator.rollouts.acknowledge("r", page.cursor, "somebody")
+        await coordinator.rollouts.acknowledge("r", page.cursor, ("somebody",))
     await coordinator.rollouts.acknowledge("r", page.cursor)
     await site.clock.sleep(8.0)
     for call in (coordinator.rollouts.read("r", 0, 1, 0.0), coordinator.rollouts.acknowledge("r", 1)):

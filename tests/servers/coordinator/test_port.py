@@ -318,4 +318,4 @@ async def test_a_workers_key_gives_no_order_and_is_no_secret(tmp_path):
             assert not (await site.coordinator.status()).is_paused
         finally:
             await worker.close()
-        assert SessionKeys("secret").session_of(SessionKeys(worker_key("secret")).key_of("s")) is None
+        assert SessionKeys("secret").opened_by(SessionKeys(worker_key("secret")).agent_key("s")) is None

@@ -373,12 +373,13 @@ async def test_50_a_session_that_expired_is_gone(service: ChatService) -> None:
 
 async def test_50_a_finished_session_takes_no_call_and_a_deleted_one_never_was(service: ChatService) -> None:
     path = "/sessions/ended"
-    await service.call("POST", "/sessions", json={"session_id": "ended"})
-    assert (await service.call("POST", f"{path}/finish", json={}))[0] == 200
+    _, made, _ = await service.call("POST", "/sessions", json={"session_id": "ended"})
+    control = bearer(made["control_key"])
+    assert (await service.call("POST", f"{path}/finish", json={}, headers=control))[0] == 200
     status, body, headers = await service.call("POST", f"{path}{CHAT}", json=BODY)
     assert (status, body["error"]["code"], headers["x-should-retry"]) == (409, "session_finished", "false")
-    assert (await service.call("POST", f"{path}/reward", json={"reward": 1}))[0] == 409
-    assert (await service.call("DELETE", path))[0] == 200
+    assert (await service.call("POST", f"{path}/reward", json={"reward": 1}, headers=control))[0] == 409
+    assert (await service.call("DELETE", path, headers=control))[0] == 200
     for method, one in (("GET", path), ("DELETE", path), ("POST", f"{path}{CHAT}"), ("POST", f"{path}/finish")):
         status, body, _ = await service.call(method, one, json=BODY if one.endswith(CHAT) else {})
         assert (status, body["error"]["code"]) == (404, "session_not_found")

@@ -120,12 +120,18 @@ def recorded(trajectory: dict[str, Any]) -> Iterator[Turn]:
                 yield ids[:start], ids[start:end]
 
 
+async def finished(service: ChatService, session_id: str) -> Any:
+    """End a session with its control key."""
+    control = {"authorization": f"Bearer {service.sessions.keys.control_key(session_id)}"}
+    return await service.call("POST", f"/sessions/{session_id}/finish", json={}, headers=control)
+
+
 async def check_history(service: ChatService, session_id: str, history: History) -> None:
     """What the session has is what its agent got: all of it, nothing else, nothing twice."""
     facts = (await service.call("GET", f"/sessions/{session_id}"))[1]
     assert facts["is_complete"]
     assert facts["num_turns"] == len(history.answers) == len(set(history.turn_ids))
-    [trajectory] = (await service.call("POST", f"/sessions/{session_id}/finish", json={}))[1]
+    [trajectory] = (await finished(service, session_id))[1]
     assert trajectory["is_complete"]
     assert Counter(recorded(trajectory)) == Counter(history.answers)
 
@@ -186,9 +192,9 @@ async def test_a_call_that_is_given_up_leaves_its_session_incomplete_until_it_is
                     await asyncio.sleep(0.005)
             if session_id == "healed":
                 again = await service.call("POST", path, json=body, headers={"x-stainless-retry-count": "1"})
-        [lost] = (await service.call("POST", "/sessions/lost/finish", json={}))[1]
+        [lost] = (await finished(service, "lost"))[1]
         assert (lost["is_complete"], list(recorded(lost))) == (False, [])
-        [healed] = (await service.call("POST", "/sessions/healed/finish", json={}))[1]
+        [healed] = (await finished(service, "healed"))[1]
         answer = again[1]
         turn = (tuple(answer["prompt_token_ids"]), tuple(answer["choices"][0]["token_ids"]))
         assert (healed["is_complete"], list(recorded(healed))) == (True, [turn])

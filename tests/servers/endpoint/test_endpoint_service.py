@@ -58,7 +58,8 @@ async def test_an_unmodified_client_has_a_recorded_conversation(service, way, ow
             await agent.chat.completions.create(**body(messages=messages), n=0)
         assert caught.value.param == "n"
     finish = f"{service.url}/sessions/{place['session_id']}/finish"
-    async with service.http.post(finish, json={"reward": 0.5}) as answer:
+    control = {"authorization": f"Bearer {place['control_key']}"}
+    async with service.http.post(finish, json={"reward": 0.5}, headers=control) as answer:
         [given] = await answer.json()
     record = await record_of(service.client, place["session_id"])
     assert (record.is_complete, record.reward, len(record.path.turns)) == (True, 0.5, 2)
@@ -150,6 +151,8 @@ async def test_a_killed_ingress_process_loses_nothing_that_was_answered(service)
         await direct.chat.completions.create(**body())  # its URL and its key are still good
     await service.until_engines_idle()
     for place, is_complete in ((kept, True), (cut, False), (healed, True), (other, True)):
-        async with service.http.post(f"{service.url}/sessions/{place['session_id']}/finish", json={}) as answer:
+        finish = f"{service.url}/sessions/{place['session_id']}/finish"
+        control = {"authorization": f"Bearer {place['control_key']}"}
+        async with service.http.post(finish, json={}, headers=control) as answer:
             assert answer.status == 200
         assert (await record_of(service.client, place["session_id"])).is_complete is is_complete

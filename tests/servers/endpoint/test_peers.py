@@ -24,6 +24,7 @@ from agentloop.simulation.policy import LatencyModel
 from agentloop.types import Message, RolloutTask
 from agentloop_servers.config import ServiceConfig
 from agentloop_servers.endpoint.shards import HOP_HEADER, NotOwner, ShardRouter, take_shard_lock
+from agentloop_servers.http.auth import SessionKey
 from agentloop_servers.http.guard import HttpGuard, HttpLimits
 from tests.support.endpoint.chat_service import RENDERER
 from tests.support.endpoint.front_door import serving
@@ -247,7 +248,7 @@ async def test_a_session_without_an_id_belongs_to_whom_was_asked(site, http):
         async with http.post(f"{url}/sessions", json={}) as answer:
             place = await answer.json()
         assert place["direct_url"] == f"{process.direct_url}/sessions/{place['session_id']}/v1"
-        assert process.sessions.session_of_key(place["api_key"]) == place["session_id"]
+        assert process.sessions.keys.opened_by(place["api_key"]) == SessionKey(place["session_id"])
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 
+from agentloop.api.coordinator import RolloutTerms
 from agentloop.chat.call import CallKey
 from agentloop.clock import RealClock
 from agentloop.codec import to_builtins
 from agentloop.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, SessionNotFound
 from agentloop.score import Score
+from agentloop.sessions.journal import SessionRecord
 from agentloop.sessions.session import Session
 from agentloop.types import Message
 from agentloop_servers.endpoint.open_calls_log import read_open_calls
 from agentloop_servers.endpoint.registry import NewSession, SessionLimits, Sessions
-from agentloop_servers.http.auth import SessionKeys
-from tests.support.endpoint.session_site import EPOCH_S, LIMITS, SessionSite, chat, say, talk, virtually
+from agentloop_servers.http.auth import SessionKey, SessionKeys
+from tests.support.endpoint.session_site import EPOCH_S, LIMITS, NOBODY, SessionSite, chat, say, talk, virtually
+from tests.support.records.samples import make_group
 from tests.support.records.turns import make_call
 
 # --- who has which ---
@@ -28,44 +31,88 @@ from tests.support.records.turns import make_call
 
 @virtually()
 async def test_sessions_are_found_by_their_owner_alone(site: SessionSite, sessions: Sessions) -> None:
-    session = await sessions.create(NewSession("mine"), "alice")
-    assert await sessions.find("mine", "alice") is session
-    assert await sessions.find("mine", None) is session  # by its own key
-    assert await sessions.find_or_create("mine", "alice") is session
-    for owner in ("bob", ""):
+    alice, session = ("alice",), await sessions.create(NewSession("mine"), ("alice",))
+    assert await sessions.find("mine", alice) is session
+    assert await sessions.find(session.session_id, None) is session  # by its own key
+    assert await sessions.find_or_create("mine", alice) is session
+    for other in (("bob",), NOBODY):
         with pytest.raises(SessionNotFound):
-            await sessions.find("mine", owner)
+            await sessions.find("mine", other)
         with pytest.raises(SessionNotFound):
-            await sessions.find_or_create("mine", owner)
+            await sessions.find(session.session_id, other)
         with pytest.raises(SessionNotFound):
-            await sessions.finish("mine", owner)
+            await sessions.finish("mine", other)
         with pytest.raises(SessionNotFound):
-            await sessions.delete("mine", owner)
-        with pytest.raises(Conflict):
-            await sessions.create(NewSession("mine"), owner)
+            await sessions.delete("mine", other)
     with pytest.raises(SessionNotFound):
-        await sessions.find("nobody's", "alice")
+        await sessions.find("nobody's", alice)
     await site.clock.sleep(70.0)  # on disk
     with pytest.raises(SessionNotFound):
-        await sessions.find("mine", "bob")
-    assert (await sessions.find("mine", "alice")).record == session.record
+        await sessions.find("mine", ("bob",))
+    assert (await sessions.find("mine", alice)).record == session.record
+
+
+@virtually()
+async def test_an_id_is_one_users_own(site: SessionSite, sessions: Sessions) -> None:
+    made = {name: await sessions.create(NewSession("eval-1"), (name,)) for name in ("alice", "bob", "")}
+    made["carol"] = await sessions.find_or_create("eval-1", ("carol",))
+    assert len({id(session) for session in made.values()}) == 4
+    for name, session in made.items():
+        assert (session.shown_id, session.record.owner) == ("eval-1", name)
+        assert await sessions.find("eval-1", (name,)) is session
+        records = await sessions.of_user((name,), "", 9)
+        assert [record.session_id for record in records] == [session.session_id]
+        await sessions.finish("eval-1", (name,))
+    stored = {name: [one.group_id for one in records] for name, records in site.coordinator.finished.items()}
+    assert stored == {f"{name}sessions": ["eval-1"] for name in ("alice~", "bob~", "carol~", "")}
+
+
+@virtually()
+async def test_a_named_rollout_is_claimed_when_the_session_is_made(site: SessionSite, sessions: Sessions) -> None:
+    site.coordinator.groups["alice~trained"] = {"g": make_group("g", 1)}
+    site.coordinator.terms["alice~trained"] = RolloutTerms("alice")
+    site.coordinator.finished["alice~trained"] = []
+    with pytest.raises(Conflict, match="submitted"):  # before any work
+        await sessions.create(NewSession("s", rollout_id="trained"), ("alice",))
+    assert (await sessions.create(NewSession("s", rollout_id="trained"), ("bob",))).shown_id == "s"
+    for index in range(3):
+        await sessions.create(NewSession(f"s{index}", rollout_id="run"), ("alice",))
+    assert site.coordinator.terms["alice~run"].owner == "alice"
+    site.coordinator.terms["digest~old"] = site.coordinator.terms["plain"] = RolloutTerms("digest")
+    for old in ("digest~old", "plain"):  # of an earlier release: it goes on there
+        site.coordinator.groups[old], site.coordinator.finished[old] = {}, []
+    for index, (given, whole) in enumerate({"old": "digest~old", "plain": "plain", "new": "alice~new"}.items()):
+        wanted = NewSession(f"t{index}", rollout_id=given)
+        assert (await sessions.create(wanted, ("alice", "digest"))).record.rollout_id == whole
+
+
+@virtually()
+async def test_sessions_of_a_store_of_before_are_found_by_the_digest_of_a_key(
+    site: SessionSite, sessions: Sessions
+) -> None:
+    old = SessionRecord("old", EPOCH_S, 900.0, owner="digest")
+    assert await site.store.create(old)
+    assert (await sessions.find("old", ("alice", "digest"))).record == old
+    with pytest.raises(SessionNotFound):
+        await sessions.find("old", ("bob", "other"))
+    assert [one.session_id for one in await sessions.of_user(("alice", "digest"), "", 9)] == ["old"]
 
 
 @virtually()
 async def test_a_create_may_be_repeated_until_the_first_call(site: SessionSite, sessions: Sessions) -> None:
     wanted = NewSession("s", ttl_s=50.0, rollout_id="r", group_id="g", task_id="t", sample_index=3)
-    session = await sessions.create(wanted, "")
+    session = await sessions.create(wanted, NOBODY)
     await site.clock.sleep(1.0)
-    assert await sessions.create(wanted, "") is session
+    assert await sessions.create(wanted, NOBODY) is session
     record = session.record
     assert (record.rollout_id, record.group_id, record.task_id, record.sample_index) == ("r", "g", "t", 3)
     assert (record.created_at, record.ttl_s) == (EPOCH_S, 50.0)
     with pytest.raises(Conflict):
-        await sessions.create(replace(wanted, sample_index=4), "")
+        await sessions.create(replace(wanted, sample_index=4), NOBODY)
     await talk(session, 1)
     with pytest.raises(Conflict):
-        await sessions.create(wanted, "")
-    assert (await sessions.create(NewSession(), "")).session_id != "s"
+        await sessions.create(wanted, NOBODY)
+    assert (await sessions.create(NewSession(), NOBODY)).session_id != "s"
     assert sessions.stats().num_open == 2
 
 
@@ -81,17 +128,17 @@ async def test_what_is_asked_for_is_checked(site: SessionSite, sessions: Session
         NewSession(ttl_s=1e9),
     ):
         with pytest.raises(InvalidRequest):
-            await sessions.create(wanted, "")
+            await sessions.create(wanted, NOBODY)
     with pytest.raises(InvalidRequest):
-        await sessions.find_or_create("a/b", "")
+        await sessions.find_or_create("a/b", NOBODY)
     assert sessions.stats().num_open == 0
 
 
 @virtually()
 async def test_first_users_of_an_id_share_one_session(site: SessionSite, sessions: Sessions) -> None:
-    found = await asyncio.gather(*(sessions.find_or_create("s", "") for _ in range(20)))
+    found = await asyncio.gather(*(sessions.find_or_create("s", NOBODY) for _ in range(20)))
     assert len({id(session) for session in found}) == 1
-    one_offs = await asyncio.gather(*(sessions.find_or_create(None, "") for _ in range(5)))
+    one_offs = await asyncio.gather(*(sessions.find_or_create(None, NOBODY) for _ in range(5)))
     assert len({session.session_id for session in one_offs}) == 5
     assert all(session.record.is_one_off for session in one_offs)
     assert sessions.stats().num_open == 6
@@ -100,16 +147,16 @@ async def test_first_users_of_an_id_share_one_session(site: SessionSite, session
 @virtually()
 async def test_open_sessions_are_bounded(site: SessionSite, sessions: Sessions) -> None:
     for index in range(8):
-        await sessions.create(NewSession(f"s{index}"), "")
+        await sessions.create(NewSession(f"s{index}"), NOBODY)
     with pytest.raises(Overloaded):
-        await sessions.create(NewSession("more"), "")
+        await sessions.create(NewSession("more"), NOBODY)
     with pytest.raises(Overloaded):
-        await sessions.find_or_create(None, "")
-    assert (await sessions.find_or_create("s3", "")).session_id == "s3"
-    await sessions.finish("s0", "")
-    await sessions.create(NewSession("more"), "")
-    await sessions.delete("s1", "")
-    await sessions.create(NewSession("even-more"), "")
+        await sessions.find_or_create(None, NOBODY)
+    assert (await sessions.find_or_create("s3", NOBODY)).session_id == "s3"
+    await sessions.finish("s0", NOBODY)
+    await sessions.create(NewSession("more"), NOBODY)
+    await sessions.delete("s1", NOBODY)
+    await sessions.create(NewSession("even-more"), NOBODY)
     assert sessions.stats().num_open == 8
 
 
@@ -117,7 +164,7 @@ async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_tru
     site = SessionSite(RealClock(), tmp_path, is_virtual=False)
     sessions = await site.start()
     for index in range(6):
-        making = asyncio.create_task(sessions.create(NewSession(f"s{index}"), ""))
+        making = asyncio.create_task(sessions.create(NewSession(f"s{index}"), NOBODY))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         making.cancel()
@@ -127,7 +174,7 @@ async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_tru
         stored = await site.store.load(f"s{index}")
         made += stored is not None
     assert sessions.stats().num_open == made
-    deleting = asyncio.create_task(sessions.delete("s0", ""))
+    deleting = asyncio.create_task(sessions.delete("s0", NOBODY))
     await asyncio.sleep(0.001)
     deleting.cancel()
     await asyncio.gather(deleting, return_exceptions=True)
@@ -140,14 +187,17 @@ async def test_a_client_that_leaves_while_a_session_is_made_leaves_the_count_tru
 def test_keys_open_one_session_of_one_run() -> None:
     keys = SessionKeys("secret")
     for session_id in ("s", "a.b-c_d", "x" * 128):
-        key = keys.key_of(session_id)
-        assert key.startswith("sk-agentloop-")
-        assert keys.session_of(key) == session_id
-        assert SessionKeys("other").session_of(key) is None
-        for bad in (key[:-1], key + "0", key.replace(session_id, "t"), key.upper(), f" {key}"):
-            assert keys.session_of(bad) is None
+        agent, control = keys.agent_key(session_id), keys.control_key(session_id)
+        assert agent.startswith("sk-agentloop-")
+        assert keys.opened_by(agent) == SessionKey(session_id)
+        assert keys.opened_by(control) == SessionKey(session_id, is_control=True)
+        assert keys.opened_by(agent.replace("sk-", "ck-")) is None  # nobody makes the one of the other
+        for key in (agent, control):
+            assert SessionKeys("other").opened_by(key) is None
+            for bad in (key[:-1], key + "0", key.replace(session_id, "t"), key.upper(), f" {key}"):
+                assert keys.opened_by(bad) is None
     for junk in ("", "sk-agentloop-", "sk-agentloop-.", "sk-agentloop-s", "sk-agentloop-\u00e9.\ud800", "sk-other"):
-        assert keys.session_of(junk) is None
+        assert keys.opened_by(junk) is None
 
 
 # --- memory ---
@@ -157,7 +207,7 @@ def test_keys_open_one_session_of_one_run() -> None:
 async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
     site: SessionSite, sessions: Sessions
 ) -> None:
-    session = await sessions.find_or_create("s", "")
+    session = await sessions.find_or_create("s", NOBODY)
     history = await talk(session, 3)
     await session.set_score(Score(0.5))
     before = session.trajectory()
@@ -167,7 +217,7 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
     assert site.coordinator.leases == {}
     del session
     gc.collect()
-    session = await sessions.find("s", "")
+    session = await sessions.find("s", NOBODY)
     assert sessions.stats().num_restored == 1
     after = session.trajectory()
     assert to_builtins(replace(after, timings=before.timings)) == to_builtins(before)
@@ -179,14 +229,14 @@ async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(
 
 @virtually()
 async def test_whoever_has_a_spilled_session_has_the_only_one(site: SessionSite, sessions: Sessions) -> None:
-    session = await sessions.find_or_create("s", "")
+    session = await sessions.find_or_create("s", NOBODY)
     await site.clock.sleep(65.0)
     assert sessions.stats().num_resident == 0
     await talk(session, 1)  # by who has had it all the time
     assert sessions.stats().num_resident == 1
-    assert await sessions.find("s", "") is session
+    assert await sessions.find("s", NOBODY) is session
     await site.clock.sleep(65.0)
-    assert await sessions.find("s", "") is session
+    assert await sessions.find("s", NOBODY) is session
     assert sessions.stats().num_restored == 0
 
 
@@ -194,7 +244,7 @@ async def test_whoever_has_a_spilled_session_has_the_only_one(site: SessionSite,
 def test_a_replica_that_is_silent_until_a_calls_deadline_is_told_of(is_streamed: bool, tmp_path: Path) -> None:
     @virtually()
     async def run(site: SessionSite, sessions: Sessions) -> None:
-        session = await sessions.create(NewSession("s"), "")
+        session = await sessions.create(NewSession("s"), NOBODY)
         site.talker.gate.clear()
         asked, first = replace(chat(Message("user", "Are you there?")), timeout_s=30.0), CallKey(b"1", 0)
         began_at = site.clock.now()
@@ -212,27 +262,27 @@ def test_a_replica_that_is_silent_until_a_calls_deadline_is_told_of(is_streamed:
 
 @virtually()
 async def test_a_session_with_a_call_under_way_stays_and_lives(site: SessionSite, sessions: Sessions) -> None:
-    session = await sessions.create(NewSession("s", ttl_s=30.0), "")
+    session = await sessions.create(NewSession("s", ttl_s=30.0), NOBODY)
     site.talker.gate.clear()
     calling = asyncio.create_task(talk(session, 1))
     await site.clock.sleep(200.0)
     assert sessions.stats().num_resident == 1
     site.talker.gate.set()
     await calling
-    assert (await sessions.find("s", "")).num_turns == 1
+    assert (await sessions.find("s", NOBODY)).num_turns == 1
 
 
 @virtually(replace(LIMITS, max_resident_bytes=100_000, max_sessions=1000))
 async def test_over_the_quota_the_longest_unused_go(site: SessionSite, sessions: Sessions) -> None:
     for index in range(100):
-        await talk(await sessions.find_or_create(f"s{index}", ""), 2)
+        await talk(await sessions.find_or_create(f"s{index}", NOBODY), 2)
         assert sessions.stats().resident_bytes < 150_000
     stats = sessions.stats()
     assert stats.num_evicted >= 50
     assert 1 <= stats.num_resident < 50
-    await sessions.find("s99", "")
+    await sessions.find("s99", NOBODY)
     assert sessions.stats().num_restored == 0
-    assert (await sessions.find("s0", "")).num_turns == 2
+    assert (await sessions.find("s0", NOBODY)).num_turns == 2
     assert sessions.stats().num_restored == 1
 
 
@@ -243,7 +293,7 @@ async def test_memory_that_is_all_in_use_is_an_overload(site: SessionSite, sessi
 
     async def fill() -> None:
         for index in range(100):
-            calls.append(asyncio.create_task(talk(await sessions.find_or_create(f"s{index}", ""), 1)))
+            calls.append(asyncio.create_task(talk(await sessions.find_or_create(f"s{index}", NOBODY), 1)))
             await site.clock.sleep(0.1)
 
     with pytest.raises(Overloaded):
@@ -251,7 +301,7 @@ async def test_memory_that_is_all_in_use_is_an_overload(site: SessionSite, sessi
     assert 2 <= len(calls) < 20
     site.talker.gate.set()
     await asyncio.gather(*calls)
-    await sessions.find_or_create("now", "")
+    await sessions.find_or_create("now", NOBODY)
 
 
 # --- many ---
@@ -277,7 +327,7 @@ async def test_many_sessions_take_bounded_memory_and_all_come_back(tmp_path: Pat
 
     async def use(index: int) -> None:
         nonlocal largest
-        await talk(await sessions.find_or_create(f"s{index}", ""), 2)
+        await talk(await sessions.find_or_create(f"s{index}", NOBODY), 2)
         largest = max(largest, sessions.stats().resident_bytes)
 
     for start in range(0, num_sessions, 100):
@@ -288,7 +338,7 @@ async def test_many_sessions_take_bounded_memory_and_all_come_back(tmp_path: Pat
     assert stats.num_evicted > num_sessions / 2
     assert num_alive() - num_others == stats.num_resident
     for start in range(0, num_sessions, 100):
-        found = await asyncio.gather(*(sessions.find(f"s{index}", "") for index in range(start, start + 100)))
+        found = await asyncio.gather(*(sessions.find(f"s{index}", NOBODY) for index in range(start, start + 100)))
         assert [session.num_turns for session in found] == [2] * 100
         assert all(session.is_complete for session in found)
     await site.stop()

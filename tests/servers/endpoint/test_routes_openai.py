@@ -133,10 +133,11 @@ async def test_answers_are_as_the_openapi_page_says(site: RouteSite) -> None:
     async with site.http.get(f"{site.url}/v1/models") as answer:
         [model] = (await answer.json())["data"]
         assert (Model.model_validate(model, strict=True).id, model["max_model_len"]) == ("tiny", 512)
-    NewSessionAnswer.model_validate((await site.post("/sessions", {"session_id": "a"}))[1])
+    made = NewSessionAnswer.model_validate((await site.post("/sessions", {"session_id": "a"}))[1])
+    control = {"authorization": f"Bearer {made.control_key}"}
     body = {"token_ids": [1], "sampling": {"max_tokens": 2}}
     codec.from_builtins((await site.post("/sessions/a/v1/generate", body))[1], Generation)
-    SessionAnswer.model_validate((await site.post("/sessions/a/reward", {"reward": 1}))[1])
+    SessionAnswer.model_validate((await site.post("/sessions/a/reward", {"reward": 1}, **control))[1])
     async with site.http.get(
         f"{site.url}/sessions/a/trajectories", headers={"accept": "application/msgpack"}
     ) as answer:

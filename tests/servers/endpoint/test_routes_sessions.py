@@ -34,7 +34,7 @@ async def test_generate_answers_what_was_asked(service: ChatService, num_top: in
     assert status == 200
     found = codec.from_builtins(answer, Generation)
     assert [len(row) for row in found.top_logprobs] == [num_top] * len(found.token_ids) * bool(num_top)
-    [node] = (await service.sessions.find(f"top{num_top}", "")).graph.nodes
+    [node] = (await service.sessions.find(f"top{num_top}", ("",))).graph.nodes
     assert [tuple(row) for row in found.top_logprobs] == list(node.reply.top_logprobs)
     assert answer.keys() == generation_answer(found).keys()
 
@@ -88,16 +88,46 @@ async def test_a_raw_constraint_is_named_as_it_came(service: ChatService) -> Non
     assert (status, answer["error"]["param"]) == (400, "constraint")
 
 
+async def control_of(service: ChatService, session_id: str) -> dict[str, str]:
+    """The headers that end a session, which is there from now on."""
+    _, made, _ = await service.call("POST", "/sessions", json={"session_id": session_id})
+    return {"authorization": f"Bearer {made['control_key']}"}
+
+
+async def test_a_revoked_session_takes_no_calls_and_is_still_its_owners(service: ChatService) -> None:
+    control = await control_of(service, "revoked")
+    chat = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    path, retry = "/sessions/revoked/v1/chat/completions", {"x-stainless-retry-count": "1"}
+    assert (await service.call("POST", path, json=chat))[0] == 200
+    assert (await service.call("POST", "/sessions/revoked/revoke"))[0] == 403
+    for _ in range(2):
+        status, seen, _ = await service.call("POST", "/sessions/revoked/revoke", headers=control)
+        assert (status, seen["is_revoked"], seen["state"]) == (200, True, "open")
+    for headers in ({}, control, retry):
+        status, answer, _ = await service.call("POST", path, json=chat, headers=headers)
+        assert (status, answer["error"]["code"]) == (403, "forbidden")
+    body = {"reward": 1.0}
+    status, [record], _ = await service.call("POST", "/sessions/revoked/finish", json=body, headers=control)
+    assert (status, record["reward"], record["is_complete"], len(record["paths"][0]["turns"])) == (
+        200,
+        1.0,
+        True,
+        1,
+    )
+
+
 async def test_a_score_is_posted_part_by_part_and_is_in_the_record(service: ChatService) -> None:
-    await service.call("POST", "/sessions", json={"session_id": "scored"})
+    control = await control_of(service, "scored")
     chat = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     _, answer, _ = await service.call("POST", "/sessions/scored/v1/chat/completions", json=chat)
     [turn_id] = answer["session"]["turn_ids"]
-    status, seen, _ = await service.call("POST", "/sessions/scored/reward", json={"components": {"form": 1}})
+    status, seen, _ = await service.call(
+        "POST", "/sessions/scored/reward", json={"components": {"form": 1}}, headers=control
+    )
     assert (status, seen["reward"], seen["components"]) == (200, None, {"form": 1.0})
     path = {"reward": 2.0, "tokens": [0.5] * 4}
     body = {"reward": 1.0, "metrics": {"n": 3}, "turn_rewards": {turn_id: -1.0}, "paths": {turn_id: path}}
-    status, [record], _ = await service.call("POST", "/sessions/scored/finish", json=body)
+    status, [record], _ = await service.call("POST", "/sessions/scored/finish", json=body, headers=control)
     assert (status, record["reward"], record["components"], record["metrics"]) == (
         200,
         1.0,
@@ -121,15 +151,15 @@ async def test_a_score_is_posted_part_by_part_and_is_in_the_record(service: Chat
     ids=str,
 )
 async def test_what_is_no_score_is_refused(service: ChatService, body) -> None:
-    await service.call("POST", "/sessions", json={"session_id": "unscored"})
-    status, answer, _ = await service.call("POST", "/sessions/unscored/reward", json=body)
+    control = await control_of(service, "unscored")
+    status, answer, _ = await service.call("POST", "/sessions/unscored/reward", json=body, headers=control)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_a_failed_reward_is_in_the_record(service: ChatService) -> None:
-    await service.call("POST", "/sessions", json={"session_id": "unrewarded"})
+    control = await control_of(service, "unrewarded")
     body = {"reward_error": "ZeroDivisionError: division by zero"}
-    status, [record], _ = await service.call("POST", "/sessions/unrewarded/finish", json=body)
+    status, [record], _ = await service.call("POST", "/sessions/unrewarded/finish", json=body, headers=control)
     assert (status, record["reward"], record["reward_error"]) == (200, None, body["reward_error"])
     assert record["is_complete"]
     [kept] = [one for one in service.coordinator.finished["sessions"] if one.group_id == "unrewarded"]

@@ -26,17 +26,17 @@ from agentloop.sessions.journal import SessionEnd, SessionState
 from agentloop.trajectory.node import ModelCallState
 from agentloop.types import Message, StopReason
 from agentloop_servers.endpoint.registry import NewSession, Sessions
-from tests.support.endpoint.session_site import LIMITS, SessionSite, say, talk, virtually
+from tests.support.endpoint.session_site import LIMITS, NOBODY, SessionSite, say, talk, virtually
 
 # --- ends ---
 
 
 @virtually()
 async def test_a_finished_session_is_recorded_once_and_can_be_read(site: SessionSite, sessions: Sessions) -> None:
-    session = await sessions.create(NewSession("s", rollout_id="run", group_id="g", sample_index=2), "")
+    session = await sessions.create(NewSession("s", rollout_id="run", group_id="g", sample_index=2), NOBODY)
     await talk(session, 2)
-    trajectory = await sessions.finish("s", "", SessionEnd(score=Score(0.5)))
-    again = await sessions.finish("s", "", SessionEnd(score=Score(0.7)))
+    trajectory = await sessions.finish("s", NOBODY, SessionEnd(score=Score(0.5)))
+    again = await sessions.finish("s", NOBODY, SessionEnd(score=Score(0.7)))
     assert to_builtins(again) == to_builtins(trajectory)
     assert (trajectory.reward, trajectory.is_complete, trajectory.stop_reason) == (0.5, True, StopReason.COMPLETED)
     (record,) = site.coordinator.finished["run"]
@@ -44,18 +44,18 @@ async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Session
     assert (record.group_id, record.sample_index) == ("g", 2)
     await site.clock.sleep(5.0)
     assert site.coordinator.leases == {}
-    assert (await sessions.find("s", "")).trajectory() is not None
+    assert (await sessions.find("s", NOBODY)).trajectory() is not None
     with pytest.raises(SessionFinished):
         await talk(session, 1)
     await site.clock.sleep(100.0)
-    session = await sessions.find("s", "")  # from disk
+    session = await sessions.find("s", NOBODY)  # from disk
     with pytest.raises(SessionFinished):
         await talk(session, 1)
-    assert to_builtins(await sessions.finish("s", "")) == to_builtins(trajectory)
+    assert to_builtins(await sessions.finish("s", NOBODY)) == to_builtins(trajectory)
     assert len(site.coordinator.finished["run"]) == 1
     await site.clock.sleep(1100.0)
     with pytest.raises(Gone):
-        await sessions.find("s", "")
+        await sessions.find("s", NOBODY)
     assert len(site.coordinator.finished["run"]) == 1
 
 
@@ -63,10 +63,10 @@ async def test_a_finished_session_is_recorded_once_and_can_be_read(site: Session
 async def test_sessions_that_finish_together_are_written_together(site: SessionSite, sessions: Sessions) -> None:
     """48 records and 48 notes would be 96 transactions, and each session's file asked if it is recorded."""
     for number in range(48):
-        await talk(await sessions.create(NewSession(f"s{number}"), ""), 1)
+        await talk(await sessions.create(NewSession(f"s{number}"), NOBODY), 1)
     statements: list[str] = []
     await site.in_store(lambda db: db.set_trace_callback(statements.append))
-    await asyncio.gather(*(sessions.finish(f"s{number}", "") for number in range(48)))
+    await asyncio.gather(*(sessions.finish(f"s{number}", NOBODY) for number in range(48)))
     await site.stop()  # what is owed is written first
     assert sum("is_recorded = 1 WHERE" in statement for statement in statements) == 48
     assert sum(statement.startswith("SELECT 1 FROM sessions") for statement in statements) == 0
@@ -79,8 +79,8 @@ async def test_sessions_that_finish_together_are_written_together(site: SessionS
 
 @virtually()
 async def test_a_record_whose_note_was_lost_is_handed_in_again(site: SessionSite, sessions: Sessions) -> None:
-    await talk(await sessions.create(NewSession("s"), ""), 1)
-    await sessions.finish("s", "")
+    await talk(await sessions.create(NewSession("s"), NOBODY), 1)
+    await sessions.finish("s", NOBODY)
     await site.stop()
     with closing(sqlite3.connect(site.path / "sessions.sqlite")) as db, db:
         assert db.execute("UPDATE sessions SET is_recorded = 0 WHERE is_recorded = 1").rowcount == 1
@@ -92,11 +92,11 @@ async def test_a_record_whose_note_was_lost_is_handed_in_again(site: SessionSite
 
 @virtually()
 async def test_what_the_coordinator_did_not_take_follows_later(site: SessionSite, sessions: Sessions) -> None:
-    await talk(await sessions.create(NewSession("s"), ""), 1)
+    await talk(await sessions.create(NewSession("s"), NOBODY), 1)
     site.coordinator.next_errors = [ServiceUnavailable("restarting")] * 4
     with pytest.raises(ServiceUnavailable):
-        await sessions.finish("s", "")
-    assert (await sessions.find("s", "")).record.state is SessionState.FINISHED
+        await sessions.finish("s", NOBODY)
+    assert (await sessions.find("s", NOBODY)).record.state is SessionState.FINISHED
     await site.clock.sleep(10.0)
     assert site.recorded == [("s", "completed", True)]
 
@@ -104,14 +104,14 @@ async def test_what_the_coordinator_did_not_take_follows_later(site: SessionSite
 @virtually()
 async def test_a_taken_place_is_told_and_not_tried_for_ever(site: SessionSite, sessions: Sessions) -> None:
     for session_id in ("a", "b"):
-        await talk(await sessions.create(NewSession(session_id, group_id="g"), ""), 1)
-    await sessions.finish("a", "")
+        await talk(await sessions.create(NewSession(session_id, group_id="g"), NOBODY), 1)
+    await sessions.finish("a", NOBODY)
     site.coordinator.next_errors = [Conflict("the record of another session")] * 2
     with pytest.raises(Conflict):
-        await sessions.finish("b", "")
+        await sessions.finish("b", NOBODY)
     await site.clock.sleep(10.0)
     assert site.coordinator.next_errors == []
-    assert (await sessions.finish("b", "")).is_complete  # its data is still to be had
+    assert (await sessions.finish("b", NOBODY)).is_complete  # its data is still to be had
     assert len(site.coordinator.finished["sessions"]) == 1
 
 
@@ -119,19 +119,19 @@ async def test_a_taken_place_is_told_and_not_tried_for_ever(site: SessionSite, s
 async def test_an_unused_session_expires_and_is_recorded_as_incomplete(
     site: SessionSite, sessions: Sessions
 ) -> None:
-    await talk(await sessions.create(NewSession("used", ttl_s=100.0), ""), 1)
-    await sessions.create(NewSession("empty", ttl_s=100.0), "")
+    await talk(await sessions.create(NewSession("used", ttl_s=100.0), NOBODY), 1)
+    await sessions.create(NewSession("empty", ttl_s=100.0), NOBODY)
     await site.clock.sleep(99.0)
-    await talk(await sessions.find("used", ""), 1)
+    await talk(await sessions.find("used", NOBODY), 1)
     await site.clock.sleep(20.0)
     assert site.recorded == [("empty", "deadline", False)]
     with pytest.raises(Gone):
-        await sessions.find("empty", "")
+        await sessions.find("empty", NOBODY)
     await site.clock.sleep(100.0)
     with pytest.raises(Gone):
-        await sessions.find_or_create("used", "")
+        await sessions.find_or_create("used", NOBODY)
     with pytest.raises(Conflict):
-        await sessions.create(NewSession("used"), "")
+        await sessions.create(NewSession("used"), NOBODY)
     with pytest.raises(SessionNotFound):
         await sessions.find("used", "another")
     assert site.recorded == [("empty", "deadline", False), ("used", "deadline", False)]
@@ -142,13 +142,13 @@ async def test_an_unused_session_expires_and_is_recorded_as_incomplete(
 
 @virtually()
 async def test_a_one_off_session_ends_by_itself(site: SessionSite, sessions: Sessions) -> None:
-    kept, left, failed, unused = [await sessions.find_or_create(None, "") for _ in range(4)]
+    kept, left, failed, unused = [await sessions.find_or_create(None, NOBODY) for _ in range(4)]
     await talk(kept, 1)
     await talk(left, 1)
     site.talker.errors = [InvalidRequest("no")]
     with pytest.raises(InvalidRequest):
         await talk(failed, 1)
-    await sessions.finish(kept.session_id, "")
+    await sessions.finish(kept.session_id, NOBODY)
     await site.clock.sleep(200.0)
     groups = [group_id for group_id, _, _ in site.recorded]
     assert groups == [kept.session_id, left.session_id]
@@ -156,43 +156,43 @@ async def test_a_one_off_session_ends_by_itself(site: SessionSite, sessions: Ses
     assert (record.stop_reason, record.is_complete, record.error) == (StopReason.COMPLETED, True, None)
     for session in (kept, left, failed, unused):
         with pytest.raises(SessionNotFound):
-            await sessions.find(session.session_id, "")
+            await sessions.find(session.session_id, NOBODY)
     assert sessions.stats().num_open == 0
 
 
 @virtually()
 async def test_a_deleted_session_is_gone_for_good(site: SessionSite, sessions: Sessions) -> None:
-    session = await sessions.find_or_create("s", "")
+    session = await sessions.find_or_create("s", NOBODY)
     await talk(session, 1)
     site.talker.gate.clear()
     late = asyncio.create_task(say(session, Message("user", "late")))
     await site.clock.sleep(1.0)
-    await sessions.delete("s", "")
+    await sessions.delete("s", NOBODY)
     with pytest.raises(SessionNotFound):
         await late
     with pytest.raises(SessionNotFound):
         await talk(session, 1)
     for attempt in (
-        sessions.find("s", ""),
-        sessions.find_or_create("s", ""),
-        sessions.delete("s", ""),
-        sessions.finish("s", ""),
+        sessions.find("s", NOBODY),
+        sessions.find_or_create("s", NOBODY),
+        sessions.delete("s", NOBODY),
+        sessions.finish("s", NOBODY),
     ):
         with pytest.raises(SessionNotFound):
             await attempt
     with pytest.raises(Conflict):
-        await sessions.create(NewSession("s"), "")
+        await sessions.create(NewSession("s"), NOBODY)
     await site.clock.sleep(2000.0)
     assert site.recorded == []
     assert sessions.stats().num_open == 0
     sessions = await site.restart()
     with pytest.raises(SessionNotFound):
-        await sessions.find_or_create("s", "")
+        await sessions.find_or_create("s", NOBODY)
 
 
 @virtually()
 async def test_calls_under_way_end_with_the_service(site: SessionSite, sessions: Sessions) -> None:
-    session = await sessions.find_or_create("s", "")
+    session = await sessions.find_or_create("s", NOBODY)
     site.talker.gate.clear()
     late = asyncio.create_task(say(session, Message("user", "late")))
     await site.clock.sleep(1.0)
@@ -200,7 +200,7 @@ async def test_calls_under_way_end_with_the_service(site: SessionSite, sessions:
     with pytest.raises(ServiceUnavailable):
         await late
     sessions = await site.restart()
-    session = await sessions.find("s", "")
+    session = await sessions.find("s", NOBODY)
     assert [(call.state, call.error) for call in session.calls] == [
         (ModelCallState.FAILED, "the service is stopping")
     ]
@@ -214,7 +214,7 @@ async def test_calls_under_way_end_with_the_service(site: SessionSite, sessions:
 
 @virtually(replace(LIMITS, max_sessions=1000))
 async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: SessionSite, sessions: Sessions) -> None:
-    session = await sessions.find_or_create("s", "")
+    session = await sessions.find_or_create("s", NOBODY)
     history = await talk(session, 1)
     await site.disk(1)  # SQLite takes the present size for a smaller one
     long = Message("user", "word " * 1000)
@@ -225,7 +225,7 @@ async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: SessionSite, s
 
     async def make_many() -> None:
         for index in range(200):
-            await sessions.find_or_create(f"new{index}", "")
+            await sessions.find_or_create(f"new{index}", NOBODY)
 
     with pytest.raises(StorageFull):
         await say_much()
@@ -235,24 +235,24 @@ async def test_a_full_disk_fails_calls_and_then_all_goes_on(site: SessionSite, s
     await say(session, *history, Message("user", "again"))
     sessions.check_health()
     sessions = await site.restart()
-    assert (await sessions.find("s", "")).num_turns == session.num_turns
+    assert (await sessions.find("s", NOBODY)).num_turns == session.num_turns
 
 
 @virtually()
 async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessions) -> None:
     open_one = await sessions.create(NewSession("open"), "alice")
     history = await talk(open_one, 2)
-    await talk(await sessions.create(NewSession("cut"), ""), 1)
-    await talk(await sessions.create(NewSession("finished"), ""), 1)
-    await sessions.finish("finished", "")
-    await talk(await sessions.create(NewSession("owed"), ""), 1)
+    await talk(await sessions.create(NewSession("cut"), NOBODY), 1)
+    await talk(await sessions.create(NewSession("finished"), NOBODY), 1)
+    await sessions.finish("finished", NOBODY)
+    await talk(await sessions.create(NewSession("owed"), NOBODY), 1)
     site.coordinator.next_errors = [ServiceUnavailable("away")]
     with pytest.raises(ServiceUnavailable):
-        await sessions.finish("owed", "")
-    await sessions.create(NewSession("deleted"), "")
-    await sessions.delete("deleted", "")
+        await sessions.finish("owed", NOBODY)
+    await sessions.create(NewSession("deleted"), NOBODY)
+    await sessions.delete("deleted", NOBODY)
     # A process that dies leaves its files, and a call that is open in them.
-    cut = await sessions.find("cut", "")
+    cut = await sessions.find("cut", NOBODY)
     site.talker.gate.clear()
     dying = asyncio.create_task(say(cut, Message("user", "too late")))
     await site.clock.sleep(0.5)
@@ -273,33 +273,33 @@ async def test_a_restart_knows_every_session(site: SessionSite, sessions: Sessio
     assert restored.is_complete
     result = await say(restored, *history, Message("user", "more"))
     assert result.choices[0].split is None
-    lost = await sessions.find("cut", "")
+    lost = await sessions.find("cut", NOBODY)
     assert not lost.is_complete
     assert [call.state for call in lost.calls] == [ModelCallState.COMMITTED, ModelCallState.FAILED]
     await say(lost, Message("user", "too late"), retry_count=1)  # the client's retry makes it good
     assert lost.is_complete
     with pytest.raises(SessionFinished):
-        await talk(await sessions.find("finished", ""), 1)
+        await talk(await sessions.find("finished", NOBODY), 1)
     with pytest.raises(SessionNotFound):
-        await sessions.find("deleted", "")
+        await sessions.find("deleted", NOBODY)
     await site.clock.sleep(3.0)
     assert sorted(site.recorded) == [("finished", "completed", True), ("owed", "completed", True)]
 
 
 @virtually()
 async def test_damaged_rows_leave_a_session_incomplete(site: SessionSite, sessions: Sessions) -> None:
-    await talk(await sessions.create(NewSession("turns"), ""), 3)
-    await talk(await sessions.create(NewSession("facts"), ""), 1)
+    await talk(await sessions.create(NewSession("turns"), NOBODY), 3)
+    await talk(await sessions.create(NewSession("facts"), NOBODY), 1)
     second = "SELECT seq FROM calls WHERE session_id = 'turns' ORDER BY seq LIMIT 1 OFFSET 1"
     await site.in_store(lambda db: db.execute(f"UPDATE calls SET crc = crc + 1 WHERE seq = ({second})").rowcount)
     await site.in_store(
         lambda db: db.execute("UPDATE sessions SET crc = crc + 1 WHERE session_id = 'facts'").rowcount
     )
     sessions = await site.restart()
-    session = await sessions.find("turns", "")
+    session = await sessions.find("turns", NOBODY)
     assert (session.num_turns, session.is_complete) == (1, False)
     with pytest.raises(Gone):
-        await sessions.find("facts", "")
+        await sessions.find("facts", NOBODY)
     await talk(session, 1)
     await site.clock.sleep(2000.0)
     sessions.check_health()
@@ -311,13 +311,13 @@ async def test_damaged_rows_leave_a_session_incomplete(site: SessionSite, sessio
 async def test_a_call_that_the_engines_failed_is_lost_until_its_retry(
     site: SessionSite, sessions: Sessions
 ) -> None:
-    session = await sessions.find_or_create("s", "")
+    session = await sessions.find_or_create("s", NOBODY)
     site.talker.errors = [EngineLost("died")] * 4
     with pytest.raises(EngineLost):
         await say(session, Message("user", "hello"))
     assert not session.is_complete
     await say(session, Message("user", "hello"), retry_count=1)
-    assert (await sessions.finish("s", "")).is_complete
+    assert (await sessions.finish("s", NOBODY)).is_complete
 
 
 @virtually()
@@ -331,17 +331,17 @@ async def test_a_clock_that_jumps_back_keeps_no_session(site: SessionSite, sessi
 
 
 async def lives_its_time(site: SessionSite, sessions: Sessions, jump_s: float) -> None:
-    await sessions.create(NewSession("s", ttl_s=100.0), "")
+    await sessions.create(NewSession("s", ttl_s=100.0), NOBODY)
     site.wall_jump_s = jump_s
     await site.clock.sleep(50.0)
-    await talk(await sessions.find("s", ""), 1)
+    await talk(await sessions.find("s", NOBODY), 1)
     await site.clock.sleep(60.0)
-    await sessions.find("s", "")
+    await sessions.find("s", NOBODY)
     await site.stop()
     sessions = await site.start()  # which reads the wrong clock
     await site.clock.sleep(90.0)
-    await sessions.find("s", "")
+    await sessions.find("s", NOBODY)
     await site.clock.sleep(120.0)
     with pytest.raises(Gone):
-        await sessions.find("s", "")
+        await sessions.find("s", NOBODY)
     assert site.recorded == [("s", "deadline", False)]

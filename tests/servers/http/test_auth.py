@@ -116,20 +116,92 @@ async def test_beside_a_path_the_header_of_a_client_of_vllm_says_nothing(site: A
 
 
 async def test_a_session_key_opens_its_own_session_and_nothing_else(locked: AuthSite) -> None:
-    created = [
-        (await locked.call("POST", "/sessions", {"session_id": name}, key="alice"))[1]["api_key"] for name in "ab"
-    ]
-    key = created[0]
+    created = [(await locked.call("POST", "/sessions", {"session_id": name}, key="alice"))[1] for name in "ab"]
+    key = created[0]["api_key"]
     assert (await locked.chat(key=key))[2]["x-session-id"] == "a"
     assert (await locked.chat(x_api_key=key))[2]["x-session-id"] == "a"
     assert (await locked.chat("/sessions/a/v1", key=key))[0] == 200
-    assert (await locked.call("GET", "/sessions/a", key=key))[0] == 200
     assert (await locked.chat("/sessions/b/v1", key=key))[0] == 404
-    assert (await locked.call("GET", "/sessions/b", key=key))[0] == 404
+    for method, path in CONTROL_ROUTES:
+        assert (await locked.call(method, path.format("a"), {}, key=key))[0] == 403
     assert (await locked.call("POST", "/sessions", {}, key=key))[0] == 403
     assert (await locked.call("GET", "/status", key=key))[0] == 401
     assert (await locked.call("POST", "/admin/pause", {}, key=key))[0] == 401
     assert (await locked.call("POST", "/generate", GENERATE, key=key))[2]["x-session-id"] == "a"
+    control = created[0]["control_key"]
+    for method, path in CONTROL_ROUTES:
+        assert (await locked.call(method, path.format("b"), {"reward": 1.0}, key=control))[0] == 404
+    for method, path, body in (
+        ("GET", "/status", None),
+        ("POST", "/admin/pause", {}),
+        ("GET", "/rollouts/r", None),
+    ):
+        assert (await locked.call(method, path, body, key=control))[0] == 401
+    assert (await locked.call("GET", "/sessions/a", key=control))[0] == 200
+    assert (await locked.call("POST", "/sessions/a/reward", {"reward": 1.0}, key=control))[1]["reward"] == 1.0
+
+
+CONTROL_ROUTES = [
+    ("GET", "/sessions/{}"),
+    ("GET", "/sessions/{}/trajectories"),
+    ("POST", "/sessions/{}/reward"),
+    ("POST", "/sessions/{}/finish"),
+    ("POST", "/sessions/{}/revoke"),
+    ("DELETE", "/sessions/{}"),
+]
+
+
+async def test_without_users_a_session_is_ended_by_its_control_key_alone(site: AuthSite) -> None:
+    made = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]
+    for key in (None, "anything", made["api_key"]):
+        for method, path in CONTROL_ROUTES[2:]:
+            assert (await site.call(method, path.format("a"), {"reward": 1.0}, key=key))[0] == 403
+    assert (await site.call("GET", "/sessions/a"))[1]["reward"] is None
+    control = made["control_key"]
+    assert (await site.call("POST", "/sessions/a/reward", {"reward": 0.5}, key=control))[1]["reward"] == 0.5
+    assert (await site.call("POST", "/sessions/a/revoke", None, key=control))[1]["is_revoked"] is True
+    assert (await site.call("POST", "/sessions/a/finish", {}, key=control))[0] == 200
+    assert (await site.call("DELETE", "/sessions/a", key=control))[0] == 200
+    await site.chat(x_session_id="b")  # nobody was given a key of it
+    assert (await site.call("POST", "/sessions/b/finish", {}))[0] == 200
+
+
+async def test_without_users_no_other_route_takes_a_sessions_key(site: AuthSite) -> None:
+    made = (await site.call("POST", "/sessions", {"session_id": "a"}))[1]
+    routes = [
+        ("POST", "/admin/pause", {}),
+        ("POST", "/admin/resume", None),
+        ("POST", "/admin/weights", {"version": 1, "directory": "/x"}),
+        ("POST", "/pause", None),
+        ("POST", "/update_weights", {"weight_dir": "/x"}),
+        ("GET", "/is_paused", None),
+        ("GET", "/status", None),
+        ("GET", "/sessions", None),
+        ("POST", "/rollouts", {"tasks": []}),
+        ("POST", "/rollouts/r/cancel", None),
+    ]
+    for key in (made["api_key"], made["control_key"]):
+        for method, path, body in routes:
+            assert (await site.call(method, path, body, key=key))[0] == 403
+            assert (await site.call(method, path, body, x_api_key=key, authorization="Bearer else"))[0] in (
+                400,
+                403,
+            )
+    assert (await site.call("POST", "/admin/resume"))[0] == 200  # as before, and said at the start
+
+
+async def test_a_user_lists_its_own_sessions(locked: AuthSite) -> None:
+    for key, names in (("alice", "ca"), ("bob", "ab")):
+        for name in names:
+            await locked.call("POST", "/sessions", {"session_id": name, "rollout_id": "run"}, key=key)
+    listed = {
+        key: (await locked.call("GET", "/sessions", key=key))[1]["sessions"] for key in ("alice", "bob", "root")
+    }
+    assert {key: [one["session_id"] for one in found] for key, found in listed.items()} == {
+        "alice": ["a", "c"],
+        "bob": ["a", "b"],
+        "root": [],
+    }
 
 
 async def test_a_forged_session_key_is_no_key_even_where_none_is_needed(site: AuthSite) -> None:
@@ -151,7 +223,8 @@ async def test_other_users_sessions_are_not_there(locked: AuthSite) -> None:
     ):
         status, answer, _ = await locked.call(method, path, body, key="bob")
         assert (status, answer["error"]["code"]) == (404, "session_not_found")
-    assert (await locked.chat(key="bob", x_session_id="a"))[0] == 404
+    assert (await locked.chat(key="bob", x_session_id="a"))[2]["x-session-id"] == "a"  # one of its own
+    assert len(locked.registry.sessions) == 2
 
 
 @pytest.mark.parametrize(
@@ -204,10 +277,10 @@ async def test_an_expired_session_is_gone(site: AuthSite) -> None:
 
 
 async def test_the_life_of_a_session_over_http(site: AuthSite) -> None:
-    await site.call("POST", "/sessions", {"session_id": "a", "ttl_s": 60})
-    status, answer, _ = await site.call("POST", "/sessions/a/reward", {"reward": 0.5})
+    control = (await site.call("POST", "/sessions", {"session_id": "a", "ttl_s": 60}))[1]["control_key"]
+    status, answer, _ = await site.call("POST", "/sessions/a/reward", {"reward": 0.5}, key=control)
     assert (status, answer["reward"], answer["state"]) == (200, 0.5, "open")
-    status, answer, _ = await site.call("POST", "/sessions/a/finish", {"reward": 1.0})
+    status, answer, _ = await site.call("POST", "/sessions/a/finish", {"reward": 1.0}, key=control)
     assert (status, len(answer)) == (200, 1)
     status, answer, headers = await site.chat("/sessions/a/v1")
     assert (status, answer["error"]["code"]) == (409, "session_finished")
@@ -215,6 +288,6 @@ async def test_the_life_of_a_session_over_http(site: AuthSite) -> None:
     status, answer, _ = await site.call("GET", "/sessions/a")
     assert (answer["state"], answer["stop_reason"], answer["reward"]) == ("finished", "completed", 1.0)
     assert (await site.call("GET", "/sessions/a/trajectories"))[0] == 200
-    status, answer, _ = await site.call("DELETE", "/sessions/a")
+    status, answer, _ = await site.call("DELETE", "/sessions/a", key=control)
     assert answer == {"session_id": "a", "is_deleted": True}
     assert (await site.call("GET", "/sessions/a"))[0] == 404

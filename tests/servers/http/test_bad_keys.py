@@ -271,12 +271,23 @@ async def test_54_a_users_key_and_a_sessions_key_have_their_bounds(locked: ChatS
     assert (await locked.call("POST", "/sessions", json={}, headers=key))[0] == 403
     assert (await locked.call("POST", "/admin/pause", data=b"{}", headers=key))[0] in (401, 403)
     assert (await locked.call("GET", "/status", headers=key))[0] in (401, 403)
+    for path in ("/sessions/other", "/sessions/nobody", "/sessions/own"):
+        for method, one in (
+            ("GET", path),
+            ("DELETE", path),
+            ("POST", f"{path}/finish"),
+            ("POST", f"{path}/reward"),
+        ):
+            assert (await locked.call(method, one, json={}, headers=key))[0] == 403  # it is for calls
+    control = bearer(made["control_key"])
     for path in ("/sessions/other", "/sessions/nobody"):
-        assert (await locked.call("GET", path, headers=key))[0] == 404
+        assert (await locked.call("GET", path, headers=control))[0] == 404
+    assert (await locked.call("POST", "/sessions", json={}, headers=control))[0] == 403
+    assert (await locked.call("GET", "/status", headers=control))[0] == 401
     assert (await locked.call("POST", f"/sessions/other{CHAT}", json=BODY, headers=key))[0] == 404
     _, answer, headers = await locked.call("POST", CHAT, json=BODY, headers=key)
     assert answer["session"]["session_id"] == headers["x-session-id"] == "own"
-    assert (await locked.call("GET", "/sessions/own", headers=key))[1]["num_turns"] == 1
+    assert (await locked.call("GET", "/sessions/own", headers=control))[1]["num_turns"] == 1
 
 
 # --- rows 60 and 61: other people's sessions, and what is written into logs -------------------------------
@@ -301,13 +312,18 @@ async def test_60_nobody_sees_another_keys_session(locked: ChatService) -> None:
         ("POST", f"{path}/v1/messages/count_tokens", {"model": MODEL, "messages": [USER]}, {}),
         ("POST", f"{path}/v1/responses", {"model": MODEL, "input": "x"}, {}),
         ("POST", f"{path}/generate", {"token_ids": [1], "sampling": {"max_tokens": 1}}, {}),
-        ("POST", CHAT, BODY, {"x-session-id": "private"}),
-        ("POST", CHAT, {**BODY, "session": "private"}, {}),
     ]
     for method, one, body, headers in asked:
         status, answer, _ = await locked.call(method, one, json=body, headers={**other, **headers})
         assert (status, answer["error"]["code"]) == (404, "session_not_found"), (method, one)
+    for named in (
+        {"headers": {**other, "x-session-id": "private"}, "json": BODY},
+        {"headers": other, "json": {**BODY, "session": "private"}},
+    ):
+        status, answer, headers = await locked.call("POST", CHAT, **named)  # one of its own, of the same name
+        assert (status, headers["x-session-id"], answer["session"]["session_id"]) == (200, "private", "private")
     assert (await locked.call("GET", path, headers=owner))[1]["num_turns"] == 1
+    assert (await locked.call("GET", path, headers=other))[1]["num_turns"] == 2
 
 
 @pytest.mark.parametrize("request_id", ["a b", "a\x1b[31mred", "x" * 200, "a\tb", '{"a":1}', "\xff"])

@@ -14,7 +14,7 @@ import pytest
 from fastapi import Request
 
 from agentloop import codec
-from agentloop.api.coordinator import Page
+from agentloop.api.coordinator import Page, RolloutTerms
 from agentloop.checks import is_loopback
 from agentloop.engine import PushSource, TensorInfo, WeightUpdate
 from agentloop.errors import (
@@ -28,13 +28,14 @@ from agentloop.errors import (
 from agentloop.plugins import AllowedImports
 from agentloop.types import KVPolicy, PauseMode
 from agentloop_servers.config import WorkerSettings
-from agentloop_servers.http.auth import Keys
+from agentloop_servers.http.auth import Keys, User, key_digest
 from agentloop_servers.http.guard import HttpLimits
 from agentloop_servers.ingress.admin import ModeRules
 from agentloop_servers.ingress.app import create_app
 from tests.support.endpoint.front_door import serving
 from tests.support.engine.engines import ReversingEngine
 from tests.support.fleet.fake_coordinator import FakeCoordinator
+from tests.support.records.samples import make_group
 
 LIMITS = HttpLimits(max_body_bytes=200_000, max_direct_calls=2, body_timeout_s=1.0, coordinator_timeout_s=5.0)
 RULES = ModeRules()
@@ -624,7 +625,7 @@ async def test_which_routes_are_open_without_a_key(
     async with opened(tmp_path, keys) as door:
         assert ((await door.call("GET", "/status"))[0] == 200) == user_is_open
         assert ((await door.call("POST", "/admin/resume"))[0] == 200) == admin_is_open
-        if keys.users:
+        if not keys.is_open:
             headers = {"authorization": "Bearer u"}
             assert (await door.call("POST", "/admin/resume", headers=headers))[0] == 403
 
@@ -642,7 +643,7 @@ async def test_without_an_admin_key_only_this_machine_commands(peer: tuple[str, 
 
 
 def test_keys_are_kept_as_hashes_and_needed_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "user-1" not in repr(KEYS)
+    assert "user-1" not in repr(KEYS.users)
     KEYS.check_bind("0.0.0.0")
     Keys().check_bind("127.0.0.1")
     for keys in (Keys(), Keys.of(["u"]), Keys.of([], "a")):
@@ -659,8 +660,8 @@ def test_keys_are_kept_as_hashes_and_needed_beyond_loopback(monkeypatch: pytest.
     ]
     monkeypatch.setenv("TEST_KEYS", "user-1,user-2")
     monkeypatch.setenv("TEST_ADMIN", "admin")
-    assert Keys.from_environment("TEST_KEYS", "TEST_ADMIN") == KEYS
-    assert Keys.from_environment("TEST_ABSENT", "TEST_ABSENT") == Keys()
+    assert Keys.from_environment("TEST_KEYS", "TEST_ADMIN").users == KEYS.users
+    assert Keys.from_environment("TEST_ABSENT", "TEST_ABSENT").users == Keys().users == ()
 
 
 # --- weight paths -----------------------------------------------------------------------------------------
@@ -748,16 +749,44 @@ async def test_a_key_reaches_its_own_rollouts_and_the_admin_all(tmp_path: Path) 
         for key, name in (("alice", "a"), ("bob", "b")):
             body = {"tasks": [TASK], "rollout_id": name, "priority": 3, "max_running": 7, "share": 2.0}
             status, made, _ = await door.call("POST", "/rollouts", json=body, headers=bearer(key))
-            assert (status, made["priority"], len(made["owner"])) == (200, 3, 12)
-        terms = door.coordinator.terms
+            assert (status, made["priority"], made["rollout_id"]) == (200, 3, name)
+            assert made["owner"] == User.of_key(key).name
+        terms = {name.partition("~")[2]: terms for name, terms in door.coordinator.terms.items()}
         assert terms["a"].owner != terms["b"].owner
         assert (terms["a"].share, terms["a"].max_running) == (2.0, 7)
+        whole = f"{terms['a'].owner}~a"
         for path, method in (("", "GET"), ("/trajectories", "GET"), ("/cancel", "POST")):
             answers = [
-                (await door.call(method, f"/rollouts/a{path}", headers=bearer(key)))[0]
+                (await door.call(method, f"/rollouts/{name}{path}", headers=bearer(key)))[0]
+                for name in ("a", whole)
                 for key in ("alice", "bob", "root")
             ]
-            assert answers == [200, 404, 200]
+            assert answers == [200, 404, 404, 200, 404, 200]  # the admin names another's by its whole id
+
+
+async def test_what_a_store_of_before_has_under_a_keys_digest_is_its_users(tmp_path: Path) -> None:
+    digests = {name: key_digest(name) for name in ("old", "new", "other")}
+    alice = User("alice", (digests["new"],), retired=(digests["old"],))
+    async with opened(tmp_path, Keys([alice, User.of_key("other")])) as door:
+        body = {"tasks": [TASK], "rollout_id": "r"}
+        submit = door.coordinator.submit
+        for name in ("old", "other"):
+            groups = (make_group(f"of-{name}", 1),)
+            await submit(f"of-{name}", groups, RolloutTerms(digests[name].hex()))
+        for key, answers in (("new", [200, 404]), ("other", [404, 200]), ("old", [401, 401])):
+            for index, name in enumerate(("of-old", "of-other")):
+                status, answer, _ = await door.call("GET", f"/rollouts/{name}", headers=bearer(key))
+                assert status == answers[index]
+                if status == 200:
+                    assert answer["rollout_id"] == name
+        for key in ("new", "other"):  # one name, two rollouts
+            assert (await door.call("POST", "/rollouts", json=body, headers=bearer(key)))[0] == 200
+        found = {
+            key: (await door.call("GET", "/status", headers=bearer(key)))[1]["rollouts"] for key in ("new", "other")
+        }
+        assert [one["rollout_id"] for one in found["new"]] == ["of-old", "r"]
+        assert [one["owner"] for one in found["new"]] == [digests["old"].hex()[:32], "alice"]
+        assert [one["rollout_id"] for one in found["other"]] == ["of-other", "r"]
 
 
 async def test_without_keys_everybody_reaches_everything(door: Door) -> None:

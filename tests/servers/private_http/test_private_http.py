@@ -3,14 +3,25 @@
 import asyncio
 import select
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from agentloop.aio import LoopThread
 from agentloop.codec import decode
-from agentloop.errors import Conflict, DeadlineExceeded, EngineLost, InvalidRequest, Unauthorized
-from agentloop_servers.private_http.client import PrivateHttp
+from agentloop.errors import (
+    Conflict,
+    DeadlineExceeded,
+    EngineLost,
+    EngineUnreachable,
+    InvalidRequest,
+    Unauthorized,
+)
+from agentloop_servers.private_http.client import MAX_OPENING, PrivateHttp
 from agentloop_servers.private_http.fencing import CommandKind, FencingGuard, FencingToken
 from agentloop_servers.private_http.server import (
     SERVER_HEADER,
@@ -119,6 +130,100 @@ async def test_a_bug_and_a_foreign_server_are_errors_of_ours():
             with pytest.raises(EngineLost) as lost:
                 await port.ask("/echo")
         assert isinstance(lost.value.__cause__, aiohttp.ClientConnectorError)
+
+
+async def test_a_burst_of_connections_waits_in_the_system_while_the_server_is_busy():
+    """A server that stands still for a moment loses no opening: those that are dropped come again after seconds."""
+    async with Port() as port:
+        host, _, number = port.server.url.removeprefix("http://").rpartition(":")
+
+        def connect() -> list[socket.socket]:
+            return [socket.create_connection((host, int(number)), timeout=10) for _ in range(500)]
+
+        before = time.monotonic()
+        with ThreadPoolExecutor(1) as thread:
+            opened = thread.submit(connect).result()  # this loop, the server's, stands still meanwhile
+        assert time.monotonic() - before < 9  # the first that is dropped takes ten
+        for one in opened:
+            one.close()
+        assert await port.ask("/echo", b"abc") == 3
+
+
+async def test_few_connections_to_one_server_are_opened_at_a_time():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:  # takes one, and answers no other handshake
+        number = deaf.getsockname()[1]
+        http = PrivateHttp("secret", lost=EngineLost, late=DeadlineExceeded)
+        asking = [asyncio.create_task(ask(http, f"http://127.0.0.1:{number}/echo")) for _ in range(4 * MAX_OPENING)]
+        await asyncio.sleep(0.5)
+        assert 0 < num_sockets_to(number) <= MAX_OPENING + 2  # and those that the backlog took
+        async with Port() as port:  # another server's are not held up
+            assert await ask(http, f"{port.server.url}/echo") == 0
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await http.close()
+
+
+async def test_a_burst_opens_no_more_connections_than_run_at_once():
+    async with Port() as port:
+        for _ in range(3):
+            await asyncio.gather(*(port.ask("/echo") for _ in range(300)))
+        number = int(port.server.url.rpartition(":")[2])
+        num_opened = num_sockets_to(number)
+        await asyncio.gather(*(port.ask("/echo") for _ in range(300)))
+        assert num_sockets_to(number) == num_opened <= 300  # kept for the next burst
+
+
+async def test_a_process_that_stands_still_calls_no_server_dead():
+    """The opening takes several rounds of the event loop, of which each takes longer than the whole deadline."""
+    thread, port, loop = LoopThread("server"), Port(), asyncio.get_running_loop()
+    await asyncio.wrap_future(thread.run(port.server.start()))
+    http = PrivateHttp("secret", lost=EngineLost, late=DeadlineExceeded, connect_timeout_s=0.2)
+    num_left = 6
+
+    def stand_still() -> None:
+        nonlocal num_left
+        time.sleep(0.3)
+        num_left -= 1
+        if num_left:
+            loop.call_soon(stand_still)
+
+    try:
+        asking = asyncio.create_task(ask(http, f"{port.server.url}/echo"))
+        loop.call_soon(stand_still)
+        assert await asking == 0
+    finally:
+        await http.close()
+        await asyncio.wrap_future(thread.run(port.server.close()))
+        thread.stop()
+
+
+async def test_a_server_that_cannot_be_reached_is_told_in_time():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
+        place = deaf.getsockname()
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(place)
+        http = PrivateHttp(
+            "secret", lost=EngineLost, late=DeadlineExceeded, unreachable=EngineUnreachable, connect_timeout_s=0.3
+        )
+        with pytest.raises(EngineUnreachable, match="no connection in time"):
+            await ask(http, f"http://127.0.0.1:{place[1]}/echo")
+        await http.close()
+        for filler in fillers:
+            filler.close()
+
+
+async def ask(http: PrivateHttp, url: str) -> int:
+    async with http.open("POST", url, b"") as opened:
+        return decode(await opened.read(), int)
+
+
+def num_sockets_to(port: int) -> int:
+    """The client sockets of this host to a port of 127.0.0.1, opened or opening."""
+    ends = (line.split()[2:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return sum(peer == f"0100007F:{port:04X}" and state in ("01", "02") for peer, state in ends)
 
 
 def test_a_long_stage_is_not_late_because_of_what_froze_meanwhile():

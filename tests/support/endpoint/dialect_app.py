@@ -34,7 +34,7 @@ class DialectService:
     endpoint: Endpoint
 
     async def trajectory(self, session_id: str) -> Trajectory:
-        return (await self.sessions.find(session_id, "")).trajectory()
+        return (await self.sessions.find(session_id, ("",))).trajectory()
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
+from agentloop.api.owners import own_id, possible_ids, shown_id
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.errors import AgentLoopError, Conflict, Gone, SessionFinished, SessionNotFound
 from agentloop.generation.lease_reporter import LeaseReporter
@@ -44,6 +45,7 @@ class FakeSession:
         self.registry = registry
         self.record = record
         self.session_id = record.session_id
+        self.shown_id = shown_id(record.session_id)
         self.num_turns = 0
         self.num_open_calls = 0
         self.num_bytes = 0
@@ -86,6 +88,9 @@ class FakeSession:
     async def set_score(self, score: Score) -> None:
         self.record = replace(self.record, score=score)
 
+    async def revoke(self) -> None:
+        self.record = replace(self.record, is_revoked=True)
+
     def _enter(self, chat: ChatCall, key: CallKey) -> None:
         if self.record.state is SessionState.FINISHED:
             raise SessionFinished("it is over")
@@ -114,7 +119,7 @@ class FakeRegistry:
             max_context_tokens=512,
             vocab_size=self.renderer.vocab_size,
         )
-        self._keys = SessionKeys("secret")
+        self.keys = SessionKeys("secret")
         self.reporter = LeaseReporter("fake", None)
         self.reset()
 
@@ -127,32 +132,41 @@ class FakeRegistry:
         self.cancelled = asyncio.Event()
         self.before: Callable[[int], Awaitable[None]] = _nothing
 
-    async def create(self, wanted: NewSession, owner: str) -> FakeSession:
-        session_id = wanted.session_id or f"s-{len(self.sessions)}"
+    async def create(
+        self, wanted: NewSession, names: Sequence[str], *, has_control_key: bool = True
+    ) -> FakeSession:
+        owner = names[0]
+        session_id = own_id(owner, wanted.session_id or f"s-{len(self.sessions)}")
         if session_id in self.sessions:
             raise Conflict("it exists", param="session_id")
         record = SessionRecord(session_id, 0.0, wanted.ttl_s or 1.0, owner, rollout_id=wanted.rollout_id)
+        record = replace(record, has_control_key=has_control_key)
         self.sessions[session_id] = FakeSession(self, record)
         return self.sessions[session_id]
 
-    def resident(self, session_id: str, owner: str | None) -> FakeSession | None:
+    def resident(self, session_id: str, reaches: Sequence[str] | None) -> FakeSession | None:
         return None  # every session is somewhere else, and has to be awaited
 
-    async def find(self, session_id: str, owner: str | None) -> FakeSession:
-        found = self.sessions.get(session_id)
-        if found is None or owner not in (None, found.record.owner):
-            raise SessionNotFound("there is none", param="session_id")
-        if session_id in self.expired:
-            raise Gone("it has expired", param="session_id")
-        return found
+    async def find(self, session_id: str, reaches: Sequence[str] | None) -> FakeSession:
+        for name, owner in possible_ids(session_id, reaches):
+            found = self.sessions.get(name)
+            if found is not None and owner in (None, found.record.owner):
+                if name in self.expired:
+                    raise Gone("it has expired", param="session_id")
+                return found
+        raise SessionNotFound("there is none", param="session_id")
 
-    async def find_or_create(self, session_id: str | None, owner: str) -> FakeSession:
-        if session_id is None or session_id not in self.sessions:
-            return await self.create(NewSession(session_id), owner)
-        return await self.find(session_id, owner)
+    async def find_or_create(self, session_id: str | None, names: Sequence[str]) -> FakeSession:
+        if session_id is None or own_id(names[0], session_id) not in self.sessions:
+            return await self.create(NewSession(session_id), names, has_control_key=False)
+        return await self.find(session_id, names)
 
-    async def finish(self, session_id: str, owner: str | None, end: SessionEnd) -> Trajectory:
-        found = await self.find(session_id, owner)
+    async def of_user(self, names: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
+        found = [one.record for one in self.sessions.values() if one.record.owner in names]
+        return sorted(found, key=lambda record: record.session_id)[:limit]
+
+    async def finish(self, session_id: str, reaches: Sequence[str] | None, end: SessionEnd) -> Trajectory:
+        found = await self.find(session_id, reaches)
         reason = found.record.stop_reason or end.stop_reason
         found.record = replace(
             found.record,
@@ -164,15 +178,8 @@ class FakeRegistry:
         )
         return found.trajectory()
 
-    async def delete(self, session_id: str, owner: str | None) -> None:
-        await self.find(session_id, owner)
+    async def delete(self, session_id: str, reaches: Sequence[str] | None) -> None:
         del self.sessions[session_id]
-
-    def api_key(self, session_id: str) -> str:
-        return self._keys.key_of(session_id)
-
-    def session_of_key(self, key: str) -> str | None:
-        return self._keys.session_of(key)
 
 
 async def _nothing(index: int) -> None:

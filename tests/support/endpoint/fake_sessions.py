@@ -15,7 +15,7 @@ from agentloop import codec
 from agentloop.api.coordinator import Page, ReplicaUpdate, RolloutStatus, UpdateReport
 from agentloop.api.requests import check_body
 from agentloop.api.sessions import FinishBody, NewSessionBody, RewardBody, encode_trajectories
-from agentloop.errors import AgentLoopError, NotFound, SessionFinished, SessionNotFound
+from agentloop.errors import AgentLoopError, Forbidden, NotFound, SessionFinished, SessionNotFound
 from agentloop.score import Score, ended, scored
 from agentloop.types import KVPolicy, Message, StopReason, Trajectory
 from tests.support.records.samples import make_path, make_trajectory
@@ -56,6 +56,7 @@ class FakeSessions:
     direct_url: str | None = None
     lost_answers: int = 0  # of so many of the next requests the answer is lost, after they took effect
     refused: set[str] = field(default_factory=set)  # task ids whose sessions cannot be opened
+    revoked: set[str] = field(default_factory=set)
     is_down: bool = False
     call_s: float = 0.0  # how long a chat call takes
     url: str = ""
@@ -79,7 +80,8 @@ class FakeSessions:
             raise NotFound("no such place")
         session_id = body.session_id or f"made-{len(self.sessions)}"
         self.sessions.setdefault(session_id, ServedSession(body))
-        answer = {"session_id": session_id, "api_key": f"sk-{session_id}", "direct_url": self.direct_url}
+        answer = {"session_id": session_id, "api_key": f"sk-{session_id}", "control_key": f"ck-{session_id}"}
+        answer["direct_url"] = self.direct_url
         return _json({**answer, "base_url": f"{self.url}/sessions/{session_id}/v1"})
 
     async def chat(self, request: web.Request) -> web.Response:
@@ -111,7 +113,7 @@ class FakeSessions:
         return _json({**facts, **counts, **outcome, "group_id": session.facts.group_id or "", "task_id": ""})
 
     async def set_reward(self, request: web.Request) -> web.Response:
-        session = self._find(request)
+        session = self._controlled(request)
         said = check_body(orjson.loads(await request.read()), RewardBody).to_score()
         session.score = session.score.updated(said)
         return await self.status(request)
@@ -120,8 +122,13 @@ class FakeSessions:
         session = self._find(request)
         return web.Response(body=encode_trajectories([session.record or self._trajectory(session, FinishBody())]))
 
+    async def revoke(self, request: web.Request) -> web.Response:
+        self._controlled(request)
+        self.revoked.add(request.match_info["id"])
+        return await self.status(request)
+
     async def finish(self, request: web.Request) -> web.Response:
-        session = self._find(request)
+        session = self._controlled(request)
         if session.record is None:
             body = check_body(orjson.loads(await request.read()), FinishBody)
             session.record = self._trajectory(session, body)
@@ -141,6 +148,11 @@ class FakeSessions:
         replica = ReplicaUpdate("replica-1", 1.0, 20.0)
         report = UpdateReport(self.updates[-1]["version"], 0, KVPolicy.RECOMPUTE, (replica,), 30.0)
         return _json(codec.to_builtins(report))
+
+    def _controlled(self, request: web.Request) -> ServedSession:
+        if request.headers.get("authorization") != f"Bearer ck-{request.match_info['id']}":
+            raise Forbidden("this needs the control key")
+        return self._find(request)
 
     def _find(self, request: web.Request) -> ServedSession:
         if request.match_info["id"] not in self.sessions:
@@ -195,6 +207,7 @@ async def session_service(fake: FakeSessions) -> AsyncIterator[str]:
     app.router.add_post(f"{session}/reward", fake.set_reward)
     app.router.add_get(f"{session}/trajectories", fake.trajectories)
     app.router.add_post(f"{session}/finish", fake.finish)
+    app.router.add_post(f"{session}/revoke", fake.revoke)
     app.router.add_get("/rollouts/{id}/trajectories", fake.read)
     app.router.add_post("/admin/weights", fake.update)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -36,6 +36,7 @@ from tests.support.fleet.service import Inline
 from tests.support.records.turns import in_store
 
 EPOCH_S = 1e9
+NOBODY = ("",)  # the names of a caller without keys
 LIMITS = SessionLimits(max_sessions=8, idle_s=60.0, ttl_s=1000.0, one_off_ttl_s=100.0)
 
 

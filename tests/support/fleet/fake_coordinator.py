@@ -22,6 +22,7 @@ from agentloop.api.coordinator import (
     UpdateReport,
     WorkerReport,
 )
+from agentloop.api.owners import own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
@@ -111,8 +112,10 @@ class FakeCoordinator:
         rollout_id: str,
         groups: tuple[RolloutGroup, ...],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        reaches: tuple[str, ...] | None = None,
     ) -> RolloutStatus:
         self._raise_next()
+        rollout_id = self._own(rollout_id, terms.owner, reaches)
         self.terms[rollout_id] = terms
         self.submitted.append((rollout_id, len(groups)))
         if len(groups) > self.num_queue_groups:
@@ -134,7 +137,23 @@ class FakeCoordinator:
             self.finished[rollout_id] += self._records(group)
         self._wake()
 
-    async def record(self, trajectory: Trajectory, owner: str = "") -> None:
+    async def claim(self, rollout_id: str, names: tuple[str, ...]) -> str:
+        self._raise_next()
+        own = self._own(rollout_id, names[0], names)
+        if self.groups.get(own):
+            raise Conflict(f"rollout {rollout_id} was submitted", param="rollout_id")
+        self.groups.setdefault(own, {})
+        self.finished.setdefault(own, [])
+        self.terms.setdefault(own, RolloutTerms(names[0]))
+        return own
+
+    def _own(self, rollout_id: str, owner: str, reaches: tuple[str, ...] | None) -> str:
+        try:
+            return self._status(rollout_id, reaches).rollout_id
+        except NotFound:
+            return own_id(owner, rollout_id)
+
+    async def record(self, trajectory: Trajectory, owner: str | None = None) -> None:
         self._raise_next()
         rollout_id = trajectory.rollout_id
         place = (trajectory.group_id, trajectory.sample_index)
@@ -147,10 +166,11 @@ class FakeCoordinator:
             self._wake()
 
     async def read(
-        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: str | None = None
+        self, rollout_id: str, after: int, limit: int, wait_s: float, reaches: tuple[str, ...] | None = None
     ) -> EncodedPage:
         self._raise_next()
         status = self._status(rollout_id, reaches)
+        rollout_id = status.rollout_id
         if after >= len(self.finished[rollout_id]) and not status.is_done and wait_s > 0:
             try:
                 async with asyncio.timeout(wait_s):
@@ -161,14 +181,13 @@ class FakeCoordinator:
         records = tuple(msgspec.Raw(encode(trajectory)) for trajectory in found)
         return EncodedPage(records, after + len(found), self._status(rollout_id))
 
-    async def acknowledge(self, rollout_id: str, cursor: int, reaches: str | None = None) -> None:
-        self._status(rollout_id, reaches)
+    async def acknowledge(self, rollout_id: str, cursor: int, reaches: tuple[str, ...] | None = None) -> None:
+        rollout_id = self._status(rollout_id, reaches).rollout_id
         self.acknowledged[rollout_id] = cursor
 
-    async def cancel(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
-        self._status(rollout_id, reaches)
+    async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
         self.is_cancelled = True
-        return self._status(rollout_id)
+        return self._status(rollout_id, reaches)
 
     async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
         self._raise_next()
@@ -301,10 +320,14 @@ class FakeCoordinator:
     def _records(self, group: RolloutGroup) -> list[Trajectory]:
         return [make_trajectory(group.group_id, i, rollout_id=group.rollout_id) for i in range(group.num_samples)]
 
-    def _status(self, rollout_id: str, reaches: str | None = None) -> RolloutStatus:
-        terms = self.terms.get(rollout_id, RolloutTerms())
-        if rollout_id not in self.groups or reaches not in (None, terms.owner):
+    def _status(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+        for name, owner in possible_ids(rollout_id, reaches):
+            terms = self.terms.get(name, RolloutTerms(owner_of(name)))
+            if name in self.groups and owner in (None, terms.owner):
+                break
+        else:
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
+        rollout_id = name
         num_finished = len(self.finished[rollout_id])
         num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values()) or num_finished
         counts = num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held

@@ -51,7 +51,7 @@ class MemoryStore:
             self.records.setdefault(assignment_id(one.rollout_id, one.group_id, one.sample_index), one)
         return len(self.records) - known
 
-    async def record(self, trajectory: Trajectory, owner: str = "") -> bool:
+    async def record(self, trajectory: Trajectory, owner: str | None = None) -> bool:
         await self._turn()
         if trajectory.rollout_id in self.groups:
             raise Conflict(f"rollout {trajectory.rollout_id} was submitted")

@@ -53,7 +53,7 @@ T = TypeVar("T")
 CALLS = calls_of(WorkerPort) | calls_of(FrontPort)
 EPOCH_S = 1e9
 MAX_TRIES = 400  # of a client's call; what needs more has been forgotten
-OWNER = ""
+OWNER = ("",)
 _PARSER = get_parser("hermes")
 
 

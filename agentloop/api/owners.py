@@ -1,0 +1,60 @@
+"""Users by their names: what is whose, and the ids by which the service tells apart what users call alike.
+
+An id is unique within its owner. Inside the service it stands behind the owner's name, `alice~step-1`, in every
+table, lease and record; a client sees its own part of it. Without users ids are what clients say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_MARK: Final = "~"  # in no id and no name that anybody may give
+
+OWN_ID_PATTERN: Final = r"^([A-Za-z0-9._\-]{1,128}~)?[A-Za-z0-9._\-]{1,128}$"
+"""Ids in a path: a client's own, or a whole one, as the admin reads it in the status."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserLimits:
+    """Bounds of one user over the whole service; None: those of the service alone. `share` weighs its turns."""
+
+    open_calls: int | None = None
+    sessions: int | None = None
+    live_trajectories: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers, rollouts' too
+    share: float = 1.0
+
+
+NO_LIMITS: Final = UserLimits()
+
+
+def own_id(owner: str, given: str) -> str:
+    """Return the service's name for what an owner calls `given`."""
+    return f"{owner}{_MARK}{given}" if owner else given
+
+
+def possible_ids(given: str, reaches: Sequence[str] | None) -> Iterator[tuple[str, str | None]]:
+    """Iterate over what a caller may mean: ids, each with the owner that it must have; None is any owner.
+
+    `reaches` are the caller's names, the present one first; None: all is within reach. Stores of before have plain
+    ids, whose owner was the digest of a key.
+    """
+    if reaches is None:
+        yield given, None
+        return
+    for name in reaches:
+        yield own_id(name, given), name
+    for name in filter(None, reaches):
+        yield given, name
+
+
+def shown_id(own: str) -> str:
+    """Return an id as its owner knows it."""
+    return own.rpartition(_MARK)[2]
+
+
+def owner_of(holder_id: str) -> str:
+    """Return the owner that a rollout's or session's id, or an assignment's or a lease holder's, names; or ""."""
+    return holder_id.removeprefix("/").partition("/")[0].rpartition(_MARK)[0]

@@ -1,0 +1,50 @@
+"""Samples on their way out: their demand on a replica, and the assignment that a worker gets."""
+
+from __future__ import annotations
+
+from agentloop.api import group_key
+from agentloop.capabilities import NO_NEEDS, Needs, needs_of
+from agentloop.scheduling import Demand, Sample
+from agentloop.types import Assignment, Lease, RolloutTask, SamplingParams
+
+_CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
+
+
+def demand(worker_id: str, sample: Sample) -> Demand:
+    """Return what a worker's next sample asks for."""
+    return Demand(
+        holder_id=sample.assignment_id,
+        process_id=worker_id,
+        group_id=group_key(sample.assignment_id),
+        num_prompt_tokens=_num_prompt_tokens(sample.group.task),
+        group_size=sample.group.num_samples,
+        needs=needs_of_task(sample.group.task),
+    )
+
+
+def assignment(sample: Sample, lease: Lease) -> Assignment:
+    """Return a sample with its lease, as it goes to its worker."""
+    name, group = sample.assignment_id, sample.group
+    return Assignment(
+        assignment_id=name,
+        group_id=group.group_id,
+        sample_index=sample.sample_index,
+        task=group.task,
+        lease=lease,
+        attempt=sample.attempt,
+        queue_s=sample.queued_s,
+        rollout_id=name.partition("/")[0],
+        staleness=group.staleness,
+        num_stale_attempts=sample.num_stale_attempts,
+    )
+
+
+def needs_of_task(task: RolloutTask) -> Needs:
+    """Return what every turn of a task needs, as far as it is known before its prompt is rendered."""
+    asked = SamplingParams(1, seed=task.seed)
+    needs = needs_of(asked, _num_prompt_tokens(task), has_images=bool(task.images))
+    return needs if needs.features else NO_NEEDS  # how long the prompt is, is a guess
+
+
+def _num_prompt_tokens(task: RolloutTask) -> int:
+    return sum(len(message.content) for message in task.messages) // _CHARS_PER_TOKEN
