@@ -97,6 +97,12 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class RecordsDamaged(AgentLoopError):
+    """Finished records are damaged on the service's disk: all others were delivered."""
+
+    code, http_status = "records_damaged", 500
+
+
 class CheckpointUnreadable(InvalidRequest):
     code = "checkpoint_unreadable"
 

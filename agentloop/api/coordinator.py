@@ -151,6 +151,8 @@ class RolloutTerms:
     share: float = 1.0
     max_running: int | None = None  # live trajectories at a time; None: as many as there are places
     run_id: str = ""
+    groups_digest: str = ""  # of the work that it was accepted with; the coordinator's own, as is what follows
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class RolloutStatus:
     num_held: int = 0  # of the queued ones: what the run's staleness limit holds back until a commit or a record
     owner: str = ""  # as in its terms
     priority: int = 0
+    num_damaged: int = 0  # of the finished ones: records that a read found damaged on the disk, and did not deliver
 
     @property
     def is_done(self) -> bool:
@@ -438,7 +441,11 @@ class RolloutPort(Protocol):
         """The caller has the records up to `cursor`: they may be deleted. Raises NotFound, Gone."""
 
     async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
-        """End what is queued or running; each gets a CANCELLED record. Raises NotFound."""
+        """End what is queued or running, durably; each gets a CANCELLED record. Raises NotFound."""
+
+    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+        """Run the samples again whose records are damaged on the disk. Raises NotFound, Gone, and Conflict while
+        the rollout runs."""
 
 
 class LeasePort(Protocol):

@@ -215,6 +215,11 @@ class RolloutClient:
         """End what is queued or running; each sample still gets its record. Raises NotFound."""
         return await self._post(f"/rollouts/{rollout_id}/cancel", None, RolloutStatus)
 
+    async def resubmit_damaged(self, rollout_id: str) -> RolloutStatus:
+        """Run the samples of an ended rollout again whose records the service cannot read. Raises NotFound, Gone,
+        and Conflict while it runs."""
+        return await self._post(f"/rollouts/{rollout_id}/resubmit_damaged", None, RolloutStatus)
+
     async def read(self, rollout_id: str, *, after: int = 0, limit: int = 64, wait_s: float = 0.0) -> Page:
         """Finished trajectories after a cursor; waits up to `wait_s` for the first. Raises NotFound."""
         path = f"/rollouts/{rollout_id}/trajectories?after={after}&limit={limit}&wait_s={wait_s:g}"

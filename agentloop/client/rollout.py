@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agentloop.api import Page, RolloutStatus, TaskBody, parse_body
-from agentloop.errors import InvalidRequest, NotFound
+from agentloop.errors import InvalidRequest, NotFound, RecordsDamaged
 from agentloop.types import RolloutTask, Trajectory
 
 _READ_WAIT_S = 20.0  # how long the service holds a read that finds nothing
@@ -29,6 +29,9 @@ class Service(Protocol):
 
     async def cancel(self, rollout_id: str) -> RolloutStatus:
         """End one part."""
+
+    async def resubmit_damaged(self, rollout_id: str) -> RolloutStatus:
+        """Run one part's damaged samples again."""
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> RolloutStatus:
         """Let go of one part's trajectories up to a cursor."""
@@ -47,13 +50,15 @@ class _Part:
     given: int = 0  # the cursor of the last page that was iterated to its end
     num_read: int = 0
     is_over: bool = False
+    num_damaged: int = 0  # records that the service cannot read
 
 
 class Rollout:
     """A submitted rollout. Iterate to get every finished trajectory exactly once, across lost connections.
 
     The iteration ends when all `num_trajectories` have ended; it may be left and taken up again. Large ones are
-    several rollouts to the service: `rollout_ids`.
+    several rollouts to the service: `rollout_ids`. Where records are damaged on the service's disk, the iteration
+    raises RecordsDamaged after all others: `resubmit_damaged` has them run again, and iterated.
     """
 
     def __init__(self, service: Service) -> None:
@@ -78,6 +83,9 @@ class Rollout:
                 for part in self._parts.values():
                     part.given = part.cursor
             yield trajectory
+        if damaged := [part for part in self._parts.values() if part.num_damaged]:
+            told = ", ".join(f"{part.num_damaged} of {part.rollout_id}" for part in damaged)
+            raise RecordsDamaged(f"records cannot be read: {told}; `resubmit_damaged` has them run again")
 
     async def acknowledge(self) -> None:
         """Say that what was iterated so far is kept elsewhere, page by page: the service may delete it."""
@@ -88,6 +96,14 @@ class Rollout:
     async def status(self) -> RolloutStatus:
         """The counts at this moment, under the first of `rollout_ids`."""
         return _sum([await self._service.rollout_status(name) for name in self.rollout_ids])
+
+    async def resubmit_damaged(self) -> RolloutStatus:
+        """Run the samples again whose records are damaged; the next iteration delivers them."""
+        for part in self._parts.values():
+            if part.num_damaged:
+                await self._service.resubmit_damaged(part.rollout_id)
+                part.num_damaged, part.is_over = 0, False
+        return await self.status()
 
     async def cancel(self) -> RolloutStatus:
         """End what is queued or running; iteration then delivers those records too."""
@@ -120,8 +136,9 @@ class Rollout:
         page = await self._service.read(part.rollout_id, after=part.cursor, wait_s=wait_s)
         part.cursor = page.cursor
         part.num_read += len(page.trajectories)
+        part.num_damaged = max(part.num_damaged, page.status.num_damaged)
         self._ready.extend(page.trajectories)
-        # A record that the store cannot read any more is never delivered: an empty page then is the end.
+        # A damaged record is never delivered: an empty page then is the end.
         is_empty_end = page.status.is_done and not page.trajectories
         part.is_over = is_empty_end or part.num_read >= part.num_trajectories
 
@@ -134,6 +151,7 @@ def _sum(statuses: list[RolloutStatus]) -> RolloutStatus:
         num_running=sum(status.num_running for status in statuses),
         num_queued=sum(status.num_queued for status in statuses),
         num_held=sum(status.num_held for status in statuses),
+        num_damaged=sum(status.num_damaged for status in statuses),
     )
 
 

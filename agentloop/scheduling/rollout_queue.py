@@ -440,14 +440,6 @@ class RolloutQueue:
         sample = self._live.get(name)
         return sample is not None and sample.worker_id == worker_id
 
-    def is_repeat(self, rollout_id: str, groups: Sequence[RolloutGroup]) -> bool:
-        """Return true if a live rollout consists of these groups, as far as this process knows it."""
-        rollout = self._rollouts.get(rollout_id)
-        offered = {group.group_id: (group.num_samples, group.keep) for group in groups}
-        return rollout is not None and all(
-            offered.get(group_id) == (group.num_samples, group.keep) for group_id, group in rollout.groups.items()
-        )
-
     def status(self, rollout_id: str) -> RolloutStatus | None:
         """Counts of a live rollout since this process knows it; None if it is unknown or done."""
         rollout = self._rollouts.get(rollout_id)

@@ -6,7 +6,13 @@ from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.retention import RetentionPolicy, Unfinished
 from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
 from agentloop.storage.summary import MIXED, LengthSummary, StaleSummary, Summary, summarize, version_key
-from agentloop.storage.trajectory_store import MAX_COMMIT_BATCH, STORE_NAME, TrajectoryReader, TrajectoryStore
+from agentloop.storage.trajectory_store import (
+    MAX_COMMIT_BATCH,
+    STORE_NAME,
+    TrajectoryReader,
+    TrajectoryStore,
+    groups_digest,
+)
 
 __all__ = [
     "MAX_COMMIT_BATCH",
@@ -24,6 +30,7 @@ __all__ = [
     "TrajectoryStore",
     "Unfinished",
     "Work",
+    "groups_digest",
     "is_full",
     "one_thread",
     "open_database",

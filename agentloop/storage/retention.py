@@ -58,10 +58,15 @@ class Unfinished:
 
 
 def acknowledge(db: sqlite3.Connection, rollout_id: str, cursor: int) -> None:
-    """Note that a trainer has a rollout's records up to a cursor. An earlier cursor changes nothing."""
+    """Note that a trainer has a rollout's records up to a cursor. An earlier cursor changes nothing.
+
+    Only of records that exist now: what is finished later was not read.
+    """
+    newest = "SELECT COALESCE(MAX(seq), 0) FROM trajectories WHERE rollout_id = ?"
     db.execute(
-        "INSERT INTO acknowledged VALUES (?, ?, 0) ON CONFLICT DO UPDATE SET seq = MAX(seq, excluded.seq)",
-        (rollout_id, cursor),
+        f"INSERT INTO acknowledged VALUES (?, MIN(?, ({newest})), 0)"
+        " ON CONFLICT DO UPDATE SET seq = MAX(seq, excluded.seq)",
+        (rollout_id, cursor, rollout_id),
     )
 
 

@@ -11,6 +11,7 @@ and handed on as these bytes.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -75,12 +76,23 @@ _COUNT_GROUPS = "SELECT COALESCE(SUM(num_samples), 0) FROM groups WHERE rollout_
 _COUNT_RECORDS = "SELECT COUNT(*) FROM trajectories WHERE rollout_id = ?"
 _ADD_ROLLOUT = "INSERT OR IGNORE INTO rollouts VALUES (?)"
 _ADD_TERMS = "INSERT OR IGNORE INTO rollout_terms VALUES (?, ?, ?)"
+_ROWS_AFTER = (
+    "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
+    f" WHERE rollout_id = ? AND seq > ? AND {retention.HAS_VALUE} ORDER BY seq"
+)
+_SET_TERMS = "INSERT OR REPLACE INTO rollout_terms VALUES (?, ?, ?)"
 _ADD_GROUP = "INSERT OR IGNORE INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
 _SAVE_STATE = "INSERT OR REPLACE INTO service_state VALUES (?, ?, ?)"
 _EPOCH = "epoch"  # the number of coordinators that this store has had
 _ADD_RECORD = (
     "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
 )
+
+
+def groups_digest(groups: Sequence[RolloutGroup]) -> str:
+    """Return the SHA-256 of a submission's work, in hex: equal for the same groups in whatever order."""
+    encoded = (codec.encode(dataclasses.replace(group, rollout_id="")) for group in groups)
+    return hashlib.sha256(b"".join(sorted(encoded))).hexdigest()
 
 
 class TrajectoryReader:
@@ -141,6 +153,7 @@ class TrajectoryStore:
         db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
+        self._damaged: dict[str, set[int]] = {}  # rows found so, by rollout
         self._epoch: int | None = None
         self._successor: int | None = None
         self._writer = BatchWriter(
@@ -173,13 +186,14 @@ class TrajectoryStore:
         Raises Conflict for a rollout of recorded sessions, and StorageFull.
         """
         self._room.check()
+        digest = groups_digest(groups)
 
         def work(db: sqlite3.Connection) -> None:
             if _holds_sessions(db, rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
             owned = [dataclasses.replace(group, rollout_id=rollout_id) for group in groups]
             db.execute(_ADD_ROLLOUT, (rollout_id,))
-            db.execute(_ADD_TERMS, (rollout_id, *packed(terms)))
+            db.execute(_ADD_TERMS, (rollout_id, *packed(dataclasses.replace(terms, groups_digest=digest))))
             db.executemany(
                 _ADD_GROUP, [(rollout_id, group.group_id, group.num_samples, *packed(group)) for group in owned]
             )
@@ -249,6 +263,31 @@ class TrajectoryStore:
         """Return the terms that a rollout was accepted on; the default ones for an unknown rollout."""
         return await self._writer.run(lambda db: self._terms(db, rollout_id))
 
+    async def cancel(self, rollout_id: str) -> None:
+        """Note that a rollout was cancelled: what it still owes are CANCELLED records."""
+
+        def work(db: sqlite3.Connection) -> None:
+            terms = dataclasses.replace(self._terms(db, rollout_id), is_cancelled=True)
+            db.execute(_SET_TERMS, (rollout_id, *packed(terms)))
+
+        await self._writer.run(work)
+
+    async def check_owner(self) -> None:
+        """Raises ServiceUnavailable once another owner has taken the store over."""
+        await self._writer.run(lambda db: None)
+
+    async def has_record(self, trajectory: Trajectory) -> bool:
+        """Tell if there is a record of a trajectory's sample, also a deleted one. Raises NotFound, Gone, of its
+        rollout."""
+        place = (trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+
+        def work(db: sqlite3.Connection) -> bool:
+            _counts(db, trajectory.rollout_id)
+            statement = "SELECT 1 FROM trajectories WHERE rollout_id = ? AND group_id = ? AND sample_index = ?"
+            return db.execute(statement, place).fetchone() is not None
+
+        return await self._writer.run(work)
+
     async def holds_sessions(self, rollout_id: str) -> bool:
         """Return whether a rollout consists of recorded sessions."""
         return await self._writer.run(lambda db: _holds_sessions(db, rollout_id))
@@ -259,8 +298,18 @@ class TrajectoryStore:
         A record is the bytes that were stored, their checksum good: pass them on, or `codec.decode(record,
         Trajectory)`. Corrupt rows are passed over, so an empty answer means that there is nothing more.
         """
-        checked = partial(self._rows.data, "trajectories")
-        return await self._writer.run(lambda db: _read(db, rollout_id, after, limit, checked))
+        damaged: set[int] = set()
+
+        def checked(seq: int, data: bytes, crc: int) -> bytes | None:
+            good = self._rows.data("trajectories", seq, data, crc)
+            if good is None:
+                damaged.add(seq)
+            return good
+
+        rows = await self._writer.run(lambda db: _read(db, rollout_id, after, limit, checked))
+        if damaged:
+            self._damaged.setdefault(rollout_id, set()).update(damaged)
+        return rows
 
     async def counts(self, rollout_id: str) -> tuple[int, int]:
         """Return (accepted, finished) in trajectories.
@@ -296,19 +345,43 @@ class TrajectoryStore:
 
         return await self._writer.run(lambda db: retention.trim(db, policy, now, unfinished), forget)
 
-    async def unfinished(self) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
-        """Return the groups that lack records, in order of acceptance, with the samples each still owes."""
+    def num_damaged(self, rollout_id: str) -> int:
+        """Count the records of a rollout that were found damaged so far, when they were read."""
+        return len(self._damaged.get(rollout_id, ()))
+
+    async def drop_damaged(self, rollout_id: str) -> int:
+        """Delete a rollout's damaged records, so that their samples are unfinished again. Returns how many."""
+
+        def work(db: sqlite3.Connection) -> int:
+            rows = db.execute(_ROWS_AFTER, (rollout_id, 0)).fetchall()
+            damaged = [(seq,) for seq, *stored in rows if self._rows.data("trajectories", seq, *stored) is None]
+            db.executemany("DELETE FROM trajectories WHERE seq = ?", damaged)
+            return len(damaged)
+
+        def forget() -> None:
+            self._settled.pop(rollout_id, None)
+            self._damaged.pop(rollout_id, None)
+
+        return await self._writer.run(work, forget)
+
+    async def unfinished(self, rollout_id: str | None = None) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
+        """Return the groups that lack records, in order of acceptance, with the samples each still owes.
+
+        Of one rollout, or of all.
+        """
+        of_one = "" if rollout_id is None else " WHERE rollout_id = ?"
+        names = () if rollout_id is None else (rollout_id,)
 
         def work(db: sqlite3.Connection) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
             done: dict[tuple[str, str], set[int]] = {}
             for rollout_id, group_id, sample in db.execute(
-                "SELECT rollout_id, group_id, sample_index FROM trajectories"
+                f"SELECT rollout_id, group_id, sample_index FROM trajectories{of_one}", names
             ):
                 done.setdefault((rollout_id, group_id), set()).add(sample)
             owed = []
             columns = "rollout_id, group_id, num_samples, seq, CAST(value AS BLOB), crc"
             for rollout_id, group_id, num_samples, *stored in db.execute(
-                f"SELECT {columns} FROM groups ORDER BY seq"
+                f"SELECT {columns} FROM groups{of_one} ORDER BY seq", names
             ):
                 finished = done.get((rollout_id, group_id), set())
                 missing = tuple(sample for sample in range(num_samples) if sample not in finished)
@@ -400,11 +473,7 @@ def _read(
     db: sqlite3.Connection, rollout_id: str, after: int, limit: int, checked: Callable[[int, bytes, int], T | None]
 ) -> list[tuple[int, T]]:
     """Return the first `limit` rows after a cursor of which `checked` (seq, data, crc) makes something."""
-    rows = db.execute(
-        "SELECT seq, CAST(value AS BLOB), crc FROM trajectories"
-        f" WHERE rollout_id = ? AND seq > ? AND {retention.HAS_VALUE} ORDER BY seq",
-        (rollout_id, after),
-    )
+    rows = db.execute(_ROWS_AFTER, (rollout_id, after))
     found: list[tuple[int, T]] = []
     while len(found) < limit and (row := rows.fetchone()) is not None:
         value = checked(*row)

@@ -393,13 +393,6 @@ def test_give_back():
     assert queue.take("v", 1, 0.0)[0].attempt == 1
 
 
-def test_repeats_are_known():
-    queue = queue_of(1, 2)
-    assert queue.is_repeat("r", [group("g0", 1), group("g1", 2)])
-    assert not queue.is_repeat("r", [group("g0", 1), group("g1", 3)])
-    assert not queue.is_repeat("other", [group("g0", 1)])
-
-
 # --- staleness --------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ from agentloop.scheduling import (
     Sample,
 )
 from agentloop.score import ended
-from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished
+from agentloop.storage import MAX_COMMIT_BATCH, TrajectoryStore, Unfinished, groups_digest
 from agentloop.types import (
     FAILURES,
     Assignment,
@@ -140,25 +140,31 @@ class Rollouts:
         for group, sample_indexes in await self._store.unfinished():
             by_rollout.setdefault(group.rollout_id, []).append((group, sample_indexes))
         for rollout_id, work in by_rollout.items():
-            _, num_finished = await self._store.counts(rollout_id)
-            limit = work[0][0].staleness
-            is_counted = limit is not None and limit.trajectories_per_version is not None
-            keeps = any(group.keep is not None for group, _ in work)
-            stored = await self._stored(rollout_id) if is_counted or keeps else _StoredCounts()
-            terms = await self._store.terms(rollout_id)
-            self.queue.restore(
-                rollout_id,
-                work,
-                now,
-                num_finished,
-                stored.num_trained if is_counted else 0,
-                stored.first_version if is_counted else None,
-                terms=terms,
-                num_complete=stored.num_complete,
-            )
+            await self._restore(rollout_id, work, now)
         if by_rollout:
             self._grace_until = now + self._config.restart_grace_s
             self._log.info("work_restored", num_rollouts=len(by_rollout), num_queued=self.queue.num_queued)
+
+    async def _restore(self, rollout_id: str, work: list[tuple[RolloutGroup, tuple[int, ...]]], now: float) -> None:
+        """Queue a rollout's unfinished samples, beside the counts of its stored records."""
+        _, num_finished = await self._store.counts(rollout_id)
+        limit = work[0][0].staleness
+        is_counted = limit is not None and limit.trajectories_per_version is not None
+        keeps = any(group.keep is not None for group, _ in work)
+        stored = await self._stored(rollout_id) if is_counted or keeps else _StoredCounts()
+        terms = await self._store.terms(rollout_id)
+        self.queue.restore(
+            rollout_id,
+            work,
+            now,
+            num_finished,
+            stored.num_trained if is_counted else 0,
+            stored.first_version if is_counted else None,
+            terms=terms,
+            num_complete=stored.num_complete,
+        )
+        if terms.is_cancelled:
+            self.queue.cancel(rollout_id)
 
     # --- workers ---
 
@@ -178,6 +184,10 @@ class Rollouts:
         self._lost(self.queue.report(worker_id, report.running, now, report.num_sampled))
         deadline_at = deadline_after(wait_s, self._config.worker_timeout_s / 2)
         while True:
+            if self.queue.num_queued and not self.is_draining:
+                await self._store.check_owner()  # what was taken over hands out nothing that its successor may
+                if poll.number != number:
+                    return Orders()
             start = self._assign(worker_id, self._at_once(report.num_free))
             if start or self.queue.has_new_cancels(worker_id):
                 break
@@ -218,7 +228,8 @@ class Rollouts:
     async def _finish(self, worker_id: str, name: str, trajectory: Trajectory) -> bool:
         if not self.queue.is_live(name):
             with suppress(Gone):  # it was stored, and is deleted
-                await self._store.counts(trajectory.rollout_id)  # raises NotFound; else it is a repeat, and stored
+                if not await self._store.has_record(trajectory):
+                    raise InvalidRequest(f"{name} was never accepted", param="sample_index")
             return True
         if _is_dropped(trajectory):
             if self.queue.drop_stale(worker_id, name, trajectory.attempt):
@@ -324,12 +335,9 @@ class Rollouts:
             is_live = self.queue.status(rollout_id) is not None
             if not is_live and await self._store.holds_sessions(rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
-            is_own = known.owner == terms.owner
-            if (
-                is_own
-                and known.num_accepted == num_new
-                and (not is_live or self.queue.is_repeat(rollout_id, groups))
-            ):
+            accepted = (await self._store.terms(rollout_id)).groups_digest  # none in a store of before
+            is_same = accepted == groups_digest(groups) if accepted else known.num_accepted == num_new
+            if is_same and known.owner == terms.owner:
                 return known  # the same submission again: its answer was lost
             raise Conflict(f"rollout {rollout_id} exists with other work", param="rollout_id")
         try:
@@ -371,6 +379,7 @@ class Rollouts:
             event = self._readers.setdefault(rollout_id, asyncio.Event()) if is_live else None
             status = await self._by_id(rollout_id)
             rows = await self._store.read(rollout_id, after, limit)
+            status = replace(status, num_damaged=self._store.num_damaged(rollout_id))  # that the read has met too
             if rows or event is None or not await is_set_by(event, deadline_at):
                 cursor = rows[-1][0] if rows else after
                 return EncodedPage(tuple(msgspec.Raw(record) for _, record in rows), cursor, status)
@@ -385,9 +394,23 @@ class Rollouts:
         rollout_id = (await self._status(rollout_id, reaches)).rollout_id
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
+        await self._store.cancel(rollout_id)  # before the answer: the next coordinator goes on with it
         await self.write_owed()
         num_dropped, num_running = len(cancellation.dropped), len(cancellation.running)
         self._log.info("rollout_cancelled", rollout=rollout_id, num_queued=num_dropped, num_running=num_running)
+        return await self._by_id(rollout_id)
+
+    @to_its_end
+    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = (await self._status(rollout_id, reaches)).rollout_id
+        async with self._submitting.of(rollout_id):
+            if self.queue.status(rollout_id) is not None:
+                raise Conflict(f"rollout {rollout_id} runs: resubmit when it has ended", param="rollout_id")
+            num_dropped = await self._store.drop_damaged(rollout_id)
+            if num_dropped:
+                await self._restore(rollout_id, await self._store.unfinished(rollout_id), self._clock.now())
+                self._changed.notify()
+                self._log.warning("damaged_records_run_again", rollout=rollout_id, num_records=num_dropped)
         return await self._by_id(rollout_id)
 
     # --- leases of trajectories and sessions ---
@@ -551,7 +574,8 @@ class Rollouts:
             status = RolloutStatus(
                 rollout_id, num_accepted, num_finished, 0, 0, owner=terms.owner, priority=terms.priority
             )
-        return status
+        num_damaged = self._store.num_damaged(rollout_id)
+        return replace(status, num_damaged=num_damaged) if num_damaged else status
 
 
 def _is_dropped(trajectory: Trajectory) -> bool:

@@ -165,6 +165,7 @@ class RolloutRoutes:
         _add(router, "GET", f"{rollout}/trajectories", self.trajectories, Page)
         _add(router, "POST", f"{rollout}/acknowledge", self.acknowledge, RolloutStatus, takes(AcknowledgeBody))
         _add(router, "POST", f"{rollout}/cancel", self.cancel, RolloutStatus)
+        _add(router, "POST", f"{rollout}/resubmit_damaged", self.resubmit_damaged, RolloutStatus)
         _add(router, "GET", "/status", self.status, ServiceStatus)
         return router
 
@@ -257,6 +258,13 @@ class RolloutRoutes:
     async def cancel(self, request: Request, rollout_id: RolloutId) -> Response:
         """End what is queued or running; each sample gets its record."""
         status = await self._reached(request, lambda reaches: self._coordinator.cancel(rollout_id, reaches))
+        return _status_response(rollout_id, status)
+
+    async def resubmit_damaged(self, request: Request, rollout_id: RolloutId) -> Response:
+        """Run the samples again whose records cannot be read any more; the rollout has ended."""
+        status = await self._reached(
+            request, lambda reaches: self._coordinator.resubmit_damaged(rollout_id, reaches)
+        )
         return _status_response(rollout_id, status)
 
     def _tasks(self, body: SubmitBody) -> list[RolloutTask]:

@@ -689,3 +689,72 @@ async def test_what_a_trainer_acknowledges_is_deleted_beside_the_work(site, coor
     with pytest.raises(Gone):
         await coordinator.rollouts.submit("r", (make_group("g", 4),))
     assert await coordinator.rollouts.finish("w", record(assignments[3]))
+
+
+@service("a")
+async def test_a_known_id_with_other_work_is_refused_live_or_done(site, coordinator):
+    """B1: a trainer that named its step again trained on the old records, silently."""
+    rollouts = coordinator.rollouts
+    work, other = (make_group("g0", 1), make_group("g1", 2)), (make_group("g0", 2), make_group("g1", 1))
+    task = replace(work[0], task=replace(work[0].task, reference="another answer"))
+    await rollouts.submit("r", work)
+    for is_done in (False, True):
+        if is_done:
+            for assignment in (await rollouts.take(report(), 1.0)).start:
+                await rollouts.finish("w", record(assignment))
+        assert (await rollouts.submit("r", work)).is_done == is_done
+        assert (await rollouts.submit("r", work[::-1])).num_accepted == 3
+        for changed in (other, (task, work[1]), (replace(work[0], keep=1), work[1])):
+            with pytest.raises(Conflict, match="other work"):
+                await rollouts.submit("r", changed)
+
+
+@service("a", config=replace(CONFIG, retention=RetentionPolicy(deletes_acknowledged=True)))
+async def test_an_acknowledged_cursor_is_of_what_exists(site, coordinator):
+    """B1: a cursor beyond the newest record deleted what finished later, unread."""
+    await coordinator.rollouts.submit("r", (make_group("g", 2),))
+    first, second = (await coordinator.rollouts.take(report(), 1.0)).start
+    await coordinator.rollouts.finish("w", record(first))
+    await coordinator.rollouts.acknowledge("r", 2**60)
+    await coordinator.rollouts.finish("w", record(second))
+    await site.clock.sleep(2 * CONFIG.retention_interval_s)
+    page = await read_page(coordinator, "r", 0, 10, 0.0)
+    assert [one.sample_index for one in page.trajectories] == [1]
+
+
+@service("a")
+async def test_a_record_of_a_sample_that_does_not_exist_is_refused(site, coordinator):
+    """B8"""
+    await coordinator.rollouts.submit("r", (make_group("g", 1),))
+    (assignment,) = (await coordinator.rollouts.take(report(), 1.0)).start
+    trajectory = record(assignment)
+    for changed in (replace(trajectory, sample_index=1), replace(trajectory, group_id="other")):
+        with pytest.raises(InvalidRequest, match="never accepted"):
+            await coordinator.rollouts.finish("w", changed)
+    assert await coordinator.rollouts.finish("w", trajectory)
+    assert await coordinator.rollouts.finish("w", trajectory)
+
+
+@service("a")
+async def test_damaged_records_are_told_and_run_again_by_a_word(site, coordinator):
+    """B7: a rollout was done in silence, with records that nobody could read."""
+    rollouts = coordinator.rollouts
+    await rollouts.submit("r", (make_group("g", 3),))
+    assignments = (await rollouts.take(report(), 1.0)).start
+    for assignment in assignments[:2]:
+        await rollouts.finish("w", record(assignment))
+    with sqlite3.connect(site.path / "trajectories.sqlite") as db:
+        db.execute("UPDATE trajectories SET crc = crc + 1 WHERE sample_index = 0")
+    page = await read_page(coordinator, "r", 0, 10, 0.0)
+    assert ([one.sample_index for one in page.trajectories], page.status.num_damaged) == ([1], 1)
+    with pytest.raises(Conflict, match="when it has ended"):
+        await rollouts.resubmit_damaged("r")
+    await rollouts.finish("w", record(assignments[2]))
+    status = await rollouts.resubmit_damaged("r")
+    assert (status.num_queued, status.num_finished, status.num_damaged) == (1, 2, 0)
+    (again,) = (await rollouts.take(report(), 1.0)).start
+    assert again.assignment_id == "r/g/0"
+    await rollouts.finish("w", record(again))
+    after = await read_page(coordinator, "r", page.cursor, 10, 0.0)
+    assert ([one.sample_index for one in after.trajectories], after.status.is_done) == ([2, 0], True)
+    assert await rollouts.resubmit_damaged("r") == after.status

@@ -1,5 +1,6 @@
 """Orders that hold over a restart of the coordinator: real store, fake engines, virtual time."""
 
+import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,9 @@ from agentloop.api import HeldLease, LeaseReport, TurnBegun, session_holder
 from agentloop.engine import ALL_MEMORY, MemoryTag
 from agentloop.errors import ServiceUnavailable
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop.types import Lease, PauseMode
+from agentloop.types import Lease, PauseMode, StopReason
 from tests.support.engine.engines import SLEEPER
-from tests.support.fleet.service import CONFIG, Inline, record, report, service
+from tests.support.fleet.service import CONFIG, Inline, read_page, record, report, service
 from tests.support.records.samples import make_group
 
 
@@ -187,3 +188,51 @@ async def test_a_lease_that_nobody_says_to_hold_ends(site, coordinator):
         await site.clock.sleep(1.0)
     balancer = coordinator.replicas.balancer
     assert (balancer.lease_of(session_holder("s")), balancer.lease_of(session_holder("t"))) == (None, heard)
+
+
+@service("a")
+async def test_a_cancel_holds_over_a_restart(site, coordinator):
+    """B1: the records of a cancelled rollout were refused by the next coordinator, and all began anew."""
+    await coordinator.rollouts.submit("r", (make_group("g", 4),))
+    running = (await coordinator.rollouts.take(report(num_free=2), 1.0)).start
+    site.store.is_broken = True  # the records of what was queued are still owed when the coordinator dies
+    with pytest.raises(sqlite3.OperationalError):
+        await coordinator.rollouts.cancel("r")
+    site.store.is_broken = False
+    coordinator, _ = await restart(site)
+    for assignment in running:
+        ended = replace(record(assignment), stop_reason=StopReason.CANCELLED, is_complete=False, paths=())
+        await coordinator.rollouts.finish("w", ended)
+    await site.clock.sleep(CONFIG.restart_grace_s)
+    status = await coordinator.rollouts.submit("r", (make_group("g", 4),))
+    assert (status.num_finished, status.is_done) == (4, True)
+    assert (await coordinator.rollouts.take(report(), 1.0)).start == ()
+
+
+@service("a")
+async def test_what_a_cancel_left_unwritten_is_written_by_the_next_coordinator(site, coordinator):
+    await coordinator.rollouts.submit("r", (make_group("g", 3),))
+    await site.store.cancel("r")  # and then it was killed
+    coordinator, _ = await restart(site)
+    await site.clock.sleep(CONFIG.heartbeat_interval_s + CONFIG.restart_grace_s)
+    page = await read_page(coordinator, "r", 0, 10, 0.0)
+    assert [one.stop_reason for one in page.trajectories] == [StopReason.CANCELLED] * 3
+
+
+@service("a")
+async def test_a_coordinator_whose_run_was_taken_over_hands_out_nothing(site, coordinator):
+    """B6: it found out only with its next write."""
+    await site.store.take_over()
+    await coordinator.rollouts.submit("r", (make_group("g", 4),))
+    other = TrajectoryStore(site.path / "trajectories.sqlite", Inline())
+    await other.take_over()
+    await other.close()
+    with pytest.raises(ServiceUnavailable, match="another coordinator"):
+        await coordinator.rollouts.take(report(), 1.0)
+    assert coordinator.rollouts.queue.num_queued == 4
+    site.heartbeats.cancel()
+    await coordinator.close()
+    coordinator = await site.start()
+    await site.join("a")
+    await site.clock.sleep(CONFIG.restart_grace_s)
+    assert len((await coordinator.rollouts.take(report(), 1.0)).start) == 4

@@ -327,6 +327,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/trajectories",
         "/rollouts/{rollout_id}/acknowledge",
         "/rollouts/{rollout_id}/cancel",
+        "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
         "/admin/pause",
         "/admin/resume",

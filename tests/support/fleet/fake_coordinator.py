@@ -84,6 +84,7 @@ class FakeCoordinator:
         self.is_cancelled = False
         self.num_queue_groups = 1_000_000
         self.num_held = 0
+        self.damaged: dict[str, list[Trajectory]] = {}  # finished, and not to be read
         self.next_errors: list[Exception] = []
         self.update_error: AgentLoopError | None = None
         self._changed = asyncio.Event()
@@ -187,6 +188,11 @@ class FakeCoordinator:
 
     async def cancel(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
         self.is_cancelled = True
+        return self._status(rollout_id, reaches)
+
+    async def resubmit_damaged(self, rollout_id: str, reaches: tuple[str, ...] | None = None) -> RolloutStatus:
+        rollout_id = self._status(rollout_id, reaches).rollout_id
+        self.finished[rollout_id] += self.damaged.pop(rollout_id, [])
         return self._status(rollout_id, reaches)
 
     async def lease(self, session_id: str, num_tokens: int, process_id: str, needs: Needs = NO_NEEDS) -> Lease:
@@ -328,10 +334,11 @@ class FakeCoordinator:
         else:
             raise NotFound(f"unknown rollout {rollout_id!r}", param="rollout_id")
         rollout_id = name
-        num_finished = len(self.finished[rollout_id])
+        num_damaged = len(self.damaged.get(rollout_id, ()))
+        num_finished = len(self.finished[rollout_id]) + num_damaged
         num_accepted = sum(group.num_samples for group in self.groups[rollout_id].values()) or num_finished
         counts = num_accepted, num_finished, 0, num_accepted - num_finished, self.num_held
-        return RolloutStatus(rollout_id, *counts, owner=terms.owner, priority=terms.priority)
+        return RolloutStatus(rollout_id, *counts, terms.owner, terms.priority, num_damaged)
 
     def _wake(self) -> None:
         self._changed.set()

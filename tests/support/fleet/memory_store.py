@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from agentloop import codec
 from agentloop.api import RolloutTerms, assignment_id
 from agentloop.errors import Conflict, NotFound
+from agentloop.storage.trajectory_store import groups_digest
 from agentloop.types import RolloutGroup, Trajectory
 
 T = TypeVar("T")
@@ -35,7 +37,22 @@ class MemoryStore:
     ) -> None:
         await self._turn()
         self.groups[rollout_id] = list(groups)
-        self.rollout_terms[rollout_id] = terms
+        self.rollout_terms[rollout_id] = replace(terms, groups_digest=groups_digest(groups))
+
+    async def cancel(self, rollout_id: str) -> None:
+        await self._disk()
+        self.rollout_terms[rollout_id] = replace(self.rollout_terms[rollout_id], is_cancelled=True)
+
+    async def check_owner(self) -> None:
+        await self._turn()
+
+    def num_damaged(self, rollout_id: str) -> int:
+        return 0
+
+    async def has_record(self, trajectory: Trajectory) -> bool:
+        await self.counts(trajectory.rollout_id)
+        name = assignment_id(trajectory.rollout_id, trajectory.group_id, trajectory.sample_index)
+        return name in self.records
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
         await self._turn()
