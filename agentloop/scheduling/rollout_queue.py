@@ -44,7 +44,7 @@ from agentloop.scheduling.samples import (
     Silence,
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
-from agentloop.scheduling.suspects import Suspects, accuse, is_trial
+from agentloop.scheduling.suspects import Suspects, is_trial
 from agentloop.types import RolloutGroup, StopReason
 
 _MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
@@ -274,11 +274,15 @@ class RolloutQueue:
         """Tell if a worker with so many tokens has more of a sample than who holds it now."""
         return sample.worker_id == COORDINATOR or num_sampled > sample.num_sampled
 
-    def worker_lost(self, worker_id: str, now: float) -> tuple[str, ...]:
-        """A worker is silent: what it ran is suspect and queued again, or owed a record. Returns the ids it ran."""
+    def worker_lost(self, worker_id: str, now: float, alive_at: float | None = None) -> tuple[str, ...]:
+        """A worker is silent: what it ran is suspect and queued again, or owed a record. Returns the ids it ran.
+
+        `alive_at` is the last sign of its life; None: it died this moment.
+        """
         worker = self._workers.pop(worker_id, None)
         lost = list(worker.running.values()) if worker is not None else []
-        accuse(lost, now)
+        for sample in self._suspects.accuse(lost, now, now if alive_at is None else alive_at):
+            self._order.add_again(sample)
         for sample in lost:
             sample.silent[worker_id] = Silence(
                 sample.attempt, sample.begun_at, num_deaths=min(1, sample.num_deaths)

@@ -68,6 +68,7 @@ class Sample:
     num_deaths: int = 0  # of workers in a row for which it is suspect; of the last one:
     outlived_s: float = 0.0  # how long it had run then
     trial_size: int = 1  # how many are tried together
+    suspect_since: int = 0  # the number of the first of these deaths
     is_only_suspect: bool = False
     silent: dict[str, Silence] = field(default_factory=dict)  # workers given up for lost
     num_sampled: int = 0  # tokens, as its worker last reported

@@ -1,11 +1,15 @@
 """Suspects: samples that ran when their worker died, until they have proved that it was not their doing.
 
 One of them may have killed it, and would kill the next worker that runs it. So they are tried in shares of those
-that shared the death, `NUM_TRIALS` shares of each, on a worker that has nothing else; what dies again is suspect
-among fewer, until one is left. That one is given up after its attempts, and nothing is given up for the deaths of
-others. A suspect that runs longer than it had when its worker died has outlived that death. A trial may end sooner,
-after `TRIAL_S`, four times as much with each further death: hours of work wait for no proof. A suspect that found
-no worker for itself for `TRIAL_WAIT_S` is tried beside other work.
+that shared the death, `NUM_TRIALS` shares of each, on a worker that has nothing else, the ones that had run for the
+shortest time first. What dies again is suspect among fewer, until one is left; the others of that death are suspect
+no more. The last one is given up after its attempts, and nothing is given up for the deaths of others. A suspect
+that runs longer than it had when its worker died has outlived that death. A trial may end sooner, after `TRIAL_S`:
+hours of work wait for no proof. A suspect that found no worker for itself for `TRIAL_WAIT_S` is tried beside other
+work. Both are four times as long after each further death.
+
+A death lies between the last sign of its worker's life and the moment that it was noticed: a sample had outlived an
+earlier death if it was seen alive for longer, and has to live for as long as it may have lived.
 
 Ownership: those of the queue's samples that are queued here. Synchronous; time is passed in.
 """
@@ -29,6 +33,7 @@ class Suspects:
     def __init__(self) -> None:
         self._by_size: dict[int, OrderedDict[str, Sample]] = {}  # size of a trial -> who waits for one
         self._since: dict[str, float] = {}  # when they came
+        self._num_deaths = 0
 
     def __iter__(self) -> Iterator[Sample]:
         for waiting in self._by_size.values():
@@ -54,19 +59,50 @@ class Suspects:
         if not self._since or num_free <= 0:
             return []
         tried = [sample for sample in running if is_tried(sample, now)]
-        since = now if all(sample.num_deaths for sample in running) else now - TRIAL_WAIT_S
+        is_apart = all(sample.num_deaths for sample in running)
         bound = min((sample.trial_size for sample in tried), default=max(self._by_size))
         taken: list[Sample] = []
         for size in sorted(self._by_size):
             bound = min(bound, size) if not taken else bound
-            for name, sample in self._by_size[size].items():
-                if len(taken) == num_free or len(tried) + len(taken) >= bound or self._since[name] > since:
+            for sample in sorted(self._by_size[size].values(), key=lambda one: one.outlived_s):
+                if len(taken) == num_free or len(tried) + len(taken) >= bound:
                     break
-                if begin(sample):
+                waited_s = now - self._since[sample.assignment_id]
+                if (is_apart or waited_s >= TRIAL_WAIT_S * _patience(sample)) and begin(sample):
                     taken.append(sample)
         for sample in taken:
             self.discard(sample)
         return taken
+
+    def accuse(self, running: Collection[Sample], now: float, alive_at: float) -> list[Sample]:
+        """Note a worker's death in those that ran there. Returns queued samples that are suspect no more.
+
+        Suspects of an earlier death, and what was never suspect, each are accused among their like. What had
+        outlived its last death is not accused beside them. The others of an earlier death whose suspects die again
+        were not its cause.
+        """
+        again = [sample for sample in running if has_not_outlived(sample, alive_at)]
+        first = [sample for sample in running if sample.num_deaths == 0]
+        outlived = [sample for sample in running if sample.num_deaths and not has_not_outlived(sample, alive_at)]
+        for sample in outlived:
+            sample.num_deaths = 0
+        if not again and not first:
+            first = outlived
+        self._num_deaths += 1
+        for accused, least in ((again, 1), (first, MIN_FIRST_TRIAL)):
+            for sample in accused:
+                sample.num_deaths += 1
+                sample.outlived_s = now - sample.begun_at
+                sample.trial_size = max(least, len(accused) // NUM_TRIALS)
+                sample.is_only_suspect = len(again) + len(first) == 1
+        settled = {sample.suspect_since for sample in again}
+        cleared = [one for one in self if one.num_deaths == 1 and one.suspect_since in settled]
+        for sample in cleared:
+            self.discard(sample)
+            sample.num_deaths = 0
+        for sample in first:
+            sample.suspect_since = self._num_deaths
+        return cleared
 
 
 def is_trial(running: Collection[Sample], now: float) -> bool:
@@ -76,31 +112,13 @@ def is_trial(running: Collection[Sample], now: float) -> bool:
 
 def is_tried(sample: Sample, now: float) -> bool:
     """Tell if a running suspect is on trial yet."""
-    longest_s = TRIAL_S * 4.0 ** (sample.num_deaths - 1)
-    return has_not_outlived(sample, now) and now - sample.begun_at <= longest_s
+    return has_not_outlived(sample, now) and now - sample.begun_at <= TRIAL_S * _patience(sample)
 
 
-def has_not_outlived(sample: Sample, now: float) -> bool:
+def _patience(sample: Sample) -> float:
+    return 4.0 ** (sample.num_deaths - 1)
+
+
+def has_not_outlived(sample: Sample, at: float) -> bool:
     """Tell if a sample has run for no longer, since it was begun, than it had when its last worker died."""
-    return sample.num_deaths > 0 and now - sample.begun_at <= sample.outlived_s
-
-
-def accuse(running: Collection[Sample], now: float) -> None:
-    """Note a worker's death in those that ran there.
-
-    Suspects of an earlier death, and what was never suspect, each are accused among their like. What had outlived
-    its last death is not accused beside them.
-    """
-    again = [sample for sample in running if has_not_outlived(sample, now)]
-    first = [sample for sample in running if sample.num_deaths == 0]
-    outlived = [sample for sample in running if sample.num_deaths and not has_not_outlived(sample, now)]
-    for sample in outlived:
-        sample.num_deaths = 0
-    if not again and not first:
-        first = outlived
-    for accused, least in ((again, 1), (first, MIN_FIRST_TRIAL)):
-        for sample in accused:
-            sample.num_deaths += 1
-            sample.outlived_s = now - sample.begun_at
-            sample.trial_size = max(least, -(-len(accused) // NUM_TRIALS))
-            sample.is_only_suspect = len(again) + len(first) == 1
+    return sample.num_deaths > 0 and at - sample.begun_at <= sample.outlived_s

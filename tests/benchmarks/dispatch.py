@@ -3,8 +3,9 @@ costs that kills its worker.
 
     python tests/benchmarks/dispatch.py
 
-Durations are log-normal. A worker asks whenever a place of it becomes free. One that died is noticed after
-`NOTICED_S` and another stands in its place after `RESTART_S`.
+Durations are log-normal. A worker asks whenever a place of it becomes free. One that died was heard of last at most
+`HEARD_S` before, is noticed after a time within `noticed_s`, and another stands in its place after `RESTART_S`. Of
+`num_accidents` deaths no task is the cause.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 from agentloop.scheduling import RolloutQueue
@@ -20,7 +22,10 @@ from agentloop.types import Message, RolloutGroup, RolloutTask, StopReason
 CAPACITY = 256
 MEDIAN_S, SIGMA = 60.0, 1.0
 POISON_S = 20.0  # into its run a poison task kills its worker
-NOTICED_S, RESTART_S = 15.0, 30.0
+HEARD_S, RESTART_S = 2.0, 30.0
+NOTICED_S = 15.0, 15.0
+LATE_S = 0.0, 30.0  # of a host that falls silent
+ACCIDENT_EVERY_S = 100.0
 
 
 @dataclass
@@ -33,6 +38,7 @@ class Outcome:
     num_innocents_failed: int = 0
     num_poisons_failed: int = 0
     num_deaths: int = 0
+    kills: Counter[str] = field(default_factory=Counter)  # by each poison task
 
 
 @dataclass
@@ -40,6 +46,8 @@ class _Simulation:
     queue: RolloutQueue
     num_workers: int
     poisons: frozenset[str]
+    num_accidents: int
+    noticed_s: tuple[float, float]
     rng: random.Random
     now: float = 0.0
     events: list[tuple[float, int, str, str, str]] = field(default_factory=list)
@@ -51,6 +59,8 @@ class _Simulation:
         used = offered = 0.0
         for index in range(self.num_workers):
             self._start(f"w{index}")
+        for number in range(self.num_accidents):
+            self._push((number + 1) * ACCIDENT_EVERY_S, "accident", "")
         while self.events:
             at, number, kind, worker, name = heapq.heappop(self.events)
             if self.queue.num_queued:
@@ -59,8 +69,10 @@ class _Simulation:
             self.now = at
             if kind == "start":
                 self._start(worker)
+            elif kind == "accident" and self.running:
+                self._die(self.rng.choice(sorted(self.running)))
             elif kind == "lost":
-                self.queue.worker_lost(worker, self.now)
+                self.queue.worker_lost(worker, self.now, float(name))
                 self._write_owed()
                 self._ask_all()
             elif kind == "ask":
@@ -76,15 +88,19 @@ class _Simulation:
 
     def _end(self, worker: str, name: str, kind: str) -> None:
         if kind == "dies":
-            self.outcome.num_deaths += 1
-            self.outcome.num_thrown_away += len(self.running[worker].keys() - self.poisons)
-            del self.running[worker]
-            self._push(self.now + NOTICED_S, "lost", worker)
-            self._push(self.now + RESTART_S, "start", f"{worker}'")
+            self.outcome.kills[name] += 1
+            self._die(worker)
             return
         del self.running[worker][name]
         self.queue.finished(name)
         self._ask_all()
+
+    def _die(self, worker: str) -> None:
+        self.outcome.num_deaths += 1
+        self.outcome.num_thrown_away += len(self.running.pop(worker).keys() - self.poisons)
+        alive_at = self.now - self.rng.uniform(0.0, HEARD_S)
+        self._push(self.now + self.rng.uniform(*self.noticed_s), "lost", worker, str(alive_at))
+        self._push(self.now + RESTART_S, "start", f"{worker}'")
 
     def _ask_all(self) -> None:
         for worker in list(self.running):
@@ -119,7 +135,13 @@ class _Simulation:
 
 
 def simulate(
-    num_trajectories: int, num_samples: int = 1, num_workers: int = 1, num_poisons: int = 0, seed: int = 0
+    num_trajectories: int,
+    num_samples: int = 1,
+    num_workers: int = 1,
+    num_poisons: int = 0,
+    seed: int = 0,
+    num_accidents: int = 0,
+    noticed_s: tuple[float, float] = NOTICED_S,
 ) -> Outcome:
     """Run `num_trajectories` in groups of `num_samples`; `num_poisons` of them kill every worker that runs them."""
     rng, queue = random.Random(seed), RolloutQueue(max_queued=num_trajectories)
@@ -130,7 +152,7 @@ def simulate(
     queue.reserve("r", groups)
     queue.add("r", 0.0)
     bad = frozenset(f"r/{groups[index].group_id}/0" for index in rng.sample(range(len(groups)), num_poisons))
-    return _Simulation(queue, num_workers, bad, rng).run()
+    return _Simulation(queue, num_workers, bad, num_accidents, noticed_s, rng).run()
 
 
 def main() -> None:
@@ -140,10 +162,19 @@ def main() -> None:
         found = simulate(9600, num_samples)
         print(f"num_samples {num_samples:4d}  {found.used_share:7.1%}  wall {found.wall_s:8,.0f} s")
     print("1,024 tasks, poisons among them: seeds 0 to 4 in sum")
-    for num_workers, num_poisons in ((1, 0), (1, 1), (4, 1), (4, 3)):
-        runs = [simulate(1024, 1, num_workers, num_poisons, seed) for seed in range(5)]
+    for num_workers, num_poisons, num_accidents in (
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 1, 0),
+        (4, 0, 2),
+        (4, 1, 0),
+        (4, 3, 0),
+    ):
+        runs = [simulate(1024, 1, num_workers, num_poisons, seed, num_accidents, LATE_S) for seed in range(5)]
+        kills = sorted(number for run in runs for number in run.kills.values())
         print(
-            f"{num_workers} worker(s), {num_poisons} poison(s): innocents failed"
+            f"{num_workers} worker(s), {num_poisons} poison(s), {num_accidents} accident(s): kills {kills},"
+            " innocents failed"
             f" {sum(run.num_innocents_failed for run in runs)}, poisons failed"
             f" {sum(run.num_poisons_failed for run in runs)}, runs thrown away"
             f" {sum(run.num_thrown_away for run in runs)}, deaths {sum(run.num_deaths for run in runs)},"

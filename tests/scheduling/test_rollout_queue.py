@@ -11,7 +11,7 @@ from agentloop.errors import Conflict, InvalidRequest, Overloaded
 from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
-from tests.benchmarks.dispatch import simulate
+from tests.benchmarks.dispatch import LATE_S, simulate
 
 
 def group(group_id="g", num_samples=2, rollout_id="r", limit=None, keep=None):
@@ -185,6 +185,37 @@ def test_a_poison_task_costs_itself_and_few_others(num_workers, num_poisons):
     outcome = simulate(1024, 1, num_workers, num_poisons)
     assert (outcome.num_innocents_failed, outcome.num_poisons_failed) == (0, num_poisons)
     assert outcome.num_thrown_away <= num_poisons * (256 + 48)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_a_poison_task_kills_three_workers_however_late_their_deaths_are_noticed(num_workers, seed):
+    """B5: dated by the notice, deaths of one cause seemed outlived, and it killed up to 28 workers."""
+    outcome = simulate(1024, 1, num_workers, 1, seed, noticed_s=LATE_S)
+    assert list(outcome.kills.values()) == [3]
+    assert (outcome.num_innocents_failed, outcome.num_poisons_failed) == (0, 1)
+
+
+def test_those_that_shared_a_death_are_cleared_when_it_happens_again_without_them():
+    queue = queue_of(100)
+    queue.take("w", 64, 0.0)
+    queue.worker_lost("w", 50.0)
+    tried = names(queue.take("v", 64, 50.0))
+    assert len(tried) == 4
+    queue.worker_lost("v", 60.0)
+    assert names(queue.take("u", 64, 60.0)) == tried[:1]
+    rest = queue.take("t", 64, 60.0)
+    assert [sample.num_deaths for sample in rest] == [2]
+    assert queue.take("t", 63, 70.0) == ()
+    others = queue.take("t", 63, 70.1)  # the third of the four, and beside it nothing
+    assert [sample.num_deaths for sample in others] == [2]
+    queue.finished(rest[0].assignment_id)
+    queue.finished(others[0].assignment_id)
+    assert [sample.num_deaths for sample in queue.take("s", 64, 71.0)] == [2]
+    free = queue.take("r", 96, 71.0)
+    assert len(free) == 96
+    assert not any(sample.num_deaths for sample in free)
+    queue.check()
 
 
 def test_a_worker_heard_again_has_its_work_back_without_a_mark():

@@ -267,7 +267,7 @@ class Rollouts:
             is_cut = poll.cut_at is not None and now - poll.cut_at >= self._config.worker_cut_s
             if is_cut or now - poll.seen_at >= self._config.worker_timeout_s:
                 del self._polls[worker_id]
-                lost = self.queue.worker_lost(worker_id, now)
+                lost = self.queue.worker_lost(worker_id, now, poll.seen_at if poll.cut_at is None else poll.cut_at)
                 self._log.warning("worker_lost", worker=worker_id, num_running=len(lost))
                 self._lost(lost)
         if self._grace_until is not None and now >= self._grace_until:
