@@ -97,7 +97,7 @@ class CoordinatorDeployment:
     """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
-        self._closing = begin_process(run_dir, config.log.rotation)
+        self._closing = begin_process(config, run_dir)
         lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
         self._closing.callback(lock.release)
         store = TrajectoryStore(run_dir / STORE_NAME, min_free_bytes=config.min_free_mib << 20)
@@ -166,7 +166,7 @@ class EngineReplicaDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle, entry_index: int
     ) -> None:
-        self._closing = begin_process(run_dir, config.log.rotation)
+        self._closing = begin_process(config, run_dir)
         entry, context = config.entries[entry_index], serve.get_replica_context()
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
@@ -198,8 +198,7 @@ class AgentLoopWorkerDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, key: str, coordinator: DeploymentHandle
     ) -> None:
-        self._closing = begin_process(run_dir, config.log.rotation)
-        config.keys.hide()  # user code runs here
+        self._closing = begin_process(config, run_dir)
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
         clients, client = EngineClients(key), coordinator_client(coordinator, key)
@@ -256,17 +255,18 @@ class IngressDeployment:
         config: ServiceConfig,
         run_dir: Path,
         secret: str,
+        keys: Keys,
         coordinator: DeploymentHandle,
         *deployed_with: DeploymentHandle,
     ) -> None:
-        self._closing = begin_process(run_dir, config.log.rotation)
+        self._closing = begin_process(config, run_dir)
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
         self._url, context = url_of(config.host, config.port), serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
-        self._process = IngressProcess(config, run_dir, secret, client.front)
+        self._process = IngressProcess(config, run_dir, secret, client.front, keys=keys)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
         freeze_gc()
@@ -297,7 +297,10 @@ class IngressProcess:
         secret: str,
         coordinator: FrontPort,
         owner_wait_s: float = OWNER_WAIT_S,
+        keys: Keys | None = None,
     ) -> None:
+        """`keys` are digests; None: those of this process's environment."""
+        self._keys = keys
         self._owner_wait_s = owner_wait_s
         self._config = config
         self._run_dir = run_dir
@@ -321,7 +324,7 @@ class IngressProcess:
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
         await sessions.start()
-        app = build_app(config, self._coordinator, clients, endpoint)
+        app = build_app(config, self._coordinator, clients, endpoint, self._keys or keys_of(config))
         server = DirectServer(app, private_host(config))
         closing.push_async_callback(server.close)
         url = await server.start(shard.port, public)
@@ -344,9 +347,11 @@ class IngressProcess:
         await self._closing.aclose()
 
 
-def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint) -> FastAPI:
+def build_app(
+    config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint, keys: Keys
+) -> FastAPI:
     """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
-    keys = keys_of(config)
+    keys.check_bind(config.host)
     return create_app(
         coordinator,
         clients.connect,
@@ -452,7 +457,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     or written.
     """
     config = sized(config, run_dir)
-    keys_of(config)  # here, and again in each ingress process, whose environment may be another
+    keys = keys_of(config)  # of which the ingress processes get the digests, and no other process anything
     weight_config(config)
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
@@ -482,7 +487,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     workers = processes(AgentLoopWorkerDeployment, "AgentLoopWorker", config.workers.replicas or 1)
     ingress = processes(IngressDeployment, "Ingress", config.num_ingress, max_ongoing_requests=10_000)
     # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
-    return ingress.bind(*common, coordinator, *engines, workers.bind(*where, worker_key(secret), coordinator))
+    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret), coordinator))
 
 
 def processes(

@@ -6,6 +6,7 @@ are this model.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import difflib
 import json
@@ -39,6 +40,9 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 IMPORT_PATH = "agentloop_servers.app:build"
 """What a Serve config names as its application."""
+
+_getenv = ctypes.CDLL(None).getenv
+_getenv.restype = ctypes.c_void_p
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
@@ -119,10 +123,18 @@ class KeysConfig(_Strict):
     user_key_env: str = "AGENTLOOP_KEY"
     admin_key_env: str = "AGENTLOOP_ADMIN_KEY"
 
-    def hide(self) -> None:
-        """Take the keys out of this process's environment, and so out of those that it starts."""
-        for name in (self.user_key_env, self.admin_key_env):
-            os.environ.pop(name, None)
+    def hide(self) -> dict[str, str]:
+        """Take the keys out of this process's environment, and so out of those that it starts; return them.
+
+        They are overwritten too in the memory that `/proc/PID/environ` shows.
+        """
+        names = (self.user_key_env, self.admin_key_env)
+        taken = {name: os.environ[name] for name in names if name in os.environ}
+        for name in taken:
+            if (place := _getenv(name.encode())) is not None:
+                ctypes.memset(place, 0, len(ctypes.string_at(place)))
+            del os.environ[name]
+        return taken
 
 
 class EndpointSettings(_Strict):

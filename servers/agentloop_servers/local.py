@@ -74,11 +74,12 @@ async def running_service(
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     app = application(config, run_dir)
     begin()
+    hidden = config.keys.hide()  # before anything is started; the application has their digests
     url = url_of(config.host, config.port)
     try:
         say("starting Ray")
         start = RayStart(say)
-        starting = partial(start_ray, run_dir, has_gpus=config.num_gpu_engines > 0, start=start)
+        starting = partial(start_ray, run_dir, start)
         await _to_its_end(starting, give_up=start.give_up)
         check_resources(config, ray.cluster_resources())
         say("starting the service's processes")
@@ -87,20 +88,20 @@ async def running_service(
         yield url
     finally:
         await _to_its_end(stop_ray)
+        os.environ.update(hidden)
 
 
-def start_ray(run_dir: Path, *, has_gpus: bool = False, start: RayStart | None = None) -> None:
+def start_ray(run_dir: Path, start: RayStart | None = None) -> None:
     """Start a new local Ray, quiet, whatever cluster the environment names. Its ports ask for Ray's token.
 
-    With GPUs its actors have the priority of any other process: engines must not wait for a core.
+    Its actors have the priority of any other process: on a busy host they would start ten times as slowly.
 
     Raises InvalidRequest if the environment says that they shall not, and ServiceUnavailable if they do not.
     """
     if os.environ.get(AUTH_MODE, "token") != "token":
         raise InvalidRequest(f"{AUTH_MODE} is set to another mode than token: Ray's ports would be open")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if has_gpus:
-        os.environ.setdefault(NICENESS, "0")
+    os.environ.setdefault(NICENESS, "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     context = (start or RayStart(_say_nothing)).run(

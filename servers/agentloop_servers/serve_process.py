@@ -22,7 +22,8 @@ import structlog
 
 from agentloop.aio import OwnedTasks
 from agentloop.errors import error_line
-from agentloop.logs import LOG_NAME, LogRotation, configure_logging
+from agentloop.logs import LOG_NAME, configure_logging
+from agentloop_servers.config import ServiceConfig
 
 SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end
 _LOCK_GRACE_S = 1.0
@@ -43,10 +44,14 @@ class Closing(AsyncExitStack):
             await super().aclose()
 
 
-def begin_process(run_dir: Path, rotation: LogRotation) -> Closing:
-    """Write this process's log into the run directory. Returns what SIGTERM closes before the process ends."""
+def begin_process(config: ServiceConfig, run_dir: Path) -> Closing:
+    """Write this process's log into the run directory. Returns what SIGTERM closes before the process ends.
+
+    The environment of a process has no key then, wherever Ray's own had one.
+    """
     closing = Closing()
-    configure_logging(run_dir / LOG_NAME, rotation=rotation)
+    config.keys.hide()
+    configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
     end_on_sigterm(closing.aclose, SIGTERM_GRACE_S)
     return closing
 
