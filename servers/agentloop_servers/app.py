@@ -83,7 +83,7 @@ from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_ope
 from agentloop_servers.replica import EngineClients, Replica
 from agentloop_servers.serve_process import begin_process, ends_unless_done
 from agentloop_servers.sizing import sized
-from agentloop_servers.tcp import url_of
+from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
@@ -263,7 +263,7 @@ class IngressDeployment:
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
-        self._url, context = url_of(config.host, config.port), serve.get_replica_context()
+        self._url, context = url_of(config.host, config.port, config.scheme), serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
         self._process = IngressProcess(config, run_dir, secret, client.front, keys=keys)
@@ -325,12 +325,14 @@ class IngressProcess:
         closing.push_async_callback(sessions.close)
         await sessions.start()
         app = build_app(config, self._coordinator, clients, endpoint, self._keys or keys_of(config))
-        server = DirectServer(app, private_host(config))
+        server = DirectServer(app, private_host(config), tls=config.tls)
         closing.push_async_callback(server.close)
+        name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(shard.port, public)
         shard.set_port(int(url.rpartition(":")[2]))
         # The one process is on the public port too, where a call waits while it is started again.
         endpoint.direct_url = url if config.num_ingress > 1 else None
+        endpoint.public_url = None if name is None else name.rstrip("/")
         closing.push_async_callback(router.close)
         await router.start(url)
         self._health_checks = [sessions.check_health, server.check_health, router.check_health]
@@ -459,6 +461,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     config = sized(config, run_dir)
     keys = keys_of(config)  # of which the ingress processes get the digests, and no other process anything
     weight_config(config)
+    if config.tls is not None:
+        config.tls.check()
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
         check_entry(config, entry)

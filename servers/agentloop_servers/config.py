@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 import secrets
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -137,6 +138,20 @@ class KeysConfig(_Strict):
         return taken
 
 
+class TlsSettings(_Strict):
+    """The certificate chain and the key, in PEM files, by which the public port speaks TLS."""
+
+    cert: str
+    key: str
+
+    def check(self) -> None:
+        """Raise InvalidRequest if no server could use them."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.cert, self.key)
+        except OSError as error:  # an SSLError too
+            raise InvalidRequest(f"tls: {self.cert} with {self.key}: {error}", param="tls") from error
+
+
 class EndpointSettings(_Strict):
     """The chat endpoint of each ingress process."""
 
@@ -221,6 +236,9 @@ class ServiceConfig(_Strict):
     balancer: BalancerSettings = BalancerSettings()
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: a free one, on a Ray of its own
+    # How others reach it, as behind a proxy: with the path that a proxy takes off. None: by `host` and `port`.
+    public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")] | None = None
+    tls: TlsSettings | None = None  # of the public port
     weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may
     image_roots: list[str] = []  # folders whose files a task may show; none: images come as data URLs only
     keys: KeysConfig = KeysConfig()
@@ -266,6 +284,11 @@ class ServiceConfig(_Strict):
     def num_ingress(self) -> int:
         """Ingress processes; one before the config is sized."""
         return self.ingress_replicas or 1
+
+    @property
+    def scheme(self) -> str:
+        """That of the public port's URLs."""
+        return "http" if self.tls is None else "https"
 
     @property
     def allows_push(self) -> bool:

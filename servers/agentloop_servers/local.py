@@ -75,7 +75,7 @@ async def running_service(
     app = application(config, run_dir)
     begin()
     hidden = config.keys.hide()  # before anything is started; the application has their digests
-    url = url_of(config.host, config.port)
+    url = url_of(config.host, config.port, config.scheme)
     try:
         say("starting Ray")
         start = RayStart(say)
@@ -218,7 +218,7 @@ def _reason(state: ApplicationStatusOverview) -> str:
 
 async def _health(session: aiohttp.ClientSession, url: str) -> int | None:
     try:
-        async with session.get(f"{url}/health") as answer:
+        async with session.get(f"{url}/health", ssl=False) as answer:
             return answer.status
     except (aiohttp.ClientError, TimeoutError):
         return None  # the ingress is not up yet

@@ -46,6 +46,7 @@ from agentloop_servers.http import (
     unless_client_leaves,
     unread_response,
 )
+from agentloop_servers.tcp import url_of
 
 T = TypeVar("T")
 
@@ -104,10 +105,10 @@ class SessionRoutes:
         session = await self._in_time(endpoint.sessions.create(wanted, owner))
         session_id = session.record.session_id
         request.scope["state"]["session_id"] = session_id
-        path = f"/sessions/{session_id}/v1"
+        path, (host, port) = f"/sessions/{session_id}/v1", request.scope["server"]
         answer = NewSessionAnswer(
             session_id=session_id,
-            base_url=f"{str(request.base_url).rstrip('/')}{path}",
+            base_url=f"{endpoint.public_url or url_of(host, port, request.url.scheme)}{path}",
             api_key=endpoint.sessions.api_key(session_id),
             direct_url=None if endpoint.direct_url is None else f"{endpoint.direct_url}{path}",
         )

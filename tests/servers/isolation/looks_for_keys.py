@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from agentloop.types import RolloutTask, Trajectory
+from agentloop.types import Message, RolloutTask
 
 
-def reward(task: RolloutTask, trajectory: Trajectory) -> float:
+def reward(task: RolloutTask, messages: Sequence[Message]) -> float:
     """Return how many processes show the task's reference, which stands there backwards."""
     key = (task.reference or "")[::-1].encode()
     found = [key.decode() in os.environ.values()]
