@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +81,7 @@ from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica import EngineClients, Replica
-from agentloop_servers.serve_process import begin_process, ends_unless_done
+from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done
 from agentloop_servers.sizing import sized
 from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_tools import SHIPPED_TOOLS
@@ -93,11 +93,17 @@ RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
 
 
+def _begin(config: ServiceConfig, run_dir: Path) -> Closing:
+    """Begin one of Serve's processes: without the keys, which Ray's own may have in their environment."""
+    config.keys.hide()
+    return begin_process(run_dir, config.log.rotation)
+
+
 class CoordinatorDeployment:
     """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
-        self._closing = begin_process(config, run_dir)
+        self._closing = _begin(config, run_dir)
         lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
         self._closing.callback(lock.release)
         store = TrajectoryStore(run_dir / STORE_NAME, min_free_bytes=config.min_free_mib << 20)
@@ -166,7 +172,7 @@ class EngineReplicaDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle, entry_index: int
     ) -> None:
-        self._closing = begin_process(config, run_dir)
+        self._closing = _begin(config, run_dir)
         entry, context = config.entries[entry_index], serve.get_replica_context()
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
@@ -198,7 +204,7 @@ class AgentLoopWorkerDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, key: str, coordinator: DeploymentHandle
     ) -> None:
-        self._closing = begin_process(config, run_dir)
+        self._closing = _begin(config, run_dir)
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
         clients, client = EngineClients(key), coordinator_client(coordinator, key)
@@ -259,7 +265,7 @@ class IngressDeployment:
         coordinator: DeploymentHandle,
         *deployed_with: DeploymentHandle,
     ) -> None:
-        self._closing = begin_process(config, run_dir)
+        self._closing = _begin(config, run_dir)
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
@@ -325,7 +331,7 @@ class IngressProcess:
         closing.push_async_callback(sessions.close)
         await sessions.start()
         app = build_app(config, self._coordinator, clients, endpoint, self._keys or keys_of(config))
-        server = DirectServer(app, private_host(config), tls=config.tls)
+        server = DirectServer(app, private_host(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(shard.port, public)
@@ -537,6 +543,23 @@ def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
             f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",
             param="engine.expert_parallel",
         )
+
+
+def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> None:
+    """Raise InvalidRequest if all replicas together reserve more than a Ray cluster has: it would wait for ever."""
+    for name, option in (("GPU", "num_gpus"), ("CPU", "num_cpus")):
+        asked = {
+            entry.name: (entry.replicas, float(engine_actor_options(config, entry).get(option, 0.0)))
+            for entry in config.entries
+        }
+        total, there = sum(count * each for count, each in asked.values()), available.get(name, 0.0)
+        if total > there:
+            parts = " + ".join(f"{name} {count} x {each:g}" for name, (count, each) in asked.items() if each)
+            raise InvalidRequest(
+                f"the replicas ask for {total:g} {name}s ({parts}), and this Ray has {there:g}: "
+                f"take fewer replicas, or engines that need less ({'device' if name == 'GPU' else 'num_cpus'})",
+                param="replicas",
+            )
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:

@@ -286,6 +286,11 @@ class ServiceConfig(_Strict):
         return self.ingress_replicas or 1
 
     @property
+    def tls_files(self) -> tuple[str, str] | None:
+        """The files of the certificate chain and its key; None without TLS."""
+        return None if self.tls is None else (self.tls.cert, self.tls.key)
+
+    @property
     def scheme(self) -> str:
         """That of the public port's URLs."""
         return "http" if self.tls is None else "https"

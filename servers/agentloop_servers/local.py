@@ -24,10 +24,9 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable
-from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application
+from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application, check_resources
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator import CoordinatorClient
-from agentloop_servers.engine_parts import check_resources
 from agentloop_servers.host import NICENESS
 from agentloop_servers.ray_start import RayStart
 from agentloop_servers.tcp import listening_socket, url_of
@@ -163,7 +162,7 @@ async def drain(run_dir: Path, grace_s: float) -> int:
 async def _wait_until_ready(url: str, run_dir: Path, say: Say, *, waits_for_weights: bool) -> None:
     """Poll until all deployments run and a replica takes traffic, and show progress. Raises ServiceUnavailable."""
     up_at: float | None = None
-    progress = _Progress(say)
+    progress = _StartView(say)
     timeout = aiohttp.ClientTimeout(total=5)
     deadline_at = asyncio.get_running_loop().time() + SERVICE_START_TIMEOUT_S
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -188,7 +187,7 @@ async def _wait_until_ready(url: str, run_dir: Path, say: Say, *, waits_for_weig
             await asyncio.sleep(0.2)
 
 
-class _Progress:
+class _StartView:
     """Lines of a start: one for each deployment whose processes have come a step further."""
 
     def __init__(self, say: Say) -> None:

@@ -22,8 +22,7 @@ import structlog
 
 from agentloop.aio import OwnedTasks
 from agentloop.errors import error_line
-from agentloop.logs import LOG_NAME, configure_logging
-from agentloop_servers.config import ServiceConfig
+from agentloop.logs import LOG_NAME, LogRotation, configure_logging
 
 SIGTERM_GRACE_S = 20.0  # an engine takes up to 15 to end
 _LOCK_GRACE_S = 1.0
@@ -44,14 +43,10 @@ class Closing(AsyncExitStack):
             await super().aclose()
 
 
-def begin_process(config: ServiceConfig, run_dir: Path) -> Closing:
-    """Write this process's log into the run directory. Returns what SIGTERM closes before the process ends.
-
-    The environment of a process has no key then, wherever Ray's own had one.
-    """
+def begin_process(run_dir: Path, rotation: LogRotation) -> Closing:
+    """Write this process's log into the run directory. Returns what SIGTERM closes before the process ends."""
     closing = Closing()
-    config.keys.hide()
-    configure_logging(run_dir / LOG_NAME, rotation=config.log.rotation)
+    configure_logging(run_dir / LOG_NAME, rotation=rotation)
     end_on_sigterm(closing.aclose, SIGTERM_GRACE_S)
     return closing
 

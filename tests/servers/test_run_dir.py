@@ -97,9 +97,7 @@ def test_a_run_is_its_owners_alone_and_so_is_one_of_before(tmp_path):
     (before / "trajectories.sqlite").touch(mode=0o644)
     for folder in (made, before):
         run_secret(made_run_dir(folder))
-        database = open_database(
-            folder / "trajectories.sqlite", Schema("store", 1, "CREATE TABLE t (a);", "NORMAL")
-        )
+        database = open_database(folder / "trajectories.sqlite", schema)
         database.execute("INSERT INTO t VALUES (1)")
         modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
         database.close()

@@ -19,7 +19,6 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentloop.errors import ServiceUnavailable
-from agentloop_servers.config import TlsSettings
 from agentloop_servers.http import BoundedHttp, ConnectionLimits, Connections
 from agentloop_servers.tcp import BACKLOG, listening_socket, url_of
 
@@ -35,9 +34,9 @@ class DirectServer:
         app: ASGIApp,
         host: str,
         limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - frozen
-        tls: TlsSettings | None = None,
+        tls: tuple[str, str] | None = None,
     ) -> None:
-        """`tls` is of the public port; its own port serves this host alone."""
+        """`tls`, the files of a certificate chain and its key, is of the public port; its own serves this host."""
         self._app = app
         self._host = host
         self._tls = tls
@@ -61,7 +60,7 @@ class DirectServer:
             await self._start_server([listener] if public is None else [listener, public], lifespan="on")
         else:
             await self._start_server([listener], lifespan="on")
-            secured = {"ssl_certfile": self._tls.cert, "ssl_keyfile": self._tls.key}
+            secured = {"ssl_certfile": self._tls[0], "ssl_keyfile": self._tls[1]}
             await self._start_server([public], lifespan="off", **secured)
         return url_of(self._host, port)
 

@@ -61,7 +61,7 @@ def test_a_public_url_that_is_none_is_refused(url: str) -> None:
 
 async def test_the_public_port_speaks_tls_and_the_processes_own_does_not(tls: TlsSettings) -> None:
     app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("served"))])
-    server, public = DirectServer(app, "127.0.0.1", tls=tls), listening_socket("127.0.0.1")
+    server, public = DirectServer(app, "127.0.0.1", tls=(tls.cert, tls.key)), listening_socket("127.0.0.1")
     url, trusting = url_of_socket(public, "https"), ssl.create_default_context(cafile=tls.cert)
     own = await server.start(public=public)
     try:
