@@ -97,7 +97,7 @@ bench-balancer: $(VENV)/.dev
 $(VENV)/.cpu: requirements/cpu.txt pyproject.toml
 	@echo "installing the CPU lane into $(VENV) (once, some minutes; then seconds)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -r requirements/cpu.txt
+	@requirements/install.sh $(BIN)/python requirements/cpu.txt
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 

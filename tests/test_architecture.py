@@ -186,11 +186,13 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.host",
     },
     "agentloop_servers.app": {"*"},  # the wiring
+    "agentloop_servers.ray_start": {"agentloop_servers.host"},
     "agentloop_servers.local": {
         "agentloop_servers.app",
         "agentloop_servers.config",
         "agentloop_servers.coordinator",
         "agentloop_servers.host",
+        "agentloop_servers.ray_start",
         "agentloop_servers.tcp",
     },
     "agentloop_servers.cli": {
@@ -410,6 +412,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.engines.sglang.kv_events",
         "agentloop_servers.engines.sglang.process",
         "agentloop_servers.engines.sglang.sampler",
+        "agentloop_servers.ray_start",
         "agentloop_servers.weight_transfer.trainer_group",
     ),
     "the command line's part": (
@@ -417,7 +420,6 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.cli",
         "agentloop_servers.cli.__main__",
         "agentloop_servers.cli.check_logprobs",
-        "agentloop_servers.cli.doctor",
         "agentloop_servers.cli.run",
     ),
     "few lines that say all of one idea": (

@@ -139,6 +139,50 @@ def test_every_hint_names_our_own_distribution_and_what_works_in_a_checkout():
     assert install_hint("serve").count("pip install") == 2
 
 
+def test_the_index_has_each_page_and_each_link_leads_somewhere():
+    docs, link = ROOT / "docs", re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
+    index = (docs / "README.md").read_text()
+    assert {page.name for page in docs.glob("*.md")} - {"README.md"} == set(link.findall(index)) - {
+        "../README.md",
+        "../CHANGELOG.md",
+    }
+    assert "docs/README.md" in link.findall((ROOT / "README.md").read_text())
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *docs.glob("*.md")):
+        for target in link.findall(page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+    measured = "its span's version |", "all v0 |"  # in logprobs.md alone
+    assert not any(row in (docs / "learning.md").read_text() for row in measured)
+    assert (ROOT / "LICENSE").read_text().split()[:4] == ["Apache", "License", "Version", "2.0,"]
+
+
+PIP_SAYS = """Collecting aiohttp==3.12 (from -r lock (line 1))
+  Downloading aiohttp-3.12-cp311.whl (1.7 MB)
+Requirement already satisfied: rich==15.0.0 in ./lib (from -r lock (line 2)) (15.0.0)
+Collecting torch==2.13.0
+  Using cached torch-2.13.0-cp311.whl (190.1 MB)
+Installing collected packages: aiohttp, torch"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_installation_shows_what_it_is_at_and_fails_as_pip_does(tmp_path, status):
+    """Over a stand-in for pip, which says what pip says."""
+    (tmp_path / "lock").write_text("aiohttp==3.12\nrich==15.0.0\ntorch==2.13.0\n")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat <<'END'\n{PIP_SAYS}\nEND\nexit {status}\n")
+    python.chmod(0o755)
+    command = [str(ROOT / "requirements" / "install.sh"), str(python), str(tmp_path / "lock")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status
+    assert [line.split() for line in done.stdout.splitlines()][:5] == [
+        ["1", "of", "3", "aiohttp==3.12"],
+        ["1.7", "MB"],
+        ["2", "of", "3", "rich==15.0.0"],
+        ["3", "of", "3", "torch==2.13.0"],
+        ["190.1", "MB"],
+    ]
+    assert "requirements/install.sh $(BIN)/python requirements/cpu.txt" in (ROOT / "Makefile").read_text()
+
+
 def test_everything_imported_is_declared():
     declared = {
         re.split(r"[\[<>=]", one)[0] for one in (*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values()))

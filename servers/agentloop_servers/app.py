@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -81,9 +81,9 @@ from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica import EngineClients, Replica
-from agentloop_servers.serve_process import begin_process, ends_unless_done
+from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done
 from agentloop_servers.sizing import sized
-from agentloop_servers.tcp import url_of
+from agentloop_servers.tcp import url_of, url_of_socket
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
@@ -93,11 +93,17 @@ RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
 
 
+def _begin(config: ServiceConfig, run_dir: Path) -> Closing:
+    """Begin one of Serve's processes: without the keys, which Ray's own may have in their environment."""
+    config.keys.hide()
+    return begin_process(run_dir, config.log.rotation)
+
+
 class CoordinatorDeployment:
     """One per service: `Replicas` and `Rollouts` in one event loop, behind a private port."""
 
     async def __init__(self, config: ServiceConfig, run_dir: Path, secret: str) -> None:  # type: ignore[misc]
-        self._closing = begin_process(run_dir, config.log.rotation)
+        self._closing = _begin(config, run_dir)
         lock = await take_run_lock(run_dir, RUN_LOCK_TIMEOUT_S)
         self._closing.callback(lock.release)
         store = TrajectoryStore(run_dir / STORE_NAME, min_free_bytes=config.min_free_mib << 20)
@@ -166,7 +172,7 @@ class EngineReplicaDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, secret: str, coordinator: DeploymentHandle, entry_index: int
     ) -> None:
-        self._closing = begin_process(run_dir, config.log.rotation)
+        self._closing = _begin(config, run_dir)
         entry, context = config.entries[entry_index], serve.get_replica_context()
         if entry.on_gpu:
             prepare_engine_process(entry.num_threads)
@@ -198,8 +204,7 @@ class AgentLoopWorkerDeployment:
     async def __init__(  # type: ignore[misc]
         self, config: ServiceConfig, run_dir: Path, key: str, coordinator: DeploymentHandle
     ) -> None:
-        self._closing = begin_process(run_dir, config.log.rotation)
-        config.keys.hide()  # user code runs here
+        self._closing = _begin(config, run_dir)
         facts, settings = model_sizes(config), config.workers
         chat = load_chat_format(config.model_path(), config.chat)
         clients, client = EngineClients(key), coordinator_client(coordinator, key)
@@ -256,17 +261,18 @@ class IngressDeployment:
         config: ServiceConfig,
         run_dir: Path,
         secret: str,
+        keys: Keys,
         coordinator: DeploymentHandle,
         *deployed_with: DeploymentHandle,
     ) -> None:
-        self._closing = begin_process(run_dir, config.log.rotation)
+        self._closing = _begin(config, run_dir)
         client = coordinator_client(coordinator, secret, config.updates.timeout_s + CALL_MARGIN_S)
         self._closing.push_async_callback(client.close)
         warn_of_open_ray()
-        self._url, context = url_of(config.host, config.port), serve.get_replica_context()
+        self._url, context = url_of(config.host, config.port, config.scheme), serve.get_replica_context()
         self._port = PublicPort(self._url, keeper_finder(config.host, config.port, context.app_name))
         self._closing.push_async_callback(self._port.close)
-        self._process = IngressProcess(config, run_dir, secret, client.front)
+        self._process = IngressProcess(config, run_dir, secret, client.front, keys=keys)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
         freeze_gc()
@@ -297,7 +303,10 @@ class IngressProcess:
         secret: str,
         coordinator: FrontPort,
         owner_wait_s: float = OWNER_WAIT_S,
+        keys: Keys | None = None,
     ) -> None:
+        """`keys` are digests; None: those of this process's environment."""
+        self._keys = keys
         self._owner_wait_s = owner_wait_s
         self._config = config
         self._run_dir = run_dir
@@ -321,13 +330,15 @@ class IngressProcess:
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
         await sessions.start()
-        app = build_app(config, self._coordinator, clients, endpoint)
-        server = DirectServer(app, private_host(config))
+        app = build_app(config, self._coordinator, clients, endpoint, self._keys or keys_of(config))
+        server = DirectServer(app, private_host(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
+        name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
         url = await server.start(shard.port, public)
         shard.set_port(int(url.rpartition(":")[2]))
         # The one process is on the public port too, where a call waits while it is started again.
         endpoint.direct_url = url if config.num_ingress > 1 else None
+        endpoint.public_url = None if name is None else name.rstrip("/")
         closing.push_async_callback(router.close)
         await router.start(url)
         self._health_checks = [sessions.check_health, server.check_health, router.check_health]
@@ -344,9 +355,11 @@ class IngressProcess:
         await self._closing.aclose()
 
 
-def build_app(config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint) -> FastAPI:
+def build_app(
+    config: ServiceConfig, coordinator: FrontPort, clients: EngineClients, endpoint: Endpoint, keys: Keys
+) -> FastAPI:
     """The HTTP app of one ingress process. Raises InvalidRequest without the keys that its host asks for."""
-    keys = keys_of(config)
+    keys.check_bind(config.host)
     return create_app(
         coordinator,
         clients.connect,
@@ -452,8 +465,10 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     or written.
     """
     config = sized(config, run_dir)
-    keys_of(config)  # here, and again in each ingress process, whose environment may be another
+    keys = keys_of(config)  # of which the ingress processes get the digests, and no other process anything
     weight_config(config)
+    if config.tls is not None:
+        config.tls.check()
     load_chat_format(config.model_path(), config.chat)
     for entry in config.entries:
         check_entry(config, entry)
@@ -482,7 +497,7 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     workers = processes(AgentLoopWorkerDeployment, "AgentLoopWorker", config.workers.replicas or 1)
     ingress = processes(IngressDeployment, "Ingress", config.num_ingress, max_ongoing_requests=10_000)
     # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
-    return ingress.bind(*common, coordinator, *engines, workers.bind(*where, worker_key(secret), coordinator))
+    return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret), coordinator))
 
 
 def processes(
@@ -528,6 +543,23 @@ def check_entry(config: ServiceConfig, entry: EngineEntry) -> None:
             f"engine {entry.name}: expert_parallel needs a mixture of experts, and {config.model} is dense",
             param="engine.expert_parallel",
         )
+
+
+def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> None:
+    """Raise InvalidRequest if all replicas together reserve more than a Ray cluster has: it would wait for ever."""
+    for name, option in (("GPU", "num_gpus"), ("CPU", "num_cpus")):
+        asked = {
+            entry.name: (entry.replicas, float(engine_actor_options(config, entry).get(option, 0.0)))
+            for entry in config.entries
+        }
+        total, there = sum(count * each for count, each in asked.values()), available.get(name, 0.0)
+        if total > there:
+            parts = " + ".join(f"{name} {count} x {each:g}" for name, (count, each) in asked.items() if each)
+            raise InvalidRequest(
+                f"the replicas ask for {total:g} {name}s ({parts}), and this Ray has {there:g}: "
+                f"take fewer replicas, or engines that need less ({'device' if name == 'GPU' else 'num_cpus'})",
+                param="replicas",
+            )
 
 
 def mode_rules(config: ServiceConfig) -> ModeRules:

@@ -6,11 +6,13 @@ are this model.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import difflib
 import json
 import os
 import secrets
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,6 +41,9 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 IMPORT_PATH = "agentloop_servers.app:build"
 """What a Serve config names as its application."""
+
+_getenv = ctypes.CDLL(None).getenv
+_getenv.restype = ctypes.c_void_p
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the architectures call it
 
@@ -119,10 +124,32 @@ class KeysConfig(_Strict):
     user_key_env: str = "AGENTLOOP_KEY"
     admin_key_env: str = "AGENTLOOP_ADMIN_KEY"
 
-    def hide(self) -> None:
-        """Take the keys out of this process's environment, and so out of those that it starts."""
-        for name in (self.user_key_env, self.admin_key_env):
-            os.environ.pop(name, None)
+    def hide(self) -> dict[str, str]:
+        """Take the keys out of this process's environment, and so out of those that it starts; return them.
+
+        They are overwritten too in the memory that `/proc/PID/environ` shows.
+        """
+        names = (self.user_key_env, self.admin_key_env)
+        taken = {name: os.environ[name] for name in names if name in os.environ}
+        for name in taken:
+            if (place := _getenv(name.encode())) is not None:
+                ctypes.memset(place, 0, len(ctypes.string_at(place)))
+            del os.environ[name]
+        return taken
+
+
+class TlsSettings(_Strict):
+    """The certificate chain and the key, in PEM files, by which the public port speaks TLS."""
+
+    cert: str
+    key: str
+
+    def check(self) -> None:
+        """Raise InvalidRequest if no server could use them."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.cert, self.key)
+        except OSError as error:  # an SSLError too
+            raise InvalidRequest(f"tls: {self.cert} with {self.key}: {error}", param="tls") from error
 
 
 class EndpointSettings(_Strict):
@@ -209,6 +236,9 @@ class ServiceConfig(_Strict):
     balancer: BalancerSettings = BalancerSettings()
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: a free one, on a Ray of its own
+    # How others reach it, as behind a proxy: with the path that a proxy takes off. None: by `host` and `port`.
+    public_url: Annotated[str, Field(pattern=r"^https?://[^\s?#/]+(/[^\s?#]*)?$")] | None = None
+    tls: TlsSettings | None = None  # of the public port
     weight_roots: list[str] = []  # directories that pushed weights may come from; the model's parent always may
     image_roots: list[str] = []  # folders whose files a task may show; none: images come as data URLs only
     keys: KeysConfig = KeysConfig()
@@ -254,6 +284,16 @@ class ServiceConfig(_Strict):
     def num_ingress(self) -> int:
         """Ingress processes; one before the config is sized."""
         return self.ingress_replicas or 1
+
+    @property
+    def tls_files(self) -> tuple[str, str] | None:
+        """The files of the certificate chain and its key; None without TLS."""
+        return None if self.tls is None else (self.tls.cert, self.tls.key)
+
+    @property
+    def scheme(self) -> str:
+        """That of the public port's URLs."""
+        return "http" if self.tls is None else "https"
 
     @property
     def allows_push(self) -> bool:

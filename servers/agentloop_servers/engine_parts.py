@@ -6,11 +6,10 @@ of one kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 from agentloop.engine import Engine, WeightUpdate
-from agentloop.errors import InvalidRequest
 from agentloop.plugins import resolve
 from agentloop.request_watch import ReportPace
 from agentloop.sampling import LogprobsMode
@@ -136,23 +135,6 @@ def engine_actor_options(config: ServiceConfig, entry: EngineEntry | None = None
     if entry.environment is not None and entry.environment.py_executable is not None:
         environment["py_executable"] = entry.environment.py_executable
     return {**options, "runtime_env": environment} if environment else options
-
-
-def check_resources(config: ServiceConfig, available: Mapping[str, float]) -> None:
-    """Raise InvalidRequest if all replicas together reserve more than a Ray cluster has: it would wait for ever."""
-    for name, option in (("GPU", "num_gpus"), ("CPU", "num_cpus")):
-        asked = {
-            entry.name: (entry.replicas, float(engine_actor_options(config, entry).get(option, 0.0)))
-            for entry in config.entries
-        }
-        total, there = sum(count * each for count, each in asked.values()), available.get(name, 0.0)
-        if total > there:
-            parts = " + ".join(f"{name} {count} x {each:g}" for name, (count, each) in asked.items() if each)
-            raise InvalidRequest(
-                f"the replicas ask for {total:g} {name}s ({parts}), and this Ray has {there:g}: "
-                f"take fewer replicas, or engines that need less ({'device' if name == 'GPU' else 'num_cpus'})",
-                param="replicas",
-            )
 
 
 def initial_weights(config: ServiceConfig) -> WeightUpdate | None:

@@ -24,10 +24,9 @@ from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 
 from agentloop.errors import InvalidRequest, ServiceUnavailable
-from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application
+from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application, check_resources
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator import CoordinatorClient
-from agentloop_servers.engine_parts import check_resources
 from agentloop_servers.host import NICENESS
 from agentloop_servers.ray_start import RayStart
 from agentloop_servers.tcp import listening_socket, url_of
@@ -74,11 +73,12 @@ async def running_service(
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     app = application(config, run_dir)
     begin()
-    url = url_of(config.host, config.port)
+    hidden = config.keys.hide()  # before anything is started; the application has their digests
+    url = url_of(config.host, config.port, config.scheme)
     try:
         say("starting Ray")
         start = RayStart(say)
-        starting = partial(start_ray, run_dir, has_gpus=config.num_gpu_engines > 0, start=start)
+        starting = partial(start_ray, run_dir, start)
         await _to_its_end(starting, give_up=start.give_up)
         check_resources(config, ray.cluster_resources())
         say("starting the service's processes")
@@ -87,20 +87,20 @@ async def running_service(
         yield url
     finally:
         await _to_its_end(stop_ray)
+        os.environ.update(hidden)
 
 
-def start_ray(run_dir: Path, *, has_gpus: bool = False, start: RayStart | None = None) -> None:
+def start_ray(run_dir: Path, start: RayStart | None = None) -> None:
     """Start a new local Ray, quiet, whatever cluster the environment names. Its ports ask for Ray's token.
 
-    With GPUs its actors have the priority of any other process: engines must not wait for a core.
+    Its actors have the priority of any other process: on a busy host they would start ten times as slowly.
 
     Raises InvalidRequest if the environment says that they shall not, and ServiceUnavailable if they do not.
     """
     if os.environ.get(AUTH_MODE, "token") != "token":
         raise InvalidRequest(f"{AUTH_MODE} is set to another mode than token: Ray's ports would be open")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if has_gpus:
-        os.environ.setdefault(NICENESS, "0")
+    os.environ.setdefault(NICENESS, "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     context = (start or RayStart(_say_nothing)).run(
@@ -162,7 +162,7 @@ async def drain(run_dir: Path, grace_s: float) -> int:
 async def _wait_until_ready(url: str, run_dir: Path, say: Say, *, waits_for_weights: bool) -> None:
     """Poll until all deployments run and a replica takes traffic, and show progress. Raises ServiceUnavailable."""
     up_at: float | None = None
-    progress = _Progress(say)
+    progress = _StartView(say)
     timeout = aiohttp.ClientTimeout(total=5)
     deadline_at = asyncio.get_running_loop().time() + SERVICE_START_TIMEOUT_S
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -187,7 +187,7 @@ async def _wait_until_ready(url: str, run_dir: Path, say: Say, *, waits_for_weig
             await asyncio.sleep(0.2)
 
 
-class _Progress:
+class _StartView:
     """Lines of a start: one for each deployment whose processes have come a step further."""
 
     def __init__(self, say: Say) -> None:
@@ -217,7 +217,7 @@ def _reason(state: ApplicationStatusOverview) -> str:
 
 async def _health(session: aiohttp.ClientSession, url: str) -> int | None:
     try:
-        async with session.get(f"{url}/health") as answer:
+        async with session.get(f"{url}/health", ssl=False) as answer:
             return answer.status
     except (aiohttp.ClientError, TimeoutError):
         return None  # the ingress is not up yet

@@ -25,9 +25,15 @@ def listening_socket(host: str, port: int = 0, backlog: int = BACKLOG) -> socket
     return listener
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """Return the base URL of a server on a host's port."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def url_of_socket(listener: socket.socket, scheme: str) -> str | None:
+    """Return the base URL of a listening socket; None if it listens on all addresses, of which each has its own."""
+    host, port, *_ = listener.getsockname()
+    return None if host in ("0.0.0.0", "::") else url_of(host, port, scheme)
 
 
 def keep_alive(one: socket.socket) -> None:

@@ -31,6 +31,7 @@ from agentloop_servers.app import build_app, build_endpoint, sessions_name
 from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
+from agentloop_servers.http.auth import Keys
 from agentloop_servers.replica.client import EngineClients
 from agentloop_servers.replica.server import DataPlaneServer
 from tests.benchmarks.endpoint_load import REPLY
@@ -116,7 +117,7 @@ async def run_endpoint(
         sessions, endpoint = build_endpoint(config, store_path, SECRET, coordinator, clients, router)
         await sessions.start()
         closing.push_async_callback(sessions.close)
-        server = DirectServer(build_app(config, coordinator, clients, endpoint), "127.0.0.1")
+        server = DirectServer(build_app(config, coordinator, clients, endpoint, Keys()), "127.0.0.1")
         closing.push_async_callback(server.close)
         url = await server.start()
         freeze_gc()

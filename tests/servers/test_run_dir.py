@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from agentloop.errors import Conflict, InvalidRequest
-from agentloop_servers.config import ServiceConfig, keep_config, new_run_dir, run_secret, saved_config
+from agentloop.storage.sqlite import Schema, open_database
+from agentloop_servers.config import (
+    ServiceConfig,
+    keep_config,
+    made_run_dir,
+    new_run_dir,
+    run_secret,
+    saved_config,
+)
 from agentloop_servers.http.auth import SessionKeys
 from agentloop_servers.locks import RUN_LOCK, take_run_lock
 
@@ -80,3 +88,19 @@ def test_a_run_goes_on_with_the_config_that_it_was_begun_with(tmp_path: Path) ->
     assert saved_config(tmp_path) == config
     with pytest.raises(InvalidRequest, match="shared by 2 ingress processes, not 1"):
         keep_config(config.model_copy(update={"ingress_replicas": 1}), tmp_path)
+
+
+def test_a_run_is_its_owners_alone_and_so_is_one_of_before(tmp_path):
+    made = new_run_dir(tmp_path)
+    before, schema = tmp_path / "before", Schema("store", 1, "CREATE TABLE t (a);", "NORMAL")
+    before.mkdir(mode=0o755)
+    (before / "trajectories.sqlite").touch(mode=0o644)
+    for folder in (made, before):
+        run_secret(made_run_dir(folder))
+        database = open_database(folder / "trajectories.sqlite", schema)
+        database.execute("INSERT INTO t VALUES (1)")
+        modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+        database.close()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert {"trajectories.sqlite", "trajectories.sqlite-wal", "secret"} <= set(modes)
+        assert set(modes.values()) == {0o600}

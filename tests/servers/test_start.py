@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from agentloop.errors import InvalidRequest
+from agentloop_servers.app import check_resources
 from agentloop_servers.config import ServiceConfig
-from agentloop_servers.engine_parts import check_resources
 
 ROOT = Path(__file__).parents[2]
 SIMULATED = ROOT / "servers" / "simulated.yaml"
@@ -69,13 +69,14 @@ class Start:
         self.lines.append(output)
         return self.process.returncode, "".join(self.lines)
 
-    def find(self, word: str) -> list[int]:
-        """Wait for processes of the start whose command lines have the word."""
-        for _ in range(600):
-            if found := [pid for pid, line in processes_of(self.mark).items() if word in line]:
-                return found
-            time.sleep(0.1)
-        pytest.fail(f"no process of {word}")
+    def find(self, program: str) -> int:
+        """Wait for the process of the start that runs a program: a binary, or a script of Python's."""
+        deadline_at = time.monotonic() + 60
+        while time.monotonic() < deadline_at:
+            for pid, line in processes_of(self.mark).items():
+                if any(word.endswith(program) for word in line.split()[:3]):
+                    return pid
+        pytest.fail(f"no process of {program}")
 
     def assert_nothing_is_left(self) -> None:
         for _ in range(300):
@@ -129,8 +130,7 @@ def test_a_signal_within_a_start_ends_in_our_own_words_with_nothing_left(
 def test_a_ray_that_fails_is_started_once_more_in_a_fresh_session(starting: Callable[..., Start]) -> None:
     start = starting()
     start.wait_for("starting Ray")
-    [first] = start.find("/raylet/raylet ")
-    os.kill(first, signal.SIGKILL)
+    os.kill(start.find("/raylet/raylet"), signal.SIGKILL)  # before its node is registered
     start.wait_for("trying once more")
     assert "its raylet ended with status -9" in start.lines[-1]
     start.wait_for("Ingress: 1 starting")  # each process is told of
@@ -147,7 +147,7 @@ def test_agents_of_ray_that_are_slow_do_not_end_a_start(starting: Callable[..., 
     """They stand still for longer than the 30 s that Ray gives them."""
     start = starting()
     start.wait_for("starting Ray")
-    agents = [*start.find("/runtime_env/agent/main.py"), *start.find("/dashboard/agent.py")]
+    agents = [start.find("/runtime_env/agent/main.py"), start.find("/dashboard/agent.py")]
     for pid in agents:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(45)

@@ -154,7 +154,7 @@ def _ray_niceness() -> Check:
         return Check(
             "ray's priority",
             True,
-            f"nice 0 by `serve` on GPUs; a cluster wants {NICENESS}=0 where it starts",
+            f"nice 0 by `serve`; a cluster wants {NICENESS}=0 where it starts",
             False,
         )
     return Check("ray's priority", nice == "0", f"{NICENESS} is {nice}; engines on GPUs want 0", is_needed=False)

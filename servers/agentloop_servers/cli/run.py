@@ -145,11 +145,11 @@ async def run_rollout(
     def say(line: str) -> None:
         console.print(f"service  {line}", highlight=False, markup=False, soft_wrap=True)
 
+    keys = (os.environ.get(config.keys.user_key_env), os.environ.get(config.keys.admin_key_env))
     # The service is this run's own: on a free port, so that runs side by side do not meet.
-    private = config.model_copy(update={"port": 0, "run_dir": None})
+    private = config.model_copy(update={"port": 0, "run_dir": None, "tls": None, "public_url": None})
     async with running_service(private, run_dir, begin=begin, say=say) as url:
         console.print(f"service  ready after {time.monotonic() - started_at:.0f} s at {url}", highlight=False)
-        keys = (os.environ.get(config.keys.user_key_env), os.environ.get(config.keys.admin_key_env))
         async with RolloutClient(url, api_key=keys[0], admin_key=keys[1]) as client:
             await client.wait_until_ready()
             with open_progress(console) as progress:

@@ -108,29 +108,41 @@ def rollout(
     admin_key: AdminKey = None,
 ) -> None:
     """Roll out a task file, by a service of its own or by a running one, and write a run directory."""
-    console = Console()
     limit = _limit(max_staleness, on_stale, trajectories_per_version)
     if limit is not None and (agent is not None or agent_command is not None):
         raise typer.BadParameter("--max-staleness is for the service's own loops, not for --agent")
     if url is not None and config != DEFAULT_CONFIG:
         raise typer.BadParameter("--config is of a service that is started here, --url of one that runs")
     with clear_errors():
-        source = SHIPPED_PUSH if push is None and url is None and config == DEFAULT_CONFIG else push
-        folder = None if source is None or no_push else given("weights", "--push", source)
-        weight_push = None if folder is None else WeightPush(folder, push_version, push_after)
-        options = RunOptions(given("tasks", "--tasks", tasks), samples, out, weight_push, limit, keep)
-        settings = None if url is not None else ServiceConfig.load(given("the config", "--config", config))
-        program = load_program(agent, agent_command, settings)
-        collect_with = None if program is None else AgentCollect(program, concurrency)
-        try:
-            if settings is None:
-                address = ServiceAddress(url or "", api_key, admin_key)
-                result = run_to_end(run_on(address, options, console, collect_with))
-            else:
-                result = run_to_end(run_rollout(settings, options, console, collect_with))
-        finally:
-            if program is not None:
-                program.close()
+        shipped = SHIPPED_PUSH if url is None and config == DEFAULT_CONFIG else None
+        weights = None if no_push else _push(push or shipped, push_version, push_after)
+        options = RunOptions(given("tasks", "--tasks", tasks), samples, out, weights, limit, keep)
+        where = config if url is None else ServiceAddress(url, api_key, admin_key)
+        _roll_out(where, options, agent, agent_command, concurrency)
+
+
+def _push(directory: Path | None, version: int, after_share: float) -> WeightPush | None:
+    """Raises InvalidRequest for a directory that is not there."""
+    return None if directory is None else WeightPush(given("weights", "--push", directory), version, after_share)
+
+
+def _roll_out(
+    where: Path | ServiceAddress, options: RunOptions, agent: str | None, command: str | None, concurrency: int
+) -> None:
+    """Run by the service at an address, or by one of a config, and show the summary. Exits with 1 if not good."""
+    console = Console()
+    settings = ServiceConfig.load(given("the config", "--config", where)) if isinstance(where, Path) else None
+    program = load_program(agent, command, settings)
+    collect_with = None if program is None else AgentCollect(program, concurrency)
+    try:
+        if isinstance(where, ServiceAddress):
+            result = run_to_end(run_on(where, options, console, collect_with))
+        else:
+            assert settings is not None
+            result = run_to_end(run_rollout(settings, options, console, collect_with))
+    finally:
+        if program is not None:
+            program.close()
     console.print(summary_table(result.summary))
     console.print(f"written to {result.run_dir}", highlight=False, soft_wrap=True)
     if not result.is_good:

@@ -1,4 +1,4 @@
-"""What the commands share: options, files that the user named, errors in one line, and the end by a signal."""
+"""Parts of all commands: options, files that the user named, errors in one line, and the end by a signal."""
 
 from __future__ import annotations
 

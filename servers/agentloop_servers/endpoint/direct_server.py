@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -33,12 +34,15 @@ class DirectServer:
         app: ASGIApp,
         host: str,
         limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - frozen
+        tls: tuple[str, str] | None = None,
     ) -> None:
+        """`tls`, the files of a certificate chain and its key, is of the public port; its own serves this host."""
         self._app = app
         self._host = host
+        self._tls = tls
         self._connections = Connections(limits)
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._servers: list[_Server] = []
+        self._serving: list[asyncio.Task[None]] = []
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, port: int = 0, public: socket.socket | None = None) -> str:
@@ -51,6 +55,16 @@ class DirectServer:
         listener = self._listener(port)
         port = listener.getsockname()[1]
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of what strangers send
+        self._watching = asyncio.create_task(self._connections.watch(), name="http connections")
+        if public is None or self._tls is None:
+            await self._start_server([listener] if public is None else [listener, public], lifespan="on")
+        else:
+            await self._start_server([listener], lifespan="on")
+            secured = {"ssl_certfile": self._tls[0], "ssl_keyfile": self._tls[1]}
+            await self._start_server([public], lifespan="off", **secured)
+        return url_of(self._host, port)
+
+    async def _start_server(self, sockets: list[socket.socket], **options: Any) -> None:
         config = uvicorn.Config(
             self._serve,
             log_config=None,
@@ -58,38 +72,39 @@ class DirectServer:
             ws="none",
             proxy_headers=False,
             timeout_keep_alive=math.ceil(self._connections.limits.idle_timeout_s),
-            lifespan="on",
             backlog=BACKLOG,
             interface="asgi3",  # uvicorn takes a bound method for an older one
             http=partial(BoundedHttp, table=self._connections),  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
+            **options,
         )
-        self._server = server = _Server(config)
-        sockets = [listener] if public is None else [listener, public]
-        self._serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
-        self._watching = asyncio.create_task(self._connections.watch(), name="http connections")
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
+        self._servers.append(server)
+        self._serving.append(serving)
         is_up = asyncio.create_task(server.is_up.wait())
         try:
-            waited_for = (is_up, self._serving)
+            waited_for = (is_up, serving)
             await asyncio.wait(waited_for, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             is_up.cancel()
         if not server.started:
             raise ServiceUnavailable("the endpoint's own port did not open")
-        return url_of(self._host, port)
 
     def check_health(self) -> None:
         """Raises ServiceUnavailable if it has stopped by itself."""
-        for task in (self._serving, self._watching):
-            if task is not None and task.done():
+        for task in (*self._serving, *filter(None, [self._watching])):
+            if task.done():
                 raise ServiceUnavailable("the endpoint's own port is closed") from task.exception()
 
     async def close(self) -> None:
         """Stop listening; what is in flight has a few seconds. Idempotent."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.wait([self._serving])
-            self._server = self._serving = None
+        for server in self._servers:
+            server.should_exit = True
+        if self._serving:
+            serving, self._serving = self._serving, []
+            await asyncio.wait(serving)
+            self._servers = []
         if self._watching is not None:
             watching, self._watching = self._watching, None
             watching.cancel()
@@ -102,7 +117,7 @@ class DirectServer:
         await self._app(scope, receive, send)
 
     def _ends(self) -> bool:
-        return self._server is not None and self._server.should_exit
+        return any(server.should_exit for server in self._servers)
 
     def _listener(self, port: int) -> socket.socket:
         try:

@@ -50,6 +50,7 @@ class Endpoint:
     created_at: int = 0  # seconds since 1970, as `GET /v1/models` tells
     unix_time: Callable[[], float] = time.time
     router: ShardRouter | None = None  # to the endpoint's other processes, if there are any
+    public_url: str | None = None  # as others reach the service; None: the address that a connection came in on
     direct_url: str | None = None  # this process's own, on this host; None if there is but one
     live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
     takes_images: bool = False

@@ -54,6 +54,7 @@ from agentloop_servers.http import (
     unless_client_leaves,
     unread_response,
 )
+from agentloop_servers.tcp import url_of
 
 T = TypeVar("T")
 
@@ -123,10 +124,10 @@ class SessionRoutes:
         session = await self._in_time(endpoint.sessions.create(wanted, caller.names))
         session_id, keys = session.shown_id, endpoint.sessions.keys
         request.scope["state"]["session_id"] = session_id
-        path = f"/sessions/{session_id}/v1"
+        path, (host, port) = f"/sessions/{session_id}/v1", request.scope["server"]
         answer = NewSessionAnswer(
             session_id=session_id,
-            base_url=f"{str(request.base_url).rstrip('/')}{path}",
+            base_url=f"{endpoint.public_url or url_of(host, port, request.url.scheme)}{path}",
             api_key=keys.agent_key(session.session_id),
             control_key=keys.control_key(session.session_id),
             direct_url=None if endpoint.direct_url is None else f"{endpoint.direct_url}{path}",

@@ -101,7 +101,8 @@ async def test_a_service_on_ipv6_is_whole(tmp_path, http):
                 f"{process.direct_url}/sessions", json={"session_id": id_of(0, f"v6-{number}")}
             ) as made:
                 place = await made.json()
-                assert place["base_url"].startswith(f"{process.direct_url}/")
+                assert place["base_url"].startswith(f"{site.urls[0]}/")
+                assert place["direct_url"].startswith("http://[::1]:")
             async with http.post(f"{place['base_url']}/chat/completions", json=body()) as answer:
                 assert answer.status == 200, await answer.text()
         async with RolloutClient(site.ingresses[0].direct_url) as client:
@@ -239,7 +240,7 @@ async def test_a_session_of_ones_own_id_is_made_by_its_owner(site, http):
             async with http.post(f"{url}/sessions", json={"session_id": session_id}) as answer:
                 place = await answer.json()
             assert place["session_id"] == session_id
-            assert place["base_url"] == f"{url}/sessions/{session_id}/v1"
+            assert place["base_url"] == f"{site.urls[owner]}/sessions/{session_id}/v1"  # its maker's public port
             assert place["direct_url"] == f"{site.ingresses[owner].direct_url}/sessions/{session_id}/v1"
 
 
