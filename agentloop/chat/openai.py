@@ -8,7 +8,7 @@ recorded; a stream's chunks concatenate to the answer of the same result. Answer
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agentloop.api import ImagePart, read_parts
@@ -34,6 +34,7 @@ from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
 from agentloop.images import Image, ImageRef, each_once, shown
+from agentloop.rendering import NAMED_ROLES
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
 
@@ -68,7 +69,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
     messages = []
     for index, (key, one) in enumerate(found):
         if one is None:
-            one = _cached(body.messages[index], f"messages.{index}.content")
+            one = _cached(body.messages[index], f"messages.{index}.content", cache.shown_names)
             cache.messages.add(key, one, one.num_bytes)
         messages.append(one)
     return ChatRequest(body, messages, cached_tools)
@@ -190,10 +191,13 @@ def _conversation(cached: Sequence[CachedMessage]) -> tuple[Message, ...]:
     return with_tool_names([one.message for one in cached], lambda index, name: cached[index].with_name(name))
 
 
-def _cached(message: bodies.AnyMessage, param: str) -> CachedMessage:
-    """Read a message whose content is the field `param`."""
+def _cached(message: bodies.AnyMessage, param: str, shown_names: Collection[str] = NAMED_ROLES) -> CachedMessage:
+    """Read a message whose content is the field `param`; a name that the policy is not shown is dropped."""
     if isinstance(message, CachedMessage):
         return message
+    role = "system" if message.role == "developer" else message.role
+    if message.name is not None and role in NAMED_ROLES.difference(shown_names):
+        message = message.model_copy(update={"name": None})
     if isinstance(message, bodies.UserMessage | bodies.ToolMessage):
         return _shown(message, param)
     if isinstance(message, bodies.AssistantMessage):

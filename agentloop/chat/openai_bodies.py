@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -25,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from agentloop.api import (
     MAX_PROMPT_TOKENS,
@@ -147,11 +148,15 @@ class UserMessage(Body):
     name: ShortText | None = None
 
 
+def _as_text(value: Any) -> Any:
+    return to_json(value).decode() if isinstance(value, dict) else value
+
+
 class CalledFunction(Body):
-    """A call as it was made; `arguments` are JSON as text, kept as they are where they are none."""
+    """A call as it was made; `arguments` are JSON as text, kept as they are where they are none, or an object."""
 
     name: Annotated[str, Field(max_length=256)]
-    arguments: Text
+    arguments: Annotated[Text, BeforeValidator(_as_text)]
 
 
 class CallBody(Body):

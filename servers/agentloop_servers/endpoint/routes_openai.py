@@ -132,7 +132,9 @@ class OpenAiRoutes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._texts = TokenTexts(endpoint.renderer)
-        self._read_chat = partial(openai_chat.read_chat, cache=BodyCache())
+        self._read_chat = partial(
+            openai_chat.read_chat, cache=BodyCache(shown_names=endpoint.renderer.facts.shown_names)
+        )
 
     async def chat(self, request: Request) -> Response:
         """One answer, or `n`, to a conversation; streamed as server-sent events if asked.
