@@ -7,6 +7,7 @@ recorded; a stream's chunks concatenate to the answer of the same result. Answer
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -100,7 +101,7 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         template_kwargs=template_kwargs(body, model.template_arguments, body.reasoning_effort),
         is_strict=body.strict_history is True,
         timeout_s=model.timeout_s,
-        constraint_param="response_format",
+        constraint_param="response_format" if body.structured_outputs is None else "structured_outputs",
         images=images,
     )
 
@@ -148,12 +149,27 @@ def stops_of(body: ChoiceFields) -> tuple[str, ...]:
 
 def _wanted(body: ChatBody) -> Constraint | None:
     """Return the constraint of the response format."""
+    if body.structured_outputs is not None:
+        return _structured(body.structured_outputs)
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
     if isinstance(wanted, bodies.JsonSchemaFormat):
         return schema_constraint(wanted.json_schema.schema_)
     return Constraint(ConstraintKind.JSON_OBJECT)
+
+
+def _structured(wanted: bodies.StructuredOutputs) -> Constraint:
+    """Return the constraint of what vLLM calls structured outputs."""
+    if wanted.regex is not None:
+        return Constraint(ConstraintKind.REGEX, wanted.regex)
+    if wanted.choice is not None:
+        return Constraint(ConstraintKind.REGEX, "|".join(f"({re.escape(one)})" for one in wanted.choice))
+    if wanted.structural_tag is not None:
+        return Constraint(ConstraintKind.STRUCTURAL_TAG, wanted.structural_tag)
+    if wanted.json_ is None:
+        return Constraint(ConstraintKind.JSON_OBJECT)
+    return schema_constraint(wanted.json_)
 
 
 def _tools(
