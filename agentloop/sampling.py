@@ -90,8 +90,8 @@ class SamplingParams:
 class TurnSampling:
     """The distribution of one turn, as `SamplingParams` says it. The defaults are the model's own.
 
-    `constraint_text` is empty above `MAX_RECORDED_CONSTRAINT_CHARS`: `Trajectory.constraints` has it then. The
-    digest is SHA-256 of its UTF-8, in hex.
+    `constraint_text` is empty above `MAX_RECORDED_CONSTRAINT_CHARS`: `Trajectory.constraints` has it then.
+    Its digest is SHA-256 of the UTF-8, in hex.
     """
 
     temperature: float = 1.0

@@ -10,7 +10,7 @@ entry is what reading it again would make; it takes bounded memory. Methods may 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from sys import getsizeof
@@ -21,6 +21,7 @@ from pydantic_core import to_json
 
 from agentloop.chat.dialect import with_name
 from agentloop.images import Image
+from agentloop.rendering import NAMED_ROLES
 from agentloop.trajectory import BYTES_PER_CHAR, json_chars, message_chars, message_key
 from agentloop.types import JSON, Message
 
@@ -134,9 +135,13 @@ def cache_key(value: Any) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class BodyCache:
-    """The messages and tool definitions of chat bodies that a process has read."""
+    """The messages and tool definitions of chat bodies that a process has read.
+
+    `shown_names` are the roles of whose messages the policy is shown the name; other names are not read.
+    """
 
     messages: TwoGenerationLru[CachedMessage] = field(
         default_factory=lambda: TwoGenerationLru(MAX_CACHED_MESSAGE_BYTES)
     )
     tools: TwoGenerationLru[CachedTools] = field(default_factory=lambda: TwoGenerationLru(MAX_CACHED_TOOLS_BYTES))
+    shown_names: Collection[str] = NAMED_ROLES

@@ -16,7 +16,7 @@ import orjson
 from agentloop.chat.call import ChatResult, ToolChoice
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text
-from agentloop.parsers import Parser, loads
+from agentloop.parsers import Parser, format_of, loads
 from agentloop.trajectory import Node
 from agentloop.types import (
     JSON,
@@ -178,8 +178,12 @@ def _answer_or_calls(
 ) -> Constraint:
     """Allow an answer of a constrained form, or else calls of tools and nothing beside them."""
     calls = orjson.loads(parser.call_constraint(tools, forced=None, is_parallel=is_parallel).text)
-    schema = orjson.loads(answer.text) if answer.kind is ConstraintKind.JSON_SCHEMA else {"type": "object"}
-    either = {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, calls["format"]]}
+    if answer.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT):
+        schema = orjson.loads(answer.text) if answer.kind is ConstraintKind.JSON_SCHEMA else {"type": "object"}
+        form: JSON = {"type": "json_schema", "json_schema": schema}
+    else:
+        form = format_of(answer)
+    either = {"type": "or", "elements": [form, calls["format"]]}
     tag = {"type": "structural_tag", "format": either}
     return Constraint(ConstraintKind.STRUCTURAL_TAG, orjson.dumps(tag).decode())
 

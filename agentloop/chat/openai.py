@@ -7,8 +7,9 @@ recorded; a stream's chunks concatenate to the answer of the same result. Answer
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agentloop.api import ImagePart, read_parts
@@ -34,6 +35,7 @@ from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
 from agentloop.images import Image, ImageRef, each_once, shown
+from agentloop.rendering import NAMED_ROLES
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
 
@@ -68,7 +70,7 @@ def read_chat(data: bytes, cache: BodyCache) -> ChatRequest:
     messages = []
     for index, (key, one) in enumerate(found):
         if one is None:
-            one = _cached(body.messages[index], f"messages.{index}.content")
+            one = _cached(body.messages[index], f"messages.{index}.content", cache.shown_names)
             cache.messages.add(key, one, one.num_bytes)
         messages.append(one)
     return ChatRequest(body, messages, cached_tools)
@@ -99,7 +101,7 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         template_kwargs=template_kwargs(body, model.template_arguments, body.reasoning_effort),
         is_strict=body.strict_history is True,
         timeout_s=model.timeout_s,
-        constraint_param="response_format",
+        constraint_param="response_format" if body.structured_outputs is None else "structured_outputs",
         images=images,
     )
 
@@ -147,12 +149,27 @@ def stops_of(body: ChoiceFields) -> tuple[str, ...]:
 
 def _wanted(body: ChatBody) -> Constraint | None:
     """Return the constraint of the response format."""
+    if body.structured_outputs is not None:
+        return _structured(body.structured_outputs)
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
     if isinstance(wanted, bodies.JsonSchemaFormat):
         return schema_constraint(wanted.json_schema.schema_)
     return Constraint(ConstraintKind.JSON_OBJECT)
+
+
+def _structured(wanted: bodies.StructuredOutputs) -> Constraint:
+    """Return the constraint of what vLLM calls structured outputs."""
+    if wanted.regex is not None:
+        return Constraint(ConstraintKind.REGEX, wanted.regex)
+    if wanted.choice is not None:
+        return Constraint(ConstraintKind.REGEX, "|".join(f"({re.escape(one)})" for one in wanted.choice))
+    if wanted.structural_tag is not None:
+        return Constraint(ConstraintKind.STRUCTURAL_TAG, wanted.structural_tag)
+    if wanted.json_ is None:
+        return Constraint(ConstraintKind.JSON_OBJECT)
+    return schema_constraint(wanted.json_)
 
 
 def _tools(
@@ -190,10 +207,13 @@ def _conversation(cached: Sequence[CachedMessage]) -> tuple[Message, ...]:
     return with_tool_names([one.message for one in cached], lambda index, name: cached[index].with_name(name))
 
 
-def _cached(message: bodies.AnyMessage, param: str) -> CachedMessage:
-    """Read a message whose content is the field `param`."""
+def _cached(message: bodies.AnyMessage, param: str, shown_names: Collection[str] = NAMED_ROLES) -> CachedMessage:
+    """Read a message whose content is the field `param`; a name that the policy is not shown is dropped."""
     if isinstance(message, CachedMessage):
         return message
+    role = "system" if message.role == "developer" else message.role
+    if message.name is not None and role in NAMED_ROLES.difference(shown_names):
+        message = message.model_copy(update={"name": None})
     if isinstance(message, bodies.UserMessage | bodies.ToolMessage):
         return _shown(message, param)
     if isinstance(message, bodies.AssistantMessage):

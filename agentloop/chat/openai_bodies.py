@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -25,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from agentloop.api import (
     MAX_PROMPT_TOKENS,
@@ -42,7 +43,7 @@ from agentloop.chat.body_cache import CachedMessage
 from agentloop.chat.dialect import HOSTED_SEARCH, type_tag
 from agentloop.chat.sampling import Effort, MaxTokens, SampledBody, SamplingFields, TemplateBody, Whole
 from agentloop.chat.schemas import Schema
-from agentloop.checks import MAX_BIAS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
+from agentloop.checks import MAX_BIAS, MAX_CONSTRAINT_CHARS, MAX_LOGIT_BIASES, MAX_PENALTY, MAX_TOP_LOGPROBS
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 
 B = TypeVar("B", bound=BaseModel)
@@ -54,6 +55,7 @@ MAX_MESSAGE_CALLS = 512  # of one message
 MAX_DESCRIPTION_CHARS = 1 << 16
 MAX_CHAT_MESSAGES = 8192
 MAX_CHOICES = 128
+MAX_ANSWERS = 512  # texts that an answer may be
 MAX_MODEL_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
 
@@ -147,11 +149,15 @@ class UserMessage(Body):
     name: ShortText | None = None
 
 
+def _as_text(value: Any) -> Any:
+    return to_json(value).decode() if isinstance(value, dict) else value
+
+
 class CalledFunction(Body):
-    """A call as it was made; `arguments` are JSON as text, kept as they are where they are none."""
+    """A call as it was made; `arguments` are JSON as text, kept as they are where they are none, or an object."""
 
     name: Annotated[str, Field(max_length=256)]
-    arguments: Text
+    arguments: Annotated[Text, BeforeValidator(_as_text)]
 
 
 class CallBody(Body):
@@ -315,6 +321,38 @@ ResponseFormat = Annotated[
 # --- requests ---------------------------------------------------------------------------------------------
 
 
+def _as_object(value: Any) -> Any:
+    return read_json(value.encode()) if isinstance(value, str) else value
+
+
+class StructuredOutputs(Body):
+    """vLLM's name for the form of an answer: exactly one of these."""
+
+    json_: Annotated[dict[str, JsonValue], BeforeValidator(_as_object), Schema] | None = Field(
+        default=None, alias="json"
+    )
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_CONSTRAINT_CHARS)] | None = None
+    choice: Annotated[list[Stop], Field(min_length=1, max_length=MAX_ANSWERS)] | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[str, Field(min_length=1, max_length=MAX_CONSTRAINT_CHARS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("grammar") is not None:
+            raise UnsupportedParameter("grammars are not supported", param="structured_outputs.grammar")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = (self.json_, self.regex, self.choice, self.json_object or None, self.structural_tag)
+        if sum(one is not None for one in given) != 1:
+            raise InvalidRequest(
+                "give one of json, regex, choice, json_object and structural_tag", param="structured_outputs"
+            )
+        return self
+
+
 class StreamOptions(Body):
     """`include_obfuscation` is accepted: nothing is obfuscated here."""
 
@@ -376,6 +414,10 @@ class ChatBody(CallBase, TemplateBody):
     parallel_tool_calls: bool | None = None
     max_completion_tokens: MaxTokens | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Whole] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     strict_history: bool | None = None
@@ -417,6 +459,13 @@ class ChatBody(CallBase, TemplateBody):
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise InvalidRequest("a reply has one form: response_format or this", param="structured_outputs")
+        if self.priority:
+            raise UnsupportedParameter("no engine of this service orders calls by priority", param="priority")
+        if self.continue_final_message or self.add_generation_prompt is False:
+            name = "continue_final_message" if self.continue_final_message else "add_generation_prompt"
+            raise UnsupportedParameter("a reply that is begun already cannot be continued", param=name)
         return self
 
 

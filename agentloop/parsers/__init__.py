@@ -14,7 +14,7 @@ from agentloop.parsers.base import (
 )
 from agentloop.parsers.by_name import PARSER_NAMES, get_parser
 from agentloop.parsers.choose import ChosenParser, choose_parser, parsers_that_read
-from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS, behind_thought, loads
+from agentloop.parsers.grammar import MAX_JSON_WHITESPACE_CHARS, behind_thought, format_of, loads
 from agentloop.parsers.hermes import HermesParser
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "ThoughtMarks",
     "behind_thought",
     "choose_parser",
+    "format_of",
     "get_parser",
     "loads",
     "parsers_that_read",

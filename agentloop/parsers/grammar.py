@@ -87,7 +87,7 @@ def constraint_of_calls(
 
 def either_constraint(one: Constraint, other: Constraint) -> Constraint:
     """Allow what one of two structural tags allows."""
-    elements = [_format_of(one), _format_of(other)]
+    elements = [format_of(one), format_of(other)]
     tag = {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
     return Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
@@ -96,13 +96,13 @@ def behind_thought(constraint: Constraint, thoughts: ThoughtMarks) -> Constraint
     """Let a thought that the prompt left open end, and a few blanks, before what `constraint` allows."""
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts.close}
     blanks = {"type": "regex", "pattern": "[ \\n]{0,2}"}
-    tag = {"type": "sequence", "elements": [thought, blanks, _format_of(constraint)]}
+    tag = {"type": "sequence", "elements": [thought, blanks, format_of(constraint)]}
     return Constraint(
         ConstraintKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": tag}, ensure_ascii=False)
     )
 
 
-def _format_of(constraint: Constraint) -> JSON:
+def format_of(constraint: Constraint) -> JSON:
     """The constraint as a part of a structural tag."""
     match constraint.kind:
         case ConstraintKind.STRUCTURAL_TAG:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentloop.rendering.bridge_check import examine
-from agentloop.rendering.port import NO_KWARGS, ModelFacts, Renderer, TokenText, TurnEnd
+from agentloop.rendering.port import NAMED_ROLES, NO_KWARGS, ModelFacts, Renderer, TokenText, TurnEnd
 from agentloop.rendering.prompt_text import PromptText, TemplateForm, masked_tool, thought_marks
 from agentloop.rendering.renderer import (
     ModelText,
@@ -17,6 +17,7 @@ from agentloop.rendering.template import ChatTemplate
 from agentloop.rendering.tokenizer import TextDecoder, Tokens
 
 __all__ = [
+    "NAMED_ROLES",
     "NO_KWARGS",
     "ChatTemplate",
     "ModelFacts",

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from agentloop.errors import TemplateError
 from agentloop.parsers import THOUGHT_MARKS
-from agentloop.rendering.port import TurnEnd
+from agentloop.rendering.port import NAMED_ROLES, TurnEnd
 from agentloop.rendering.prompt_text import TemplateForm, ThoughtForm
 from agentloop.types import JSON, Message, ToolCall
 
@@ -64,6 +64,7 @@ class BridgeReport:
     form: TemplateForm
     strips_thinking: bool
     strips_in_cycle: bool
+    shown_names: frozenset[str]  # as in `ModelFacts`
     tool_turns: str | None
     user_turns: str | None
     plain_turns: str | None
@@ -102,7 +103,10 @@ def examine(make: Callable[[TemplateForm], RenderedConversation], ids: Callable[
         user_turns = trial.user_turns(cycle, _TOOLS)
     plain = _conversation(_plain_style(trial, style))
     plain_turns = trial.user_turns(plain, ())
-    return BridgeReport(form, trial.strips_thinking, trial.strips_in_cycle, tool_turns, user_turns, plain_turns)
+    names = trial.shown_names(plain)
+    return BridgeReport(
+        form, trial.strips_thinking, trial.strips_in_cycle, names, tool_turns, user_turns, plain_turns
+    )
 
 
 def show_difference(expected: str, actual: str) -> str:
@@ -131,6 +135,17 @@ class _Trial:
         except TemplateError as error:
             return error
         return None
+
+    def shown_names(self, messages: Sequence[Message]) -> frozenset[str]:
+        """Return the roles of messages that are rendered otherwise with a name, or refused."""
+        asked = [*messages, Message("user", _NEXT_QUESTION)]
+        plain = self._subject.text(asked, ())
+        named = {
+            role: [replace(one, name="rook") if one.role == role else one for one in asked] for role in NAMED_ROLES
+        }
+        return frozenset(
+            role for role, one in named.items() if self.objection(one) or self._subject.text(one, ()) != plain
+        )
 
     def closes_thought(self, messages: Sequence[Message]) -> bool:
         """Tell whether the generation prompt writes an empty thought: turns then have none."""

@@ -15,6 +15,9 @@ from agentloop.rendering.tokenizer import TextDecoder
 from agentloop.types import JSON, Message, Thinking
 
 NO_KWARGS: Mapping[str, JSON] = {}
+NAMED_ROLES = frozenset(
+    {"system", "user", "assistant"}
+)  # of messages that may have a `name`, beside tools' answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class ModelFacts:
     user_turns: str | None = None
     plain_turns: str | None = None
     thinking: Thinking = Thinking.KEEP
+    shown_names: frozenset[str] = NAMED_ROLES  # the roles whose messages' `name` is shown to the policy
     shows_calls: bool = True  # false: a whole rendering has earlier calls as the text that the policy wrote
 
     @property

@@ -188,6 +188,7 @@ class TemplateRenderer(ModelText):
             user_turns=self._unmasked(report.user_turns),
             plain_turns=self._unmasked(report.plain_turns),
             thinking=self._thinking,
+            shown_names=report.shown_names,
             shows_calls=report.form.shows_calls,
         )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from agentloop.trajectory.message_key import canonical_json
-from agentloop.types import IntArray, Message, ToolCall, ToolCallStatus
+from agentloop.trajectory.message_key import canonical_json, canonical_role
+from agentloop.types import JSON, IntArray, Message, ToolCall, ToolCallStatus
 
 MAX_DETAIL_CHARS = 300
 Decode = Callable[[Sequence[int]], str]
@@ -24,6 +24,10 @@ def message_difference(index: int, there: Message | None, came: Message | None, 
     """Message `index` of a history, as the session has it and as it came; None for nothing."""
     old, new = _text(there, is_strict), _text(came, is_strict)
     if old == new and there is not None and came is not None:
+        for name, was, now in _unshown_fields(there, came, is_strict):
+            if was != now:
+                sides = f"{_shown(repr(was))} was there, {_shown(repr(now))} came"
+                return f"messages[{index}].{name}: {sides}"[:MAX_DETAIL_CHARS]
         return f"messages[{index}]: {_side(there, old, 0)} was there, and came again"[:MAX_DETAIL_CHARS]
     at = 0 if old == new else _first_difference(old, new)
     sides = f"{_side(there, old, at)} was there, {_side(came, new, at)} came"
@@ -53,6 +57,16 @@ def _side(message: Message | None, text: str, at: int) -> str:
     start, end = max(0, at - _CHARS_BEFORE), at + _CHARS_AFTER
     window = f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
     return f"{message.role[:_MAX_ROLE_CHARS]} {_shown(repr(window))}"
+
+
+def _unshown_fields(there: Message, came: Message, is_strict: bool) -> Iterator[tuple[str, JSON, JSON]]:
+    """Yield the fields of two messages that make them two, and that their texts do not show."""
+    yield "role", canonical_role(there.role), canonical_role(came.role)
+    if came.role != "tool":
+        yield "name", there.name, came.name
+    if is_strict:
+        yield "tool_call_id", there.tool_call_id, came.tool_call_id
+    yield "images", [image.at for image in there.images], [image.at for image in came.images]
 
 
 def _shown(text: str) -> str:

@@ -165,6 +165,20 @@ async def test_variables_live_from_call_to_call_in_one_trajectory_only(python: P
     assert await error_of(other, "x") == "NameError: name 'x' is not defined"
 
 
+async def test_what_code_binds_to_print_is_its_own(session: PythonSession) -> None:
+    await session.call({"code": "x = 40\nprint = 5"})
+    assert await session.call({"code": "x + 2"}) == "42"
+    assert await session.call({"code": "print"}) == "5"
+    with pytest.raises(ToolError, match="not callable"):
+        await session.call({"code": "print(x)"})
+    assert await session.call({"code": "x"}) == "40"
+
+
+async def test_code_that_ends_itself_is_answered_with_what_it_printed(session: PythonSession) -> None:
+    assert await session.call({"code": "x = 1\nprint('done')\nraise SystemExit"}) == "done"
+    assert await session.call({"code": "x"}) == "1"
+
+
 async def test_calls_of_one_turn_run_in_order(session: PythonSession) -> None:
     await session.call({"code": "x = []"})
     answers = await asyncio.gather(*(session.call({"code": f"x.append({n})\nx"}) for n in range(4)))

@@ -52,6 +52,7 @@ MAX_PRINTED_BYTES = 262_144
 MAX_STATE_BYTES = 1 << 20
 _CLOCK = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 _MAX_RAISED_CHARS = 300
+_PRINT = "_print_of_the_tool"  # a trajectory's first variable
 # Escapes other than of a quote, a backslash or a line end do not matter to where expressions end, and a wrong one
 # (as in "\d") would make the parser warn on the service's behalf.
 _ESCAPE = re.compile(r"(\\[\\\"'\r\n])|\\")
@@ -158,12 +159,16 @@ class PythonTool:
             with self._checkout(seed) as session:
                 if state is not None:
                     session.load_session(state)
+                else:
+                    _drive(session, f"{_PRINT} = print", output)  # what code binds to `print` later is its own
                 started_s = time.monotonic()
                 try:
                     _drive(session, source, output)
                 except (MontyRuntimeError, MontySyntaxError) as raised:
                     self._refuse_overrun(raised, time.monotonic() - started_s)
                     error = _one_line(raised.display("type-msg"))
+                    if error.startswith(SystemExit.__name__) and output.output:
+                        error = None  # the code ended itself, and has said what it had to
                 new_state = session.dump()
         except MontyCrashedError as crash:
             raise ToolError(self._too_long() if crash.timed_out else "SystemError: worker died") from crash
@@ -244,7 +249,7 @@ def with_value_printed(code: str, marker: str) -> str:
     lines = code.encode().splitlines(keepends=True)
     before = b"".join(lines[: last.lineno - 1]) + lines[last.lineno - 1][: last.col_offset]
     expression = ast.get_source_segment(code, last) or ""
-    show = f"(lambda value: None if value is None else print({marker!r} + f'{{value!r}}', end=''))"
+    show = f"(lambda value: None if value is None else {_PRINT}({marker!r} + f'{{value!r}}', end=''))"
     return f"{before.decode()}{show}((\n{expression}\n))"
 
 

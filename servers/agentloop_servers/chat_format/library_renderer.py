@@ -160,6 +160,7 @@ class LibraryRenderer(ModelText):
             user_turns=report.user_turns,
             plain_turns=report.plain_turns,
             thinking=settings.thinking,
+            shown_names=report.shown_names,
         )
 
     def render(

@@ -452,8 +452,9 @@ class Sessions:
         if stored.state is SessionState.GONE:
             raise _gone(session_id)
         if stored.expires_at <= self._time():
-            await self._expire(session_id, self._restored(session_id, stored))
-            raise _gone(session_id)
+            session = self._restored(session_id, stored)
+            await self._expire(session_id, session)
+            raise _gone(session_id, session.record.rollout_id)
         self._make_room()
         return self._restored(session_id, stored)
 
@@ -533,7 +534,9 @@ class Sessions:
             reason = StopReason.COMPLETED if is_one_off else StopReason.DEADLINE
             error = "" if is_one_off else "the session expired"
             await self._record_or_settle(session, await session.finish(SessionEnd(reason, error)))
-        await self._delete(session, None if is_one_off else SessionState.GONE, _gone(session_id))
+        await self._delete(
+            session, None if is_one_off else SessionState.GONE, _gone(session_id, session.record.rollout_id)
+        )
         self._num_expired += 1
         _log.info("session_expired", session=session_id, was_open=is_open)
 
@@ -573,6 +576,9 @@ def _not_found(session_id: str) -> SessionNotFound:
     return SessionNotFound(f"there is no session {shown_id(session_id)!r}", param="session_id")
 
 
-def _gone(session_id: str) -> Gone:
-    """Return the error for a session whose time is over."""
-    return Gone(f"session {shown_id(session_id)!r} has expired", param="session_id")
+def _gone(session_id: str, rollout_id: str | None = None) -> Gone:
+    """Return the error for a session whose time is over; a tombstone does not name its rollout."""
+    place = shown_id(rollout_id) if rollout_id else "ROLLOUT"
+    hint = "" if rollout_id else f"; ROLLOUT is the rollout_id it was made with, else {SESSIONS_ROLLOUT_ID!r}"
+    where = f"its record is among GET /rollouts/{place}/trajectories{hint}"
+    return Gone(f"session {shown_id(session_id)!r} has expired: {where}", param="session_id")

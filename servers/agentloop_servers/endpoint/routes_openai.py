@@ -107,6 +107,8 @@ def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
 
 def _routes_under(prefix: str, routes: OpenAiRoutes) -> APIRouter:
     router = APIRouter(prefix=prefix)
+    # A session in the path must be the caller's: also for routes that need none, and do not look for it.
+    own = [Depends(routes.check_session)] if prefix else []
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": STREAMED}}
     posts: list[tuple[str, Any, type[Any], type[Any], dict[int | str, dict[str, Any]]]] = [
         ("/v1/chat/completions", routes.chat, ChatBody, ChatCompletion, streamed),
@@ -119,10 +121,20 @@ def _routes_under(prefix: str, routes: OpenAiRoutes) -> APIRouter:
     ]
     for path, route, body, answer, responses in posts:
         router.add_api_route(
-            path, route, methods=["POST"], response_model=answer, responses=responses, openapi_extra=takes(body)
+            path,
+            route,
+            methods=["POST"],
+            response_model=answer,
+            responses=responses,
+            openapi_extra=takes(body),
+            dependencies=own if answer in (Tokenized, Detokenized) else None,
         )
-    router.add_api_route("/v1/models", routes.models, response_model=Models, openapi_extra=takes())
-    router.add_api_route("/v1/models/{model:path}", routes.model, response_model=Model, openapi_extra=takes())
+    shown: list[tuple[str, Any, type[Any]]] = [
+        ("/v1/models", routes.models, Models),
+        ("/v1/models/{model:path}", routes.model, Model),
+    ]
+    for path, route, answer in shown:
+        router.add_api_route(path, route, response_model=answer, openapi_extra=takes(), dependencies=own)
     return router
 
 
@@ -132,7 +144,13 @@ class OpenAiRoutes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._texts = TokenTexts(endpoint.renderer)
-        self._read_chat = partial(openai_chat.read_chat, cache=BodyCache())
+        self._read_chat = partial(
+            openai_chat.read_chat, cache=BodyCache(shown_names=endpoint.renderer.facts.shown_names)
+        )
+
+    async def check_session(self, request: Request) -> None:
+        """Raises what `session_of` raises for a session that is not the caller's."""
+        await session_of(request, self._endpoint, None)
 
     async def chat(self, request: Request) -> Response:
         """One answer, or `n`, to a conversation; streamed as server-sent events if asked.

@@ -293,6 +293,11 @@ class RolloutRoutes:
                     load_reward(task.reward)
             except (InvalidRequest, Forbidden) as error:
                 raise type(error)(error.message, param=f"tasks.{index}.{error.param}") from error
+            objection = None if self._endpoint is None else self._endpoint.renderer.facts.tools_objection
+            if task.tools and objection is not None:
+                raise UnsupportedParameter(
+                    f"this service's model is shown no tools: {objection}", param=f"tasks.{index}.tools"
+                )
             unknown = [name for name in task.tools if self._tool_names is not None and name not in self._tool_names]
             if unknown:
                 known = ", ".join(sorted(self._tool_names or ()))

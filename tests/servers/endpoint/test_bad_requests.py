@@ -366,6 +366,7 @@ async def test_50_a_session_that_expired_is_gone(service: ChatService) -> None:
         while (answer := await service.call("POST", path, json=BODY))[0] == 200:
             await asyncio.sleep(0.3)
     assert (answer[0], answer[1]["error"]["code"]) == (410, "gone")
+    assert "its record is among GET /rollouts/" in answer[1]["error"]["message"]
     for method, one in (("GET", "/sessions/short"), ("GET", "/sessions/short/trajectories")):
         assert (await service.call(method, one))[0] == 410
     assert (await service.call("POST", CHAT, json=BODY, headers={"x-session-id": "short"}))[0] == 410

@@ -26,6 +26,29 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
         yield running
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "v1/tokenize", {"prompt": "hi"}),
+        ("POST", "tokenize", {"prompt": "hi"}),
+        ("POST", "v1/detokenize", {"tokens": [5]}),
+        ("GET", "v1/models", None),
+    ],
+)
+async def test_every_route_of_a_session_is_its_own_keys(
+    service: ChatService, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    keys = {}
+    for name in ("mine", "theirs"):
+        _, opened, _ = await service.call("POST", "/sessions", json={"session_id": name})
+        keys[name] = {"Authorization": f"Bearer {opened['api_key']}"}
+    asked = {} if body is None else {"json": body}
+    assert (await service.call(method, f"/sessions/mine/{path}", headers=keys["mine"], **asked))[0] == 200
+    status, answer, _ = await service.call(method, f"/sessions/theirs/{path}", headers=keys["mine"], **asked)
+    assert (status, answer["error"]["code"]) == (404, "session_not_found")
+    assert (await service.call(method, f"/sessions/nobodys/{path}", **asked))[0] == 404
+
+
 @pytest.mark.parametrize("num_top", [0, 3])
 async def test_generate_answers_what_was_asked(service: ChatService, num_top: int) -> None:
     await service.call("POST", "/sessions", json={"session_id": f"top{num_top}"})

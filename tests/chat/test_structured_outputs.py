@@ -1,0 +1,89 @@
+"""vLLM's own fields on chat completions: the form of an answer, and what no engine here can do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+import pytest
+
+from agentloop.chat import ChatCall, ChatModel
+from agentloop.chat import openai as openai_chat
+from agentloop.chat.body_cache import BodyCache
+from agentloop.errors import InvalidRequest, UnsupportedParameter
+from agentloop.parsers.by_name import get_parser
+from agentloop.types import Constraint, ConstraintKind
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def asked(**fields: Any) -> ChatCall:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    model = ChatModel(get_parser("hermes"), 1000)
+    return openai_chat.to_call(openai_chat.read_chat(orjson.dumps(body), BodyCache()), model)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "constraint"),
+    [
+        ({"regex": "a|b"}, Constraint(ConstraintKind.REGEX, "a|b")),
+        ({"json_object": True}, Constraint(ConstraintKind.JSON_OBJECT)),
+        ({"json": SCHEMA}, Constraint(ConstraintKind.JSON_SCHEMA, orjson.dumps(SCHEMA).decode())),
+        (
+            {"json": orjson.dumps(SCHEMA).decode()},
+            Constraint(ConstraintKind.JSON_SCHEMA, orjson.dumps(SCHEMA).decode()),
+        ),
+        ({"structural_tag": "{}"}, Constraint(ConstraintKind.STRUCTURAL_TAG, "{}")),
+    ],
+)
+def test_an_answer_has_the_form_that_is_asked_for(wanted: dict[str, Any], constraint: Constraint) -> None:
+    call = asked(structured_outputs=wanted)
+    assert call.sampling.constraint == constraint
+    assert call.constraint_param == "structured_outputs"
+
+
+def test_a_choice_is_one_of_the_texts_as_they_are() -> None:
+    constraint = asked(structured_outputs={"choice": ["yes.", "no (really)"]}).sampling.constraint
+    assert constraint is not None
+    assert [bool(re.fullmatch(constraint.text, one)) for one in ("yes.", "no (really)", "yesx")] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_beside_tools_it_is_the_answer_or_a_call() -> None:
+    constraint = asked(structured_outputs={"regex": "a|b"}, tools=[TOOL]).sampling.constraint
+    assert constraint is not None
+    either = orjson.loads(constraint.text)["format"]["elements"]
+    assert either[0] == {"type": "regex", "pattern": "a|b"}
+    assert either[1]["type"] == "tags_with_separator"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"structured_outputs": {"grammar": "x"}}, UnsupportedParameter, "structured_outputs.grammar"),
+        ({"structured_outputs": {}}, InvalidRequest, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, InvalidRequest, "structured_outputs"),
+        ({"structured_outputs": {"json": "[1"}}, InvalidRequest, None),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+            InvalidRequest,
+            "structured_outputs",
+        ),
+        ({"priority": 3}, UnsupportedParameter, "priority"),
+        ({"continue_final_message": True}, UnsupportedParameter, "continue_final_message"),
+        ({"add_generation_prompt": False}, UnsupportedParameter, "add_generation_prompt"),
+    ],
+)
+def test_what_cannot_be_is_named(fields: dict[str, Any], error: type[InvalidRequest], param: str | None) -> None:
+    with pytest.raises(error) as refused:
+        asked(**fields)
+    assert param is None or refused.value.param == param
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    assert asked(priority=0, continue_final_message=False, add_generation_prompt=True).sampling.constraint is None

@@ -1,0 +1,43 @@
+"""The GRPO loop of docs/trainers.md, as it stands there, against the whole service with simulated replicas."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentloop.client.client import RolloutClient
+from agentloop.client.rollout import load_tasks
+from tests.support.service.whole_service import simulated_config, whole_service
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 1024
+
+
+class Bigrams(torch.nn.Module):
+    """Logits of the next token by the last one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(VOCABULARY, VOCABULARY))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return type("Output", (), {"logits": self.table[ids]})
+
+
+async def test_the_pages_loop_trains_and_pushes(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    [loop] = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(loop, "docs/trainers.md", "exec"), found)
+    tasks, model = load_tasks(ROOT / "examples" / "data" / "tasks.jsonl")[:2], Bigrams()
+    async with whole_service(simulated_config(mode="standalone"), tmp_path) as url:
+        async with RolloutClient(url) as client:
+            before = (await client.status()).weight_version or 0
+        rewards = await found["train"](url, model, tasks, num_steps=2, num_samples=4, learning_rate=0.1)
+        async with RolloutClient(url) as client:
+            assert (await client.status()).weight_version == before + 2
+    assert len(rewards) == 2
+    assert all(0 <= reward <= 1 for reward in rewards)
