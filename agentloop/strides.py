@@ -8,7 +8,7 @@ give joins at the pass of the last one served: it can neither save up nor fall b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,17 +23,14 @@ class Strides:
         self._passes: dict[str, float] = {}
         self._served = 0.0  # the pass of the last one served
 
-    def in_order(self, users: Iterable[str]) -> list[str]:
-        """Return users that wait, the next one first."""
-        return sorted(users, key=self._pass_of)
+    def pass_of(self, user: str) -> float:
+        """Return a user's pass: the least of those that wait is next."""
+        return max(self._passes.get(user, 0.0), self._served)
 
     def took(self, user: str) -> None:
         """Note that a user has had a turn."""
-        self._served = self._pass_of(user)
+        self._served = self.pass_of(user)
         self._passes[user] = self._served + 1 / self._share(user)
-
-    def _pass_of(self, user: str) -> float:
-        return max(self._passes.get(user, 0.0), self._served)
 
 
 class FairQueue(Generic[T]):
@@ -56,7 +53,7 @@ class FairQueue(Generic[T]):
     def pop(self, is_alive: Callable[[T], bool]) -> T | None:
         """Take out what is next and still alive; None if nothing is."""
         while self._lines:
-            user = self._strides.in_order(self._lines)[0]
+            user = min(self._lines, key=self._strides.pass_of)
             line = self._lines[user]
             one = line.popleft()
             if not line:
