@@ -37,6 +37,7 @@ COMMON = (
     "types",
     "score",
     "codec",
+    "strides",
     "clock",
     "logs",
     "aio",

@@ -6,8 +6,8 @@ table, lease and record; a client sees its own part of it. Without users ids are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 _MARK: Final = "~"  # in no id and no name that anybody may give
@@ -28,6 +28,14 @@ class UserLimits:
 
 
 NO_LIMITS: Final = UserLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class UserTable:
+    """Users by their names: the present one by any, and the limits by the present one."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, UserLimits] = field(default_factory=dict)
 
 
 def own_id(owner: str, given: str) -> str:

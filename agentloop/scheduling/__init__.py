@@ -10,6 +10,7 @@ from agentloop.scheduling.rollout_queue import COORDINATOR, RolloutQueue
 from agentloop.scheduling.samples import BeginOutcome, PendingRecord, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions
 from agentloop.scheduling.step_times import FITS, StepTimes
+from agentloop.scheduling.user_turns import UserTurns
 
 __all__ = [
     "COORDINATOR",
@@ -25,4 +26,5 @@ __all__ = [
     "RolloutQueue",
     "Sample",
     "StepTimes",
+    "UserTurns",
 ]

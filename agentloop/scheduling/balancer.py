@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentloop.api import (
@@ -95,6 +95,11 @@ class Balancer:
     def num_holders(self) -> int:
         """Trajectories and sessions that hold a lease, on whatever replica."""
         return len(self._table)
+
+    @property
+    def holders(self) -> Iterable[str]:
+        """The trajectories and sessions that hold a lease."""
+        return self._table.holders
 
     def num_leases(self, replica_id: str) -> int:
         """Return how many leases count on a replica."""

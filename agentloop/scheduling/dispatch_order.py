@@ -1,11 +1,8 @@
-"""The order in which queued samples go out: by priority, by shares within one, and in a flow group by group.
+"""The order in which queued samples go out: by priority, by users and their shares, and in a flow group by group.
 
 A flow is what is served in its own turn: the rollouts of one owner on equal terms, of one run where they name one,
-and a rollout by itself where a limit is its own. Of a higher priority everything goes before anything lower. Flows
-of one priority share by stride scheduling (Waldspurger and Weihl, "Stride Scheduling: Deterministic
-Proportional-Share Resource Management", MIT/LCS/TM-528, 1995): each sample moves its flow's pass on by 1 / share,
-and the least pass is next. A flow that had nothing to give joins at the pass of the last one served: it can neither
-save up nor fall behind.
+and a rollout by itself where a limit is its own. Of a higher priority everything goes before anything lower. Within
+one, users take turns by stride scheduling (`strides.py`), with their sessions and calls; so do the flows of each.
 
 In a flow, what a worker had before goes first. By age, groups of which a sample has begun follow, the fewest left
 first: a trainer can use a group only when it is whole; then whole groups as they came. By the longest work, the
@@ -18,14 +15,14 @@ A sample is the unit: siblings may run in different workers, so no group waits f
 it. Where replicas have no room (`BeginOutcome.FULL`) nothing is passed by; a group that waits for its own sake
 (`BeginOutcome.LATER`) keeps its turn, and up to `_MAX_ASIDE` such groups of a flow are passed by.
 
-Invariants: a flow is in the heap, or held back (its `max_running` runs, or its budget has no room), or has nothing
-queued. Each step costs O(log flows + log groups), and what is passed by.
+Invariants: a flow is in its user's heap, or held back (its `max_running` runs, or its budget has no room), or has
+nothing queued. Each step costs O(users + log flows + log groups), and what is passed by.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +32,7 @@ from typing import TypeAlias
 from agentloop.api import RolloutTerms, group_key
 from agentloop.scheduling.samples import BeginOutcome, LiveRollout, Sample
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudget
+from agentloop.scheduling.user_turns import UserTurns
 
 OLDEST_EVERY = 4  # places of a flow, of which one goes to its oldest group
 _MAX_ASIDE = 16  # groups of a flow that are passed by while they wait for their own sake
@@ -43,6 +41,7 @@ _NUM_SCORED = 4  # groups of a flow, each time that its next sample is asked for
 _MAX_OLD_ENTRIES = 64  # of a line's heaps, beside four for each group, before they are made anew
 
 FlowKey: TypeAlias = tuple[RolloutTerms, str, bool]
+_Turn: TypeAlias = tuple[int, str]  # minus the priority, and the user
 
 Begin: TypeAlias = Callable[[Sample], BeginOutcome]
 """Give a sample its place, or say why it has none."""
@@ -229,13 +228,15 @@ class _Flow:
 class DispatchOrder:
     """Queued samples in their flows. Whoever takes a sample from it says `begun`, and later `ended`."""
 
-    def __init__(self, order: GroupOrder, expected_work: ExpectedWork) -> None:
+    def __init__(self, order: GroupOrder, expected_work: ExpectedWork, users: UserTurns | None = None) -> None:
         self._order = order
         self._expected_work = expected_work
+        self._users = users or UserTurns()
         self._flows: dict[FlowKey, _Flow] = {}
-        self._heap: list[tuple[int, float, int, _Flow]] = []
+        self._heaps: dict[_Turn, list[tuple[float, int, _Flow]]] = {}
+        self._running: Counter[str] = Counter()  # samples of each user
         self._held: defaultdict[StalenessBudget, set[_Flow]] = defaultdict(set)  # by budget: flows without room
-        self._passes: dict[int, float] = {}  # priority -> the pass of the flow it served last
+        self._passes: dict[_Turn, float] = {}  # the pass of the flow that was served last
         self._num_flows = 0
 
     def join(self, rollout: LiveRollout) -> None:
@@ -280,10 +281,24 @@ class DispatchOrder:
 
         Groups whose turn is `later` are added to that set, and not asked about while they are in it.
         """
-        passed: list[tuple[int, float, int, _Flow]] = []
-        found: Sample | None = None
-        while self._heap and found is None:
-            entry = priority, pass_value, number, flow = heapq.heappop(self._heap)
+        for turn in sorted(self._heaps, key=lambda turn: (turn[0], self._users.pass_of(turn[1]))):
+            if not self._has_place(turn[1]):
+                continue
+            found, is_full = self._next_of(turn, versions, begin, later)
+            if found is not None:
+                self._users.took(turn[1])
+            if found is not None or is_full:
+                return found
+        return None
+
+    def _next_of(
+        self, turn: _Turn, versions: FleetVersions, begin: Begin, later: set[str]
+    ) -> tuple[Sample | None, bool]:
+        """Take out the next sample of a user; the flag: nothing at all may begin."""
+        heap, passed = self._heaps[turn], list[tuple[float, int, _Flow]]()
+        found, is_full = None, False
+        while heap and found is None and not is_full:
+            entry = pass_value, number, flow = heapq.heappop(heap)
             if not flow.line:
                 flow.is_offered = False
                 continue
@@ -293,30 +308,40 @@ class DispatchOrder:
                     self._held[flow.budget].add(flow)
                 continue
             found, is_full = _first(flow.line, begin, later)
-            if found is None:
-                passed.append(entry)
-                if is_full:
-                    break
-                continue
-            self._passes[priority] = pass_value
-            flow.pass_value = pass_value + 1 / flow.terms.share
-            passed.append((priority, flow.pass_value, number, flow))
+            if found is not None:
+                self._passes[turn] = pass_value
+                flow.pass_value = pass_value + 1 / flow.terms.share
+                entry = flow.pass_value, number, flow
+            passed.append(entry)
         for entry in passed:
-            heapq.heappush(self._heap, entry)
-        return found
+            heapq.heappush(heap, entry)
+        if not heap:
+            del self._heaps[turn]
+        return found, is_full
+
+    def num_running(self, user: str) -> int:
+        """Return how many samples of a user run."""
+        return self._running[user]
+
+    def _has_place(self, user: str) -> bool:
+        most = self._users.limits_of(user).live_trajectories
+        return most is None or self._running[user] < most
 
     def admits(self, sample: Sample, versions: FleetVersions) -> bool:
         """Tell if a sample's limits would let it run now, whatever its turn."""
-        return self._flows[_key(sample.rollout)].admits(versions)
+        flow = self._flows[_key(sample.rollout)]
+        return flow.admits(versions) and self._has_place(self._users.name_of(flow.terms.owner))
 
     def begun(self, sample: Sample) -> None:
         """Count a sample as running."""
         self._flows[_key(sample.rollout)].num_running += 1
+        self._running[self._users.name_of(sample.rollout.terms.owner)] += 1
 
     def ended(self, sample: Sample) -> None:
         """Count a sample as running no more; what its place or its budget held back is offered again."""
         flow = self._flows[_key(sample.rollout)]
         flow.num_running -= 1
+        self._running[self._users.name_of(flow.terms.owner)] -= 1
         self._offer(flow)
         if flow.budget is not None:
             self._release(flow.budget)
@@ -341,10 +366,10 @@ class DispatchOrder:
     def _offer(self, flow: _Flow) -> None:
         if flow.is_offered or not flow.line:
             return
-        priority = -flow.terms.priority
+        turn = -flow.terms.priority, self._users.name_of(flow.terms.owner)
         flow.is_offered = True
-        flow.pass_value = max(flow.pass_value, self._passes.get(priority, 0.0))
-        heapq.heappush(self._heap, (priority, flow.pass_value, flow.number, flow))
+        flow.pass_value = max(flow.pass_value, self._passes.get(turn, 0.0))
+        heapq.heappush(self._heaps.setdefault(turn, []), (flow.pass_value, flow.number, flow))
 
 
 def _first(line: _FlowLine, begin: Begin, later: set[str]) -> tuple[Sample | None, bool]:

@@ -12,7 +12,7 @@ exactly the holdings that `hold` put in and `drop` has not taken out.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
@@ -64,6 +64,11 @@ class LeaseTable:
 
     def __len__(self) -> int:
         return len(self._by_holder)
+
+    @property
+    def holders(self) -> Iterable[str]:
+        """The holders of leases."""
+        return self._by_holder
 
     def of_holder(self, holder_id: str) -> Holding | None:
         """Return what a trajectory or a session holds."""

@@ -45,6 +45,7 @@ from agentloop.scheduling.samples import (
 )
 from agentloop.scheduling.staleness_budget import FleetVersions, StalenessBudgets
 from agentloop.scheduling.suspects import Suspects, is_trial
+from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import RolloutGroup, StopReason
 
 _MOST_SHARED = 4  # times `max_attempts`: deaths that a sample may share with others before it is given up too
@@ -78,6 +79,7 @@ class RolloutQueue:
         missing_after_s: float = 30.0,
         order: GroupOrder = GroupOrder.AGE,
         expected_work: ExpectedWork = lambda _: 0.0,
+        users: UserTurns | None = None,
     ) -> None:
         """`expected_work` is of samples whose task was never seen."""
         self._max_queued = max_queued
@@ -89,7 +91,7 @@ class RolloutQueue:
         self._live: dict[str, Sample] = {}  # queued or running
         self._history = TaskHistory()
         self._expected_work = expected_work
-        self._order = DispatchOrder(order, self._expected_tokens)
+        self._order = DispatchOrder(order, self._expected_tokens, users)
         self._suspects = Suspects()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
@@ -435,6 +437,10 @@ class RolloutQueue:
     def num_running(self, worker_id: str) -> int:
         worker = self._workers.get(worker_id)
         return 0 if worker is None else len(worker.running)
+
+    def num_running_of(self, user: str) -> int:
+        """Return how many samples of a user run."""
+        return self._order.num_running(user)
 
     def is_live(self, name: str) -> bool:
         """Return true if a sample was accepted and still lacks its record."""

@@ -72,8 +72,9 @@ async def talk(agents: list[Agent], num_turns: int, load: Load, long_chars: int 
 class Agent:
     """One session, its conversation so far, and its connection."""
 
-    def __init__(self, url: str, session_id: str) -> None:
+    def __init__(self, url: str, session_id: str, key: str = "") -> None:
         self._url = url
+        self._key = key
         self._host, _, port = url.removeprefix("http://").partition(":")
         self._port = int(port)
         self._session_id = session_id
@@ -82,7 +83,7 @@ class Agent:
 
     def other(self, session_id: str) -> Agent:
         """An agent of the same endpoint."""
-        return Agent(self._url, session_id)
+        return Agent(self._url, session_id, self._key)
 
     async def open(self) -> None:
         """Connect, and create the session."""
@@ -123,6 +124,7 @@ class Agent:
             f"host: {self._host}:{self._port}",
             "content-type: application/json",
             f"content-length: {len(body)}",
+            *([f"authorization: Bearer {self._key}"] if self._key else []),
         )
         head, answer = await self._connection.ask("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         if not head.startswith(b"HTTP/1.1 200 "):

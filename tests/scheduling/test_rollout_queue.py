@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agentloop.api import RolloutTerms
+from agentloop.api.owners import UserLimits, UserTable
 from agentloop.errors import Conflict, InvalidRequest, Overloaded
 from agentloop.scheduling.rollout_queue import RolloutQueue
 from agentloop.scheduling.staleness_budget import FleetVersions
+from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import Message, OnStale, RolloutGroup, RolloutTask, StalenessLimit, StopReason
 from tests.benchmarks.dispatch import LATE_S, simulate
 
@@ -251,6 +253,33 @@ def test_an_evaluation_overtakes_training():
     queue.check()
 
 
+def test_users_share_however_many_runs_each_has():
+    runs = {f"a{index}": (100, RolloutTerms("alice", run_id=f"run-{index}", share=9)) for index in range(5)}
+    queue = queue_with(**runs, b=(100, RolloutTerms("bob")))
+    found = counts(queue.take("w", 40, 0.0))
+    assert found["b"] == 20
+    assert [found[f"a{index}"] for index in range(5)] == [4] * 5
+    queue.check()
+
+
+def test_a_users_share_and_its_live_trajectories_are_its_limits():
+    users = UserTurns()
+    names = {"alice": "alice", "digest": "alice", "bob": "bob"}
+    users.table = UserTable(names, {"alice": UserLimits(share=3.0), "bob": UserLimits(live_trajectories=6)})
+    queue = RolloutQueue(users=users)
+    for rollout_id, owner in {"a": "alice", "old": "digest", "b": "bob"}.items():
+        queue.reserve(rollout_id, [group("g", 100, rollout_id)], RolloutTerms(owner))
+        queue.add(rollout_id, 0.0)
+    found = counts(queue.take("w", 16, 0.0))
+    assert (found["b"], found["a"] + found["old"]) == (4, 12)
+    assert found["a"] == found["old"]  # one user's, whatever names the store has
+    assert counts(queue.take("w", 40, 0.0))["b"] == 2
+    assert queue.num_running_of("bob") == 6
+    queue.finished("b/g/0")
+    assert counts(queue.take("w", 4, 0.0))["b"] == 1
+    queue.check()
+
+
 def test_runs_share_by_weight_whoever_came_first():
     queue = queue_with(a=(1000, RolloutTerms(run_id="a", share=3)), b=(1000, RolloutTerms(run_id="b")))
     assert counts(queue.take("w", 400, 0.0)) == {"a": 300, "b": 100}
@@ -262,7 +291,7 @@ def test_runs_share_by_weight_whoever_came_first():
 
 def test_submits_of_one_run_go_out_in_their_order():
     terms = RolloutTerms(run_id="run", share=2)
-    queue = queue_with(a=(4, terms), b=(4, terms), other=(4, RolloutTerms(owner="o")))
+    queue = queue_with(a=(4, terms), b=(4, terms), other=(4, RolloutTerms(run_id="other")))
     assert counts(queue.take("w", 6, 0.0)) == {"a": 4, "other": 2}
 
 

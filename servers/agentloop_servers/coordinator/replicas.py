@@ -35,7 +35,7 @@ from agentloop.fleet import (
     Starts,
     WeightConfig,
 )
-from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions, GroupOrder
+from agentloop.scheduling import Balancer, BalancerConfig, FleetVersions, GroupOrder, UserTurns
 from agentloop.storage import RetentionPolicy
 from agentloop.types import KVPolicy, Lease, PauseMode
 from agentloop_servers.coordinator.room import Room, RoomConfig
@@ -102,7 +102,8 @@ class Replicas:
         self._changed = changed
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
-        self.room = Room(self.fleet, self.balancer, config.room, clock, changed)
+        self.users = UserTurns()
+        self.room = Room(self.fleet, self.balancer, config.room, clock, changed, self.users)
         self.sync = ReplicaSync(
             self.fleet,
             connect,

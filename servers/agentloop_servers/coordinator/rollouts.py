@@ -114,6 +114,7 @@ class Rollouts:
             max_attempts=config.max_attempts,
             missing_after_s=config.worker_timeout_s,
             order=config.order,
+            users=replicas.users,
             expected_work=lambda sample: replicas.balancer.hoped_tokens(group_key(sample.assignment_id)),
         )
         self._reports = ReportDesk(config.balancer.lease_ttl_s)

@@ -2,34 +2,38 @@
 
 Samples begin while the balancer has room for them, and wait before their prefill otherwise. Somebody waits at the
 other end of a call, so a session or a direct call may begin a bounded share beyond that (`overcommit`); then it
-waits too, in the order in which calls came, until its deadline. What has begun and goes on elsewhere, or comes
-back from a long tool, waits in the balancer's own lines. Calls cannot hold samples off for ever: once a
-sample has been refused for `patience_s`, it may begin up to the same bound, and no call begins before it.
+waits too, until its deadline: users take turns (`UserTurns`), and each's calls come in their order. A user that
+holds less than its share of all places waits for no crowd of another's: its calls begin as far as twice the room
+goes. What has begun and goes on elsewhere, or comes back from a long tool, waits in the balancer's own lines. Calls
+cannot hold samples off for ever: once a sample has been refused for `patience_s`, it may begin up to the same
+bound, and no call begins before it.
 
 Ownership: the one place where leases are waited for. Whoever gives KV back calls `changed`, and whoever changes who
 takes traffic `fleet_changed`.
-Invariants: of the calls that wait for the same kinds of replicas, the one that asked first is tried first, also if
-it had to ask again; what holds a lease never waits for room.
+Invariants: of a user's calls that wait for the same kinds of replicas, the one that asked first is tried first,
+also if it had to ask again; what holds a lease never waits for room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agentloop.aio import ChangeSignal, deadline_after, is_set_by
-from agentloop.api import QueueStatus
+from agentloop.api import QueueStatus, owner_of
 from agentloop.capabilities import NO_NEEDS
 from agentloop.clock import Clock
 from agentloop.errors import NoHealthyReplica
 from agentloop.fleet import Fleet
-from agentloop.scheduling import Balancer, BeginOutcome, Demand
+from agentloop.scheduling import Balancer, BeginOutcome, Demand, UserTurns
 from agentloop.types import Lease
 
 _COMES_BACK_S = 30.0  # after its deadline a call that asks again within this time keeps its turn
+_COUNT_AGE_S = 0.2
+_OWN_SHARE = 1.0  # of the room, beyond it: one user's crowd may fill it, and the other shares are as much at most
 _REFUSAL_COUNTS_S = 5.0  # a sample that was refused asks again each second while a worker has a place for it
 
 
@@ -59,7 +63,13 @@ class Room:
     """The door to the balancer's leases."""
 
     def __init__(
-        self, fleet: Fleet, balancer: Balancer, config: RoomConfig, clock: Clock, changed: ChangeSignal
+        self,
+        fleet: Fleet,
+        balancer: Balancer,
+        config: RoomConfig,
+        clock: Clock,
+        changed: ChangeSignal,
+        users: UserTurns | None = None,
     ) -> None:
         """`changed` wakes the workers that ask for samples."""
         self._fleet = fleet
@@ -67,9 +77,13 @@ class Room:
         self._config = config
         self._clock = clock
         self._changed = changed
+        self._users = users or UserTurns()
+        self._held: Counter[str] = Counter()  # places of each user, as counted last
+        self._counted_at = -_COUNT_AGE_S
         self._going_on: dict[str, asyncio.Event] = {}  # holders that have begun, and wait for a place
-        # Heaps by the kinds of replicas that can serve who waits there; those that are gone leave at the top.
-        self._lines: dict[frozenset[str], list[_Ticket]] = {}
+        # Heaps by the kinds of replicas that can serve who waits there, and by user; those that are gone leave at
+        # the top.
+        self._lines: dict[frozenset[str], dict[str, list[_Ticket]]] = {}
         self._num_waiting = 0
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # holder -> when it asked first, and left
         self._num_asked = 0
@@ -112,23 +126,19 @@ class Room:
         UnsupportedParameter if no engine of the service can serve what it needs.
         """
         self._fleet.check_needs(demand.needs)
-        line = self._lines.setdefault(self._fleet.able(demand.needs), [])
-        try:
-            return self._grant(demand, line)
-        except NoHealthyReplica as error:
-            refusal = error
+        able = self._fleet.able(demand.needs)
         deadline_at = deadline_after(wait_s, wait_s)
-        ticket = self._enter(demand.holder_id, line)
+        ticket = self._enter(demand.holder_id, able)
         try:
             while True:
+                try:
+                    return self._grant(demand, able, ticket)
+                except NoHealthyReplica as error:
+                    refusal = error
                 if not await is_set_by(ticket.event, deadline_at):
                     self._left[demand.holder_id] = ticket.asked_at, self._clock.now()
                     raise refusal
                 ticket.event.clear()
-                try:
-                    return self._grant(demand, line, ticket)
-                except NoHealthyReplica as error:
-                    refusal = error
         finally:
             ticket.is_gone = True
             self._num_waiting -= 1
@@ -191,14 +201,36 @@ class Room:
             return True
         return self._balancer.has_room(demand.group_id, demand.num_prompt_tokens, over, demand.needs)
 
-    def _grant(self, demand: Demand, line: list[_Ticket], ticket: _Ticket | None = None) -> Lease:
-        """Raises NoHealthyReplica unless there is room, and nobody in its line comes before."""
-        now = self._clock.now()
+    def _grant(self, demand: Demand, able: frozenset[str], ticket: _Ticket) -> Lease:
+        """Raises NoHealthyReplica unless there is room, and no other call's turn comes before."""
+        now, user = self._clock.now(), self._user_of(demand.holder_id)
         has_lease = self._balancer.lease_of(demand.holder_id) is not None
-        is_turn = has_lease or (_first(line) is ticket and not self._is_samples_turn(now))
-        if not is_turn or not self._fits(demand, self._config.overcommit):
+        if not has_lease and not self._may_begin(demand, user, able, ticket, now):
             raise NoHealthyReplica("no replica has room for another session now")
-        return self._balancer.acquire(demand, now)
+        lease = self._balancer.acquire(demand, now)
+        if not has_lease:
+            self._users.took(user)
+            self._held[user] += 1
+        return lease
+
+    def _may_begin(self, demand: Demand, user: str, able: frozenset[str], ticket: _Ticket, now: float) -> bool:
+        heads, over = self._heads(able), self._config.overcommit
+        if heads[user] is not ticket or self._is_samples_turn(now):
+            return False
+        if min(heads, key=self._users.pass_of) == user and self._fits(demand, over):
+            return True
+        return self._has_less(user, now) and self._fits(demand, max(over, _OWN_SHARE))
+
+    def _has_less(self, user: str, now: float) -> bool:
+        """Tell if a user holds fewer places than its share of all that are held."""
+        if now - self._counted_at > _COUNT_AGE_S:
+            self._held, self._counted_at = Counter(map(self._user_of, self._balancer.holders)), now
+        held = self._held
+        shares = {name: self._users.limits_of(name).share for name in (*held, user)}
+        return held[user] * sum(shares.values()) < shares[user] * held.total()
+
+    def _user_of(self, holder_id: str) -> str:
+        return self._users.name_of(owner_of(holder_id))
 
     def _is_refusing(self, now: float) -> bool:
         """Tell if samples wait for room, and workers for samples."""
@@ -208,14 +240,14 @@ class Room:
         since = self._refused_since
         return since is not None and self._is_refusing(now) and now - since >= self._config.patience_s
 
-    def _enter(self, holder_id: str, line: list[_Ticket]) -> _Ticket:
+    def _enter(self, holder_id: str, able: frozenset[str]) -> _Ticket:
         now = self._clock.now()
         while self._left and now - next(iter(self._left.values()))[1] > _COMES_BACK_S:
             self._left.popitem(last=False)
         asked_at, _ = self._left.pop(holder_id, (now, now))
         self._num_asked += 1
         ticket = _Ticket(asked_at, self._num_asked)
-        heapq.heappush(line, ticket)
+        heapq.heappush(self._lines.setdefault(able, {}).setdefault(self._user_of(holder_id), []), ticket)
         self._num_waiting += 1
         return ticket
 
@@ -226,14 +258,16 @@ class Room:
                 event.set()
 
     def _wake(self) -> None:
-        for line in self._lines.values():
-            first = _first(line)
-            if first is not None:
-                first.event.set()
+        for able in self._lines:
+            for head in self._heads(able).values():
+                head.event.set()
 
-
-def _first(line: list[_Ticket]) -> _Ticket | None:
-    """Return the ticket whose turn it is."""
-    while line and line[0].is_gone:
-        heapq.heappop(line)
-    return line[0] if line else None
+    def _heads(self, able: frozenset[str]) -> dict[str, _Ticket]:
+        """Return the ticket of each user that comes before its others."""
+        lines = self._lines[able]
+        for user, line in list(lines.items()):
+            while line and line[0].is_gone:
+                heapq.heappop(line)
+            if not line:
+                del lines[user]
+        return {user: line[0] for user, line in lines.items()}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastapi import Request
+from starlette.datastructures import Headers
 
 from agentloop.api import ID_PATTERN, NO_LIMITS, UserLimits, owner_of, shown_id
 from agentloop.checks import is_loopback
@@ -105,6 +106,18 @@ class Keys:
         """Raises InvalidRequest if a service on `host` would be open to other machines without keys."""
         if not is_loopback(host) and (self.is_open or not self.has_admin):
             raise InvalidRequest(f"a service on {host} needs a user key and an admin key", param="host")
+
+    def flow_of(self, headers: Headers) -> str:
+        """Return whose turn a request takes, before anything is checked: a user's by its key, a session's by the
+        owner that its key names. A wrong key's turn is nobody's."""
+        texts = headers.getlist("authorization")[:1], headers.getlist("x-api-key")[:1]
+        for credential in (*(text.removeprefix("Bearer ") for text in texts[0]), *texts[1]):
+            if credential.startswith(_SESSION_KEY_PREFIXES):
+                return owner_of(credential.partition("-agentloop-")[2])
+            user = self._by_key.get(key_digest(credential))
+            if user is not None:
+                return user.name
+        return ""
 
     async def require_user(self, request: Request) -> None:
         """Route dependency: raises Unauthorized without a good key, Forbidden with a session's."""

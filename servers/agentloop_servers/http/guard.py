@@ -10,9 +10,10 @@ Host header.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import time
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -32,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentloop.api import invalid_request, parse_body
 from agentloop.checks import is_loopback
 from agentloop.errors import AgentLoopError, Forbidden, InvalidRequest, NotFound, ServiceUnavailable
+from agentloop.strides import FairQueue, Strides
 from agentloop_servers.http.bodies import LONG_BODY_BYTES, LongBodies
 
 T = TypeVar("T")
@@ -43,6 +45,10 @@ Envelope: TypeAlias = Callable[[AgentLoopError], Any]
 _BEGUN_AT_ONCE = 4  # requests that one round of the event loop begins at least
 _BEGINNING_S = 0.001  # of the event loop, for the beginning of one
 _BEGINNING_SHARE = 0.5  # of the event loop's time, for beginnings
+_SHARED_LOAD = 0.5  # of a core, while several users call
+_SHARED_FOR_S = 1.0  # after its last request, a user is there
+_COST_SAMPLES = 16  # requests
+_MAX_COST_S = 0.05
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 _HAS_PORT = re.compile(r":\d{1,5}\Z")
@@ -223,49 +229,101 @@ def envelope_of(scope: Scope) -> Envelope:
 
 
 class TickLimiter:
-    """Lets tasks through in each round of the event loop, first come, first served.
+    """Lets tasks through in each round of the event loop; users take turns, and each's come in their order.
 
     Reading a request and making its prompt is a millisecond of work without a pause. A thousand that begin in one
     round would hold up every stream and every answer for that long; here what is under way goes on in between. But
     where what is under way makes rounds long, a few in each would hardly ever begin: so as many begin as take their
     share of the time that the last round took, and at least `width`. Begun ones make the next round longer, and by
     that share the growth is bounded: with a half, rounds get twice as long at most.
+
+    What has begun is served in rounds that are as long as there is work, so a crowd that keeps the loop busy would
+    hold up another user's call at each of its steps. While several users are there, calls begin one at a time, at
+    the pace at which they take `_SHARED_LOAD` of a core; a user that has none under way need not wait.
     """
 
-    def __init__(self, width: int, seconds_each: float = _BEGINNING_S, share: float = _BEGINNING_SHARE) -> None:
+    def __init__(
+        self,
+        width: int,
+        seconds_each: float = _BEGINNING_S,
+        share: float = _BEGINNING_SHARE,
+        strides: Strides | None = None,
+        cpu_s: Callable[[], float] = time.process_time,
+    ) -> None:
         self._width = width
         self._per_second = share / seconds_each
         self._num_left = width  # in this round
         self._round_at: float | None = None  # when this one began; None: none is scheduled after it
-        self._waiting: deque[asyncio.Future[None]] = deque()  # open requests; bounded by the connections
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(strides)  # bounded by the connections
+        self._seen: dict[str, float] = {}  # users by their last request, the latest last
+        self._cpu_s = cpu_s
+        self._cost = _CallCost(cpu_s())
 
-    async def enter(self) -> None:
+    async def enter(self, user: str = "") -> None:
         """Wait for a place in a round."""
         loop = asyncio.get_running_loop()
+        now = loop.time()
+        last_at = self._seen.pop(user, -math.inf)
+        self._seen[user] = now
+        if self._is_shared(now) and user not in self._waiting and now - last_at > self._cost.each_s:
+            self._cost.num_begun += 1
+            return
         if self._round_at is None:
-            self._round_at = loop.time()
+            self._round_at = now
             loop.call_soon(self._begin_round, loop)
         if self._num_left > 0 and not self._waiting:
             self._num_left -= 1
+            self._cost.num_begun += 1
             return
         place = loop.create_future()
-        self._waiting.append(place)
+        self._waiting.push(user, place)
         await place
+
+    def _is_shared(self, now: float) -> bool:
+        """Tell if several users have called of late."""
+        while self._seen and now - next(iter(self._seen.values())) > _SHARED_FOR_S:
+            del self._seen[next(iter(self._seen))]
+        return len(self._seen) > 1
 
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         assert self._round_at is not None
-        width = self._num_left = max(self._width, int((now - self._round_at) * self._per_second))
-        while self._waiting and self._num_left > 0:
-            place = self._waiting.popleft()
-            if not place.done():  # its request has been given up
-                place.set_result(None)
-                self._num_left -= 1
-        if self._num_left < width:
-            self._round_at = now
-            loop.call_soon(self._begin_round, loop)
-        else:
+        is_paced = self._is_shared(now)
+        width = 1 if is_paced else max(self._width, int((now - self._round_at) * self._per_second))
+        self._num_left = width
+        while self._num_left > 0:
+            place = self._waiting.pop(lambda place: not place.done())  # a request may have been given up
+            if place is None:
+                break
+            place.set_result(None)
+            self._num_left -= 1
+            self._cost.num_begun += 1
+        if self._num_left == width:
             self._round_at, self._num_left = None, self._width
+            return
+        self._round_at = now
+        if is_paced:
+            self._num_left = 0
+            loop.call_later(self._cost.learned(self._cpu_s()) / _SHARED_LOAD, self._begin_round, loop)
+        else:
+            loop.call_soon(self._begin_round, loop)
+
+
+@dataclass(slots=True)
+class _CallCost:
+    """The process's CPU time for each request, lately: Python's threads share one core."""
+
+    since_s: float
+    num_begun: int = 0
+    each_s: float = _BEGINNING_S
+
+    def learned(self, cpu_s: float) -> float:
+        """Take in the CPU time so far; returns that of a request."""
+        if self.num_begun >= _COST_SAMPLES:
+            found = (cpu_s - self.since_s) / self.num_begun
+            self.each_s = min(max(found, _BEGINNING_S), _MAX_COST_S)
+            self.since_s, self.num_begun = cpu_s, 0
+        return self.each_s
 
 
 class HttpGuard:
@@ -274,13 +332,24 @@ class HttpGuard:
     A server that cancels what runs in its end puts `server_ends` into the state of a request, which tells that.
     """
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits, *, is_local_only: bool = False) -> None:
-        """With `is_local_only`, which a service without keys is, requests must name a loopback host: a web page
-        whose name was made to lead here (DNS rebinding) names its own."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: HttpLimits,
+        *,
+        is_local_only: bool = False,
+        user_of: Callable[[Headers], str] = lambda _: "",
+    ) -> None:
+        """Requests begin in turns of their users, whom `user_of` finds in their headers, checked or not.
+
+        With `is_local_only`, which a service without keys is, requests must name a loopback host: a web page whose
+        name was made to lead here (DNS rebinding) names its own.
+        """
         self._app = app
         self._limits = limits
         self._is_local_only = is_local_only
         self._limiter = TickLimiter(_BEGUN_AT_ONCE)
+        self._user_of = user_of
         self._bodies = LongBodies(limits.max_bytes_of_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -299,7 +368,7 @@ class HttpGuard:
                 return
             if "content-length" in headers:
                 guarded.length = int(headers["content-length"].strip(_WHITE_SPACE))
-            await self._limiter.enter()
+            await self._limiter.enter(self._user_of(headers))
             try:
                 await self._app(scope, guarded.receive, guarded.send)
             except ClientDisconnect:

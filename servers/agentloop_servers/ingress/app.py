@@ -81,7 +81,7 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        middleware=[Middleware(HttpGuard, limits=limits, is_local_only=keys.is_open)],
+        middleware=[Middleware(HttpGuard, limits=limits, is_local_only=keys.is_open, user_of=keys.flow_of)],
     )
     add_error_handlers(app, limits)
     bodies: list[type[BaseModel]] = [*ROLLOUT_BODIES, *ADMIN_BODIES]

@@ -1,11 +1,12 @@
 """Room for samples, sessions and calls: real store, real balancer, fake engines, virtual time."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from agentloop.api.coordinator import LeaseReport, TurnBegun, TurnEnded
+from agentloop.api.coordinator import LeaseReport, RolloutTerms, TurnBegun, TurnEnded
 from agentloop.errors import NoHealthyReplica
 from agentloop_servers.coordinator.room import RoomConfig
 from tests.support.engine.engines import INFO
@@ -197,3 +198,53 @@ async def test_what_comes_back_from_a_long_tool_goes_on_at_the_moment_that_room_
         assert site.clock.now() == now
         assert not any(later.done() for later in waiting[index + 2 :])
     assert {(await task).replica_id for task in waiting} == {"a"}
+
+
+@service("a", info=SMALL)
+async def test_a_users_crowd_keeps_no_other_user_out(site, coordinator):
+    """A has more sessions than there is room for, and many that wait; B's calls begin as they come."""
+    ingress, held = Process(coordinator), []
+    await ingress.report(leases=())
+
+    async def call(name):
+        held.append((name, await ingress.lease(name)))
+
+    async def wait_for_call(name):
+        while True:
+            try:
+                return await call(name)
+            except NoHealthyReplica:
+                continue
+
+    crowd = [asyncio.create_task(wait_for_call(f"a~s{index}")) for index in range(300)]
+    await site.clock.sleep(1.0)
+    num_begun = len(held)
+    assert 0 < num_begun < 100
+    began_at = site.clock.now()
+    for index in range(3):
+        await call(f"b~s{index}")
+    assert site.clock.now() == began_at
+    before = len(held)
+    for _, lease in held[:num_begun]:  # A's first ones end: its others begin again, in their order
+        await ingress.release(lease)
+        await site.clock.sleep(0.01)
+    later = [name for name, _ in held[before:]]
+    assert later == [f"a~s{index}" for index in range(num_begun, num_begun + len(later))] != []
+    waiting = asyncio.create_task(call("b~s3"))
+    await site.clock.sleep(1.0)
+    assert waiting.done()
+    for task in crowd:
+        task.cancel()
+
+
+@service("a", info=SMALL)
+async def test_samples_and_calls_of_users_take_turns(site, coordinator):
+    users = coordinator.rollouts.queue
+    for name in ("a", "b"):
+        await coordinator.rollouts.submit(
+            "r", tuple(make_group(f"g{n}", 1) for n in range(20)), RolloutTerms(name), (name,)
+        )
+    begun = (await coordinator.rollouts.take(report("w", 50), 0.0)).start
+    counted = Counter(one.rollout_id for one in begun)
+    assert abs(counted["a~r"] - counted["b~r"]) <= 1 < counted["a~r"]
+    users.check()

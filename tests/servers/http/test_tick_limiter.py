@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from agentloop_servers.http.guard import TickLimiter
 
 
@@ -107,3 +109,56 @@ class Clock:
         self.now += seconds
         self.num_done += 1
         self.order.append(number)
+
+
+async def test_users_take_turns_whatever_the_crowd_of_one():
+    limiter, order = TickLimiter(1, share=0.0), list[str]()
+
+    async def begin(user: str) -> None:
+        await limiter.enter(user)
+        order.append(user)
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for user in ["a"] * 300 + ["b"] * 3:
+            group.create_task(begin(user))
+    assert order[:300].count("b") == 3
+    assert max(index for index, user in enumerate(order) if user == "b") < 12
+
+
+@pytest.mark.parametrize("num_alone", [0, 300])
+async def test_a_crowd_leaves_another_user_the_event_loop(num_alone: int):
+    """Each call is ten rounds of the loop, and 2 ms of its time. B's takes 3 times as long as alone, at most."""
+    loop, clock = asyncio.get_running_loop(), Clock()
+    busy_s, took = 0.0, list[float]()
+    limiter = TickLimiter(4, cpu_s=lambda: busy_s)
+
+    async def call(user: str) -> None:
+        nonlocal busy_s
+        began = clock.now
+        await limiter.enter(user)
+        for _ in range(10):
+            await asyncio.sleep(0)
+            clock.now += 0.0002
+            busy_s += 0.0002
+        if user == "b":
+            took.append(clock.now - began)
+
+    async def crowd() -> None:
+        while len(took) < 60:
+            await call("a")
+            await asyncio.sleep(0)
+
+    async def pass_time() -> None:
+        while len(took) < 60:  # the loop would sleep until its next timer
+            await asyncio.sleep(0)
+            clock.now += 0.00005
+
+    with clock.of(loop):
+        others = [asyncio.create_task(crowd()) for _ in range(num_alone)]
+        others.append(asyncio.create_task(pass_time()))
+        while len(took) < 60:
+            await call("b")
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    assert sorted(took)[30] <= 3 * (0.002 + 10 * 0.00005)
