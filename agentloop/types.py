@@ -326,6 +326,7 @@ class Assignment:
     rollout_id: str = ""
     staleness: StalenessLimit | None = None
     num_stale_attempts: int = 0  # attempts before this one that were dropped for their age
+    is_restored: bool = False  # an earlier coordinator accepted it, and may have had it begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -411,10 +411,12 @@ class TrajectoryRun:
         parts, task = self._parts, self._task
         if parts.journal is None or not isinstance(self._loop, ResumableLoop):
             return None
-        return await parts.journal.begin(
+        journal = await parts.journal.begin(
             self._assignment,
             lambda: fingerprint(task, parts.toolbox.definitions(task.tools), parts.renderer),
         )
+        self._assignment = replace(self._assignment, attempt=journal.attempt)
+        return journal
 
     async def forget(self) -> None:
         """Remove, soon, what was journalled of the trajectory, and of earlier runs of its sample."""

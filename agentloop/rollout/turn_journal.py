@@ -118,8 +118,9 @@ class KeptTurns:
 class RunJournal:
     """The journal of one run. `kept` is what it goes on from; None: it begins at the start."""
 
-    def __init__(self, journal: TurnJournal, path: Path, header: Callable[[], RunHeader]) -> None:
+    def __init__(self, journal: TurnJournal, path: Path, header: Callable[[], RunHeader], attempt: int) -> None:
         self.kept: KeptTurns | None = None
+        self.attempt = attempt  # the number of the run, after those that were found
         self.path = path
         self.earlier: tuple[Path, ...] = ()  # the files of earlier runs of its sample
         self.is_over = False
@@ -189,22 +190,24 @@ class TurnJournal:
         mark = _mark(name)
 
         def header() -> RunHeader:
-            return RunHeader(name, assignment.attempt, fingerprint())
+            return RunHeader(name, run.attempt, fingerprint())
 
         path = self._folder / f"{mark}.{time.time_ns():020d}.{os.urandom(3).hex()}"
-        run = RunJournal(self, path, header)
-        if assignment.attempt == 0 and mark not in self._left_behind:
+        run = RunJournal(self, path, header, assignment.attempt)
+        if assignment.attempt == 0 and not assignment.is_restored and mark not in self._left_behind:
             return run
         try:
             await self.flush()  # an earlier run of ours may have ended this moment
             run.earlier, run.kept = await self._in_thread(_found, self._folder, mark, name, fingerprint)
         except OSError as error:
             _log.error("journal_unreadable", error=repr(error))
-        if (kept := run.kept) is None:
-            _log.info("trajectory_begins_again", attempt=assignment.attempt, reason="no usable journal here")
-        else:
+        if (kept := run.kept) is not None:
+            # A coordinator that was restarted does not know of that attempt.
+            run.attempt = max(run.attempt, kept.attempt + 1)
             num_turns, num_tokens = len(kept.turns), kept.num_sampled
             _log.info("trajectory_resumes", num_turns=num_turns, num_tokens=num_tokens, of_attempt=kept.attempt)
+        elif assignment.attempt > 0 or run.earlier:
+            _log.info("trajectory_begins_again", attempt=assignment.attempt, reason="no usable journal here")
         return run
 
     def add(self, run: RunJournal, entry: FinishedTurn | ToolAnswers) -> None:
@@ -253,6 +256,8 @@ class TurnJournal:
         """Remove what dead workers left of samples that have their records. `unfinished` says which have none."""
         found = await self._in_thread(_names, self._folder)
         names = list(found)
+        # Until the coordinator, which may have died with their workers, says which of them have their records.
+        self._left_behind = {path.name.partition(".")[0] for paths in found.values() for path in paths}
         left_behind: set[str] = set()
         for start in range(0, len(names), MAX_NAMES_A_CALL):
             some = tuple(names[start : start + MAX_NAMES_A_CALL])

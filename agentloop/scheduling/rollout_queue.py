@@ -142,7 +142,11 @@ class RolloutQueue:
         """Queue what was reserved under this id, in its order."""
         one = self._reserved.pop(rollout_id)
         self.restore(
-            rollout_id, [(group, tuple(range(group.num_samples))) for group in one.groups], now, terms=one.terms
+            rollout_id,
+            [(group, tuple(range(group.num_samples))) for group in one.groups],
+            now,
+            terms=one.terms,
+            is_restored=False,
         )
 
     def restore(
@@ -155,6 +159,7 @@ class RolloutQueue:
         first_version: int | None = None,
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
         num_complete: Mapping[str, int] = MappingProxyType({}),
+        is_restored: bool = True,
     ) -> None:
         """Queue what an earlier process accepted and did not finish. Past the bounds: it was admitted.
 
@@ -181,7 +186,8 @@ class RolloutQueue:
             self._num_bytes += one.num_bytes
             names = [assignment_id(rollout_id, group.group_id, index) for index in sample_indexes]
             samples = [
-                Sample(name, rollout, group, index, now) for name, index in zip(names, sample_indexes, strict=True)
+                Sample(name, rollout, group, index, now, is_restored=is_restored)
+                for name, index in zip(names, sample_indexes, strict=True)
             ]
             self._live |= zip(names, samples, strict=True)
             rollout.num_accepted += len(samples)

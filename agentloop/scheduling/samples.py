@@ -59,6 +59,7 @@ class Sample:
     sample_index: int
     queued_at: float
     queued_s: float = 0.0  # how long it had waited when it was last handed out
+    is_restored: bool = False  # an earlier coordinator accepted it, and may have handed it out
     state: SampleState = SampleState.QUEUED
     worker_id: str | None = None
     attempt: int = 0  # the number of the run that it is in, or begins next

@@ -11,7 +11,7 @@ import pytest
 from pydantic import Field
 
 from agentloop.codec import encode, to_builtins
-from agentloop.errors import EngineLost
+from agentloop.errors import EngineLost, ServiceUnavailable
 from agentloop.rollout.context import LoopContext
 from agentloop.rollout.loops import SHIPPED_LOOPS, ResumableLoop
 from agentloop.rollout.tool import ToolSpec, tool
@@ -504,6 +504,28 @@ async def test_of_several_runs_the_one_with_the_most_tokens_counts(tmp_path):
         await journal.flush()
         again = await begun(journal, 6)
         assert (len(again.kept.turns), again.kept.attempt) == (4, 5), "it has the turns that it went on from"
+
+
+async def test_what_worker_and_coordinator_left_together_is_gone_on_from(tmp_path):
+    """B2: a new coordinator counts attempts from 0. The sample comes to a worker that was there before, or to a new
+    one whose first sweep found no coordinator."""
+
+    async def absent(_):
+        raise ServiceUnavailable("it starts")
+
+    async with journal_at(tmp_path) as old, journal_at(tmp_path) as new:
+        await old.sweep(absent)
+        async with journal_at(tmp_path) as lost:
+            run = await begun(lost, 2)
+            for entry in finished_turns(2):
+                run.append(entry)
+            await lost.flush()
+        with pytest.raises(ServiceUnavailable):
+            await new.sweep(absent)
+        assert (await begun(old)).kept is None  # it is known as nobody's work: it costs no look at the folder
+        for journal, assignment in ((old, replace(ASSIGNMENT, is_restored=True)), (new, ASSIGNMENT)):
+            again = await journal.begin(assignment, lambda: b"task")
+            assert (len(again.kept.turns), again.kept.attempt, again.attempt) == (2, 2, 3)
 
 
 async def test_a_worker_that_was_given_up_for_lost_spoils_nothing(tmp_path):

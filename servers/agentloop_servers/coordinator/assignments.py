@@ -36,6 +36,7 @@ def assignment(sample: Sample, lease: Lease) -> Assignment:
         rollout_id=name.partition("/")[0],
         staleness=group.staleness,
         num_stale_attempts=sample.num_stale_attempts,
+        is_restored=sample.is_restored,
     )
 
 

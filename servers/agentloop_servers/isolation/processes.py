@@ -372,7 +372,7 @@ class ProcessRun:
 
     def _check(self, request_id: str) -> None:
         """Raises Forbidden for a request that is not this trajectory's."""
-        if not request_id.startswith(f"{self._assignment.assignment_id}@{self._assignment.attempt}:"):
+        if not request_id.startswith(f"{self._assignment.assignment_id}@"):
             raise Forbidden(f"{request_id!r} is no request of {self._assignment.assignment_id}")
 
     def _own(self, record: Trajectory) -> Trajectory:
@@ -384,7 +384,7 @@ class ProcessRun:
             group_id=assignment.group_id,
             sample_index=assignment.sample_index,
             rollout_id=assignment.rollout_id,
-            attempt=assignment.attempt,
+            attempt=max(record.attempt, assignment.attempt),  # its journal knows of more than a new coordinator
             num_stale_attempts=assignment.num_stale_attempts,
         )
 
