@@ -88,7 +88,7 @@ class ReplicaRecord:
     seen_at: float
     report: ReplicaReport  # its last one
     error: str | None = None  # why it takes no traffic, if something went wrong
-    failed_at: tuple[float, ...] = ()  # the latest calls without an answer
+    failed_at: tuple[tuple[float, str], ...] = ()  # the latest calls without an answer, and the processes of these
     needs_proof: bool = False  # it takes no traffic before a generation has proved it good
     num_contradictions: int = 0
 
@@ -234,15 +234,23 @@ class Fleet:
             self._compare(replica, is_paused)
         return True
 
-    def report_failure(self, replica_id: str, now: float) -> None:
-        """Count a call without an answer. Enough of these within the window make a replica SUSPECT."""
+    def report_failure(self, replica_id: str, now: float, process_id: str = "", *, is_shared: bool = False) -> None:
+        """Count a call without an answer. Enough of these within the window make a replica SUSPECT.
+
+        Where it `is_shared`, they are of two processes or more: the link of one alone may be what fails.
+        """
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
         config = self._config
-        recent = [at for at in replica.failed_at if now - at < config.failure_window_s]
-        replica = self._put(replace(replica, failed_at=(*recent, now)[-config.max_failures :]))
-        if replica.state is ReplicaState.READY and len(replica.failed_at) == config.max_failures:
+        recent = [(at, process) for at, process in replica.failed_at if now - at < config.failure_window_s]
+        # Of one process no more than make the replica suspect, so that another's are not pushed out.
+        own = [one for one in recent if one[1] == process_id][-config.max_failures + 1 :]
+        others = [one for one in recent if one[1] != process_id]
+        failed_at = (*others, *own, (now, process_id))
+        replica = self._put(replace(replica, failed_at=failed_at))
+        is_of_one = is_shared and not others
+        if replica.state is ReplicaState.READY and len(failed_at) >= config.max_failures and not is_of_one:
             error = f"{config.max_failures} calls without an answer within {config.failure_window_s:g} s"
             self._move(replace(replica, needs_proof=True, error=error), ReplicaState.SUSPECT)
 

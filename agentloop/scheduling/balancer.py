@@ -217,6 +217,15 @@ class Balancer:
         self._count(holding, self._charges.of(holding, is_kept=True))
         return holding.lease
 
+    def callers(self, lease: Lease) -> tuple[str, ...]:
+        """Return the processes that call at the replica of a lease, its own first; none if the lease has ended."""
+        holding = self._table.of_lease(lease.lease_id)
+        if holding is None:
+            return ()
+        own = holding.demand.process_id
+        there = {one.demand.process_id for one in self._table.on_replica(lease.replica_id)}
+        return (own, *sorted(there - {own}))
+
     def release(self, lease: Lease, num_tokens: int | None, now: float) -> None:
         """Give a place back; idempotent. `num_tokens`, of one that ran to its end, are what it grew by."""
         holding = self._table.of_lease(lease.lease_id)

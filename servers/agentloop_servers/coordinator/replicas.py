@@ -239,10 +239,11 @@ class Replicas:
     # --- places ---
 
     def report_failure(self, lease: Lease) -> None:
-        """A call under this lease got no answer."""
-        replica = self.fleet.get(lease.replica_id)
-        if replica is not None and replica.url == lease.url:
-            self.fleet.report_failure(lease.replica_id, self._clock.now())
+        """A call under this lease got no answer. Without a lease, as of a worker given up for lost, it counts not."""
+        replica, callers = self.fleet.get(lease.replica_id), self.balancer.callers(lease)
+        if replica is not None and replica.url == lease.url and callers:
+            is_shared = len(callers) > 1
+            self.fleet.report_failure(lease.replica_id, self._clock.now(), callers[0], is_shared=is_shared)
 
     def end_lease(self, holder_id: str, num_tokens: int | None = None) -> None:
         """Release what a holder has, if it has a lease."""

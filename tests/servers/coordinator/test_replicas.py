@@ -539,3 +539,37 @@ async def test_an_update_and_a_wake_each_begin_an_epoch_of_leases(site, coordina
     await coordinator.replicas.sleep(1)
     await coordinator.replicas.wake(ALL_MEMORY)
     assert await epoch("woken") == first + 2
+
+
+@service("a", "b")
+async def test_a_process_that_alone_reports_failures_condemns_no_replica(site, coordinator):
+    """B10: a worker behind a broken link took every healthy replica out of traffic."""
+    rollouts = coordinator.rollouts
+    await rollouts.submit("r", (make_group("g", 40),))
+    (await rollouts.take(report("healthy", 20), 1.0))
+    broken = (await rollouts.take(report("broken", 20), 1.0)).start
+    for assignment in broken:
+        lease = assignment.lease
+        for _ in range(CONFIG.fleet.max_failures):
+            lease = await rollouts.move(assignment.assignment_id, lease, True)
+    assert await site.states() == {"a": "ready", "b": "ready"}
+    healthy = await rollouts.take(report("healthy", 0), 1.0)
+    assert healthy.cancel == ()
+    assert {one.num_leases > 0 for one in (await coordinator.status()).replicas} == {True}
+
+
+@service("a", "b")
+async def test_what_a_worker_given_up_for_lost_reports_of_replicas_counts_not(site, coordinator):
+    """B10: it came back, and said of each lease that its replica had not answered."""
+    rollouts = coordinator.rollouts
+    await rollouts.submit("r", (make_group("g", 8),))
+    held = (await rollouts.take(report("lost"), 1.0)).start
+    await site.clock.sleep(CONFIG.worker_timeout_s + 2.0)
+    for assignment in held:
+        coordinator.replicas.report_failure(assignment.lease)
+    assert await site.states() == {"a": "ready", "b": "ready"}
+    fresh = (await rollouts.take(report("next"), 1.0)).start
+    for assignment in fresh:
+        if assignment.lease.replica_id == fresh[0].lease.replica_id:
+            coordinator.replicas.report_failure(assignment.lease)
+    assert (await site.states())[fresh[0].lease.replica_id] == "suspect"
