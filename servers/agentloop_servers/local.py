@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator import CoordinatorClient
 from agentloop_servers.host import NICENESS
+from agentloop_servers.locks import pass_on_signal
 from agentloop_servers.tcp import listening_socket, url_of
 
 T = TypeVar("T")
@@ -53,6 +55,8 @@ async def running_service(
     """
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     app = application(config, run_dir)
+    if config.users is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, pass_on_signal, run_dir, signal.SIGHUP)
     url = url_of(config.host, config.port)
     try:
         start_ray(run_dir, has_gpus=config.num_gpu_engines > 0)

@@ -328,6 +328,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/acknowledge",
         "/rollouts/{rollout_id}/cancel",
         "/status",
+        "/admin/users",
         "/admin/pause",
         "/admin/resume",
         "/admin/weights",
