@@ -34,7 +34,7 @@ class Strides:
 
 
 class FairQueue(Generic[T]):
-    """What waits, in a line for each user; the users take turns. Its owner bounds it."""
+    """A line for each user; the users take turns. Its owner bounds it."""
 
     def __init__(self, strides: Strides | None = None) -> None:
         self._strides = strides or Strides()

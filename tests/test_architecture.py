@@ -102,6 +102,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.tcp": set(),
+    "agentloop_servers.users": {"agentloop.api", "agentloop_servers.http"},
     "agentloop_servers.locks": set(),
     "agentloop_servers.host": set(),
     "agentloop_servers.sizing": {
@@ -195,6 +196,7 @@ ARROWS: dict[str, set[str]] = {
         "agentloop_servers.host",
         "agentloop_servers.ray_start",
         "agentloop_servers.tcp",
+        "agentloop_servers.locks",
     },
     "agentloop_servers.cli": {
         "agentloop.agents",
@@ -352,6 +354,7 @@ SMALL_OR_SINGLE: dict[str, tuple[str, ...]] = {
         "agentloop_servers.public_port",
         "agentloop_servers.serve_process",
         "agentloop_servers.sizing",
+        "agentloop_servers.users",
         "agentloop_tools",
         "agentloop.rollout.tool_loading",
     ),

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from agentloop.api.owners import UsersNews, UserUsage
 from agentloop.capabilities import NO_NEEDS, Feature, Needs
 from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
@@ -331,6 +332,7 @@ class ServiceStatus:
     degraded: tuple[str, ...] = ()  # why the service does not all that it could: a sentence each
     update: UpdateProgress | None = None  # the one under way
     queue: QueueStatus = QueueStatus(0, 0, 0, 0)
+    users: tuple[UserUsage, ...] = ()
 
 
 def assignment_id(rollout_id: str, group_id: str, sample_index: int) -> str:
@@ -501,6 +503,12 @@ class FrontPort(RolloutPort, LeasePort, FleetPort, Protocol):
 
     async def drain(self) -> tuple[int, int]:
         """Begin and accept nothing more. Returns the trajectories that run, and that are queued. Idempotent."""
+
+    async def report_users(
+        self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
+    ) -> UsersNews:
+        """Tell what users have open in one ingress process; returns what they have in all. With `reads_again` the
+        users' file is read anew. Raises InvalidRequest."""
 
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
         """Say where process `rank` of the chat endpoint listens; returns where each known one does."""

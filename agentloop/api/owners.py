@@ -7,7 +7,7 @@ table, lease and record; a client sees its own part of it. Without users ids are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 _MARK: Final = "~"  # in no id and no name that anybody may give
@@ -36,6 +36,33 @@ class UserTable:
 
     names: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, UserLimits] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UserUsage:
+    """The use of one user at one moment: in one process, or in all."""
+
+    name: str
+    open_calls: int = 0
+    sessions: int = 0  # open ones
+    live_trajectories: int = 0
+    queued_trajectories: int = 0
+    tokens_last_minute: int = 0  # of prompts and answers
+
+    def without(self, own: UserUsage | None) -> UserUsage:
+        """Return what it has elsewhere; tokens are those of all."""
+        if own is None:
+            return self
+        calls, sessions = max(0, self.open_calls - own.open_calls), max(0, self.sessions - own.sessions)
+        return replace(self, open_calls=calls, sessions=sessions)
+
+
+@dataclass(frozen=True, slots=True)
+class UsersNews:
+    """The use of all users over all processes, and the number of the table that holds."""
+
+    generation: int
+    usage: tuple[UserUsage, ...]
 
 
 def own_id(owner: str, given: str) -> str:

@@ -122,6 +122,11 @@ class Balancer:
         holding = self._table.of_holder(holder_id)
         return None if holding is None else holding.lease
 
+    def holder_of(self, lease_id: str) -> str | None:
+        """Return who holds a lease; None for one that is not known."""
+        holding = self._table.of_lease(lease_id)
+        return None if holding is None else holding.demand.holder_id
+
     def hoped_tokens(self, group_id: str) -> float:
         """Return the growth that a group's next sample may well have: who may have most begins first."""
         return self._charges.hoped(group_id)

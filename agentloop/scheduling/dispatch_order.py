@@ -319,13 +319,9 @@ class DispatchOrder:
             del self._heaps[turn]
         return found, is_full
 
-    def num_running(self, user: str) -> int:
-        """Return how many samples of a user run."""
-        return self._running[user]
-
     def _has_place(self, user: str) -> bool:
         most = self._users.limits_of(user).live_trajectories
-        return most is None or self._running[user] < most
+        return (most is None or self._running[user] < most) and self._users.has_tokens(user)
 
     def admits(self, sample: Sample, versions: FleetVersions) -> bool:
         """Tell if a sample's limits would let it run now, whatever its turn."""

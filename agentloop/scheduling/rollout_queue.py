@@ -24,7 +24,7 @@ sampled twice. The other is told to cancel.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -89,9 +89,10 @@ class RolloutQueue:
         self._rollouts: dict[str, LiveRollout] = {}
         self._reserved: dict[str, _Reservation] = {}
         self._live: dict[str, Sample] = {}  # queued or running
+        self._users = users or UserTurns()
         self._history = TaskHistory()
         self._expected_work = expected_work
-        self._order = DispatchOrder(order, self._expected_tokens, users)
+        self._order = DispatchOrder(order, self._expected_tokens, self._users)
         self._suspects = Suspects()
         self._num_bytes = 0  # of the tasks that lack records
         self._budgets = StalenessBudgets()
@@ -444,9 +445,14 @@ class RolloutQueue:
         worker = self._workers.get(worker_id)
         return 0 if worker is None else len(worker.running)
 
-    def num_running_of(self, user: str) -> int:
-        """Return how many samples of a user run."""
-        return self._order.num_running(user)
+    def by_user(self) -> tuple[Counter[str], Counter[str]]:
+        """Count the samples of each user: those that run, and those that are queued."""
+        running, queued = Counter[str](), Counter[str]()
+        for rollout in self._rollouts.values():
+            user = self._users.name_of(rollout.terms.owner)
+            running[user] += rollout.num_running
+            queued[user] += rollout.num_queued
+        return running, queued
 
     def is_live(self, name: str) -> bool:
         """Return true if a sample was accepted and still lacks its record."""

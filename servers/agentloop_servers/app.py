@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import structlog
 from fastapi import FastAPI, Request
 from ray import serve
 from ray.exceptions import RayError
@@ -24,7 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
 from agentloop.aio import LoopWatch, freeze_gc
-from agentloop.api import FrontPort
+from agentloop.api import FrontPort, UserTable
 from agentloop.clock import RealClock
 from agentloop.errors import EngineLost, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.fleet import FleetConfig
@@ -62,6 +63,7 @@ from agentloop_servers.endpoint import (
     SessionLimits,
     Sessions,
     ShardRouter,
+    Tenants,
     take_shard_lock,
 )
 from agentloop_servers.engine_config import EngineEntry
@@ -81,9 +83,10 @@ from agentloop_servers.locks import take_run_lock
 from agentloop_servers.private_http import worker_key
 from agentloop_servers.public_port import PublicPort, keeper_finder, warn_of_open_ray
 from agentloop_servers.replica import EngineClients, Replica
-from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done
+from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.sizing import sized
 from agentloop_servers.tcp import url_of, url_of_socket
+from agentloop_servers.users import load_users, table_of
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
@@ -91,6 +94,8 @@ COORDINATOR_NAME = "Coordinator"
 ENGINE_NAME = "EngineReplica"
 RUN_LOCK_TIMEOUT_S = 30.0  # for the coordinator before this one to end
 COORDINATOR_STAYS_S = 1.0  # after the order to end, which all get at once: the others leave by it
+
+_log = structlog.get_logger("app")
 
 
 def _begin(config: ServiceConfig, run_dir: Path) -> Closing:
@@ -126,12 +131,14 @@ class CoordinatorDeployment:
                 balancer=balancer_config(config),
                 room=RoomConfig(config.balancer.limits_kv, config.balancer.call_overcommit),
                 order=GroupOrder(config.balancer.order),
+                read_users=lambda: user_table(config),
             ),
             clock=RealClock(),
             probe=clients.probe,
         )
         self._closing.push_async_callback(self._coordinator.close)
         await self._coordinator.start()
+        on_sighup(self._coordinator.read_users_again)
         self._server = CoordinatorServer(self._coordinator, secret, private_host(config))
         self._closing.push_async_callback(self._server.close)
         await self._server.start()
@@ -275,6 +282,8 @@ class IngressDeployment:
         self._process = IngressProcess(config, run_dir, secret, client.front, keys=keys)
         self._closing.push_async_callback(self._process.close)
         await self._process.start(context.rank.rank, await self._port.take())
+        if (notice := keys.notice) is not None:
+            _log.warning("open_admin_routes", because=notice)
         freeze_gc()
 
     async def __call__(self, request: Request) -> Response:
@@ -330,7 +339,13 @@ class IngressProcess:
         sessions, endpoint = build_endpoint(config, store_path, self._secret, self._coordinator, clients, router)
         closing.push_async_callback(sessions.close)
         await sessions.start()
-        app = build_app(config, self._coordinator, clients, endpoint, self._keys or keys_of(config))
+        keys = self._keys or keys_of(config)
+        read = None if config.users is None else lambda: load_users(located(config.users or ""))
+        endpoint.tenants = tenants = Tenants(keys, self._coordinator, read, sessions.num_of_owners)
+        sessions.on_new = tenants.add_session
+        closing.push_async_callback(tenants.close)
+        await tenants.start()
+        app = build_app(config, self._coordinator, clients, endpoint, keys)
         server = DirectServer(app, private_host(config), tls=config.tls_files)
         closing.push_async_callback(server.close)
         name = config.public_url or (None if public is None else url_of_socket(public, config.scheme))
@@ -341,7 +356,12 @@ class IngressProcess:
         endpoint.public_url = None if name is None else name.rstrip("/")
         closing.push_async_callback(router.close)
         await router.start(url)
-        self._health_checks = [sessions.check_health, server.check_health, router.check_health]
+        self._health_checks = [
+            sessions.check_health,
+            server.check_health,
+            router.check_health,
+            tenants.check_health,
+        ]
         self.app, self.sessions, self.direct_url = app, sessions, url
 
     def check_health(self) -> None:
@@ -380,8 +400,14 @@ def private_host(config: ServiceConfig) -> str:
 
 
 def keys_of(config: ServiceConfig) -> Keys:
-    """Return the service's keys. Raises InvalidRequest if its host is beyond loopback and there are none."""
-    keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
+    """Return the service's keys: of its users' file, or of the environment.
+
+    Raises InvalidRequest for a file that is none, or if its host is beyond loopback and there are none.
+    """
+    if config.users is not None:
+        keys = Keys(load_users(located(config.users)), is_open=False)
+    else:
+        keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
     keys.check_bind(config.host)
     return keys
 
@@ -439,6 +465,11 @@ def build_endpoint(
     return sessions, endpoint
 
 
+def user_table(config: ServiceConfig) -> UserTable:
+    """Return the users that a service's config names."""
+    return UserTable() if config.users is None else table_of(load_users(located(config.users)))
+
+
 async def _live_version(coordinator: FrontPort) -> int | None:
     return (await coordinator.status()).weight_version
 
@@ -466,6 +497,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     """
     config = sized(config, run_dir)
     keys = keys_of(config)  # of which the ingress processes get the digests, and no other process anything
+    if keys.notice is not None:
+        _log.warning("open_admin_routes", because=keys.notice)
     weight_config(config)
     if config.tls is not None:
         config.tls.check()

@@ -248,6 +248,7 @@ class ServiceConfig(_Strict):
     max_queued_trajectories: Annotated[int, Field(ge=1)] = 100_000
     max_queued_mib: Annotated[int, Field(ge=1)] = 1024  # of the tasks in memory: those with unfinished samples
     retention: RetentionSettings = RetentionSettings()
+    users: str | None = None  # a file of users, in place of the environment's keys: docs/operations.md
     min_free_mib: Annotated[int, Field(ge=0)] = 256  # on the run's disk; below it nothing new is accepted
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from agentloop_servers.app import APP_NAME, COORDINATOR_NAME, application, check
 from agentloop_servers.config import ServiceConfig, run_secret
 from agentloop_servers.coordinator import CoordinatorClient
 from agentloop_servers.host import NICENESS
+from agentloop_servers.locks import pass_on_signal
 from agentloop_servers.ray_start import RayStart
 from agentloop_servers.tcp import listening_socket, url_of
 
@@ -74,6 +76,8 @@ async def running_service(
     app = application(config, run_dir)
     begin()
     hidden = config.keys.hide()  # before anything is started; the application has their digests
+    if config.users is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, pass_on_signal, run_dir, signal.SIGHUP)
     url = url_of(config.host, config.port, config.scheme)
     try:
         say("starting Ray")

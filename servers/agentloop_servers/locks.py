@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,3 +81,9 @@ async def take_run_lock(run_dir: Path, timeout_s: float) -> FileLock:
         raise Conflict(f"a service still runs in {run_dir}: process {path.read_text() or 'unknown'}")
     lock.set_text(str(os.getpid()))
     return lock
+
+
+def pass_on_signal(run_dir: Path, number: int) -> None:
+    """Send a signal to the process that runs in a directory, its coordinator's, if there is one."""
+    with suppress(OSError, ValueError):
+        os.kill(int((run_dir / RUN_LOCK).read_text()), number)

@@ -108,6 +108,20 @@ def end_on_sigterm(close: Callable[[], Awaitable[None]], grace_s: float) -> None
     )
 
 
+def on_sighup(act: Callable[[], None]) -> None:
+    """Have SIGHUP call `act` in the running event loop. Call it once in a process, from any thread."""
+    loop = asyncio.get_running_loop()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def wait() -> None:
+        while reader.recv(1 << 16):  # what faulthandler writes of one signal may come in parts: `act` is idempotent
+            loop.call_soon_threadsafe(act)
+
+    threading.Thread(target=wait, name="sighup", daemon=True).start()
+    faulthandler.register(signal.SIGHUP, file=writer.detach(), all_threads=False)
+
+
 def _begin_child() -> None:
     faulthandler.unregister(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's would raise, which is swallowed here

@@ -274,7 +274,7 @@ def test_a_users_share_and_its_live_trajectories_are_its_limits():
     assert (found["b"], found["a"] + found["old"]) == (4, 12)
     assert found["a"] == found["old"]  # one user's, whatever names the store has
     assert counts(queue.take("w", 40, 0.0))["b"] == 2
-    assert queue.num_running_of("bob") == 6
+    assert queue.by_user()[0]["bob"] == 6
     queue.finished("b/g/0")
     assert counts(queue.take("w", 4, 0.0))["b"] == 1
     queue.check()

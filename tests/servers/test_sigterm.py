@@ -73,3 +73,29 @@ def test_it_closes_and_ends(source, status, said):
             process.kill()
     assert process.returncode == status
     assert "".join(line for line in rest.splitlines(keepends=True) if line.startswith("clos")) == said
+
+
+HUNG_UP = """
+import asyncio, os, pathlib, signal, sys
+from agentloop_servers.locks import pass_on_signal
+from agentloop_servers.serve_process import on_sighup
+
+async def serve():
+    told = asyncio.Event()
+    on_sighup(told.set)
+    run_dir = pathlib.Path(sys.argv[1])
+    (run_dir / "service.lock").write_text(str(os.getpid()))
+    for _ in range(2):
+        pass_on_signal(run_dir, signal.SIGHUP)
+        async with asyncio.timeout(20):
+            await told.wait()
+        told.clear()
+        print("told", flush=True)
+
+asyncio.run(serve())
+"""
+
+
+def test_sighup_is_told_to_the_event_loop_and_ends_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-c", HUNG_UP, tmp_path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "told\ntold\n"), done.stderr

@@ -20,9 +20,9 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks
-from agentloop.api import ServiceStatus
+from agentloop.api import ServiceStatus, UsersNews, UserUsage
 from agentloop.clock import Clock
-from agentloop.errors import ServiceUnavailable, StorageFull
+from agentloop.errors import InvalidRequest, ServiceUnavailable, StorageFull
 from agentloop.fleet import Connect, FleetWeights, ReplicaState, StandingOrders
 from agentloop.storage import TrajectoryStore
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Probe, Replicas
@@ -116,6 +116,7 @@ class Coordinator:
             starting=replicas.starts.statuses(self._clock.now()),
             lost=replicas.lost(),
             queue=replicas.room.status(self.rollouts.queue.num_queued),
+            users=replicas.users.usage(*self.rollouts.queue.by_user()),
         )
         return replace(status, degraded=tuple(_shortfalls(status, is_draining=self.rollouts.is_draining)))
 
@@ -127,6 +128,23 @@ class Coordinator:
             self._log.info("draining", num_running=num_running)
         self.rollouts.is_draining = True
         return num_running, sum(rollout.num_queued for rollout in rollouts)
+
+    def read_users_again(self) -> None:
+        """Read who the users are; those of before stay if that cannot be read."""
+        try:
+            self.replicas.users.read_again()
+        except InvalidRequest as error:
+            self._log.error("users_not_read", error=str(error))
+        else:
+            self._log.info("users_read_again", num_users=len(self.replicas.users.table.limits))
+
+    async def report_users(
+        self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
+    ) -> UsersNews:
+        """Take in what users have open in one ingress process; with `reads_again` read who they are."""
+        if reads_again:
+            self.replicas.users.read_again()
+        return self.replicas.users.report(process_id, usage)
 
     async def join_endpoint(self, rank: int, url: str) -> dict[int, str]:
         """Note where a process of the chat endpoint listens; returns where each known one does."""

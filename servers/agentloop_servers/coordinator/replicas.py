@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, OwnedTasks, deadline_after, to_its_end
-from agentloop.api import Consistency, LostReplica, ReplicaRegistration, ReplicaReport, ReplicaStatus, UpdateReport
+from agentloop.api import (
+    Consistency,
+    LostReplica,
+    ReplicaRegistration,
+    ReplicaReport,
+    ReplicaStatus,
+    UpdateReport,
+    UserTable,
+)
 from agentloop.capabilities import features_of
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
@@ -70,6 +78,7 @@ class CoordinatorConfig:
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     room: RoomConfig = field(default_factory=RoomConfig)
     order: GroupOrder = GroupOrder.AGE
+    read_users: Callable[[], UserTable] = UserTable
     weights: WeightConfig = field(default_factory=WeightConfig)
 
     def __post_init__(self) -> None:
@@ -102,7 +111,7 @@ class Replicas:
         self._changed = changed
         self.fleet = Fleet(config.fleet)
         self.balancer = Balancer(self.fleet, config.balancer)
-        self.users = UserTurns()
+        self.users = UserTurns(config.read_users, clock)
         self.room = Room(self.fleet, self.balancer, config.room, clock, changed, self.users)
         self.sync = ReplicaSync(
             self.fleet,

@@ -27,11 +27,13 @@ from agentloop.api import (
     Orders,
     RolloutStatus,
     RolloutTerms,
+    TurnEnded,
     WorkerReport,
     assignment_id,
     group_key,
     is_session_holder,
     own_id,
+    owner_of,
     possible_ids,
     session_holder,
 )
@@ -443,6 +445,7 @@ class Rollouts:
     async def report_leases(self, report: LeaseReport) -> LeaseOrders:
         now = self._clock.now()
         if self._reports.is_news(report, now):
+            self._count_tokens(report)
             news = replace(report, leases=self._known(report.leases))
         else:
             news = LeaseReport(report.process_id, report.sequence)  # a sign of life
@@ -451,6 +454,13 @@ class Rollouts:
         return replace(orders, send_all=self._reports.owes_all(report.process_id))
 
     # --- inside ---
+
+    def _count_tokens(self, report: LeaseReport) -> None:
+        """Count the turns that have ended for their users."""
+        balancer, users = self._replicas.balancer, self._replicas.users
+        for turn in report.turns:
+            if isinstance(turn, TurnEnded) and (holder_id := balancer.holder_of(turn.lease_id)) is not None:
+                users.count_tokens(users.name_of(owner_of(holder_id)), turn.num_context_tokens)
 
     def _known(self, leases: tuple[HeldLease, ...] | None) -> tuple[HeldLease, ...] | None:
         """Return those whose holders there are: a trajectory that has its record needs no place any more."""

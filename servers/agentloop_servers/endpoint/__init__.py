@@ -7,6 +7,7 @@ from agentloop_servers.endpoint.direct_server import DirectServer
 from agentloop_servers.endpoint.endpoint import Endpoint, EndpointLimits
 from agentloop_servers.endpoint.registry import SessionLimits, Sessions
 from agentloop_servers.endpoint.shards import OWNER_WAIT_S, NotOwner, ShardRouter, take_shard_lock
+from agentloop_servers.endpoint.tenants import Tenants
 from agentloop_servers.endpoint.token_calls import TokenCalls
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "SessionLimits",
     "Sessions",
     "ShardRouter",
+    "Tenants",
     "TokenCalls",
     "routes_dialects",
     "routes_openai",

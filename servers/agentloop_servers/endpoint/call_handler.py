@@ -74,7 +74,7 @@ class CallHandler:
 
     async def answer(self, chat: ChatCall, render: Callable[[ChatResult], Any]) -> Response:
         """Answer the whole as JSON; `render` gives what `orjson` takes. Cancels the call if the client leaves."""
-        with self.endpoint.admitted():
+        with self.endpoint.admitted(self.session.record.owner):
             result = await unless_client_leaves(
                 self.request, self.session.call(bounded(self.request, chat), self.key)
             )
@@ -112,7 +112,7 @@ class CallHandler:
         chat: ChatCall,
         events: Callable[[AsyncIterator[TurnPiece | ChatResult]], AsyncIterator[bytes]],
     ) -> AsyncGenerator[bytes, None]:
-        with self.endpoint.admitted():
+        with self.endpoint.admitted(self.session.record.owner):
             # A reader of a stream hears from us all the time: its read timeout says nothing of the whole.
             pieces = self.session.stream(chat, self.key)
             async with aclosing(pieces):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from agentloop.chat import ChatModel
@@ -17,6 +17,7 @@ from agentloop.rendering import Renderer
 from agentloop.sampling import LogprobsMode
 from agentloop_servers.endpoint.registry import Sessions
 from agentloop_servers.endpoint.shards import ShardRouter
+from agentloop_servers.endpoint.tenants import Tenants
 from agentloop_servers.http import in_time
 
 DEFAULT_MODEL = "default"
@@ -53,6 +54,7 @@ class Endpoint:
     public_url: str | None = None  # as others reach the service; None: the address that a connection came in on
     direct_url: str | None = None  # this process's own, on this host; None if there is but one
     live_version: Callable[[], Awaitable[int | None]] | None = None  # asks the coordinator
+    tenants: Tenants | None = None
     takes_images: bool = False
     logprobs_mode: LogprobsMode = LogprobsMode.SAMPLED
     adapters: dict[str, None] = field(default_factory=dict)  # names of adapters, each the policy that is served now
@@ -99,12 +101,13 @@ class Endpoint:
             self.router.check_own(session_id)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Hold one of the places for calls. Raises Overloaded if all are taken."""
+    def admitted(self, owner: str) -> Iterator[None]:
+        """Hold one of the places for calls. Raises Overloaded if all, or all of its owner's, are taken."""
         if self.num_open_calls >= self.limits.max_open_calls:
             raise Overloaded(f"{self.limits.max_open_calls} calls are running")
         self.num_open_calls += 1
         try:
-            yield
+            with nullcontext() if self.tenants is None else self.tenants.call(owner):
+                yield
         finally:
             self.num_open_calls -= 1

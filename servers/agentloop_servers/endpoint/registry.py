@@ -219,6 +219,7 @@ class Sessions:
         self._leases = SessionLeases(
             coordinator, connect, self.reporter, vocab_size=parts.vocab_size, config=leases
         )
+        self.on_new: Callable[[str], None] | None = None  # counts a user's next session, or refuses it
         self._coordinator = coordinator
         self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()  # owner, rollout -> its name in the store
         self._locks = KeyedLocks()
@@ -330,6 +331,10 @@ class Sessions:
             session = await self._create(record)
             return session if session is not None else await self._found(record.session_id, record.owner)
 
+    async def num_of_owners(self) -> dict[str, int]:
+        """Count the open sessions of each owner."""
+        return await self._store.num_of_owners()
+
     async def of_user(self, names: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
         """Return up to `limit` of a user's open and finished sessions in this process, by id after `after`."""
         return await self._store.of_owners(names, after, limit)
@@ -429,6 +434,8 @@ class Sessions:
             if await self._store.load(record.session_id) is not None:
                 return None
             raise Overloaded(f"{self._limits.max_sessions} sessions are open")
+        if self.on_new is not None:
+            self.on_new(record.owner)
         self._make_room()
         return self._resident(record) if await run_to_end(self._store_new(record)) else None
 

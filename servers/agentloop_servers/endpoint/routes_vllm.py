@@ -90,7 +90,7 @@ class VllmRoutes:
         if body.model is not None:
             endpoint.check_model(body.model)
         affinity = self._affinity(request, request.headers.getlist(SESSION_HEADER))
-        with endpoint.admitted():
+        with endpoint.admitted(caller_of(request).owner):
             sampling = self._calls.sample(bounded(request, call), affinity, caller_of(request).owner)
             replies = await unless_client_leaves(request, sampling)
         if replies is None:

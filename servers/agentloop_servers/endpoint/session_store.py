@@ -256,6 +256,11 @@ class SessionStore:
         arguments = (self._wall_s(), limit)
         return await self._run(lambda db: [row[0] for row in db.execute(statement, arguments)])
 
+    async def num_of_owners(self) -> dict[str, int]:
+        """Count the open sessions of each owner."""
+        statement = "SELECT owner, COUNT(*) FROM sessions WHERE state = 'open' GROUP BY owner"
+        return await self._run(lambda db: dict(db.execute(statement).fetchall()))
+
     async def of_owners(self, owners: Sequence[str], after: str, limit: int) -> list[SessionRecord]:
         """Return up to `limit` live sessions of these owners after id `after`, as owners know it, in that order."""
         marks = ", ".join("?" * len(owners))

@@ -78,6 +78,7 @@ class Keys:
     def learn(self, users: Iterable[User]) -> None:
         """Know these users, and no others."""
         self.users = tuple(users)
+        self._by_name = {name: user for user in reversed(self.users) for name in user.names}
         self._by_key: dict[bytes, User] = {digest: user for user in self.users for digest in user.keys}
 
     @classmethod
@@ -97,6 +98,20 @@ class Keys:
         """Make keys from two environment variables; several user keys stand between commas."""
         users = [key for key in os.environ.get(user_keys_name, "").split(",") if key]
         return cls.of(users, os.environ.get(admin_key_name) or None)
+
+    @property
+    def notice(self) -> str | None:
+        """The warning at the start of a service without an admin's key; None with one."""
+        if self.has_admin or not self.is_open:
+            return None
+        return (
+            "without keys any request from this machine may pause, update and cancel, an agent's too if it leaves"
+            " its key away; set AGENTLOOP_KEY and AGENTLOOP_ADMIN_KEY, or `users`, where agents are not trusted"
+        )
+
+    def named(self, owner: str) -> User | None:
+        """Return the user that any of its names means."""
+        return self._by_name.get(owner)
 
     @property
     def has_admin(self) -> bool:

@@ -23,8 +23,9 @@ from agentloop.api import (
     WeightsBody,
 )
 from agentloop.engine import MemoryTag, WeightUpdate
-from agentloop.errors import InvalidRequest
+from agentloop.errors import Conflict, InvalidRequest
 from agentloop.types import PauseMode
+from agentloop_servers.endpoint import Endpoint
 from agentloop_servers.http import HttpLimits, Keys, answered, errors, in_time, json_body, json_response, takes
 
 T = TypeVar("T")
@@ -78,12 +79,25 @@ class SleepState:
     asleep: tuple[MemoryTag, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class UsersRead:
+    """The answer once the users were read again."""
+
+    num_users: int
+
+
 class AdminRoutes:
     """The routes by which a trainer controls the fleet."""
 
     def __init__(
-        self, coordinator: FrontPort, limits: HttpLimits, weight_roots: tuple[Path, ...], rules: ModeRules
+        self,
+        coordinator: FrontPort,
+        limits: HttpLimits,
+        weight_roots: tuple[Path, ...],
+        rules: ModeRules,
+        endpoint: Endpoint | None = None,
     ) -> None:
+        self._tenants = None if endpoint is None else endpoint.tenants
         self._coordinator = coordinator
         self._weight_roots = weight_roots
         self._limits = limits
@@ -98,6 +112,7 @@ class AdminRoutes:
             ("/admin/weights", self.weights, WeightsBody, None, answered(UpdateReport)),
             ("/admin/sleep", self.sleep, SleepBody, SleepState, {}),
             ("/admin/wake", self.wake, WakeBody, SleepState, {}),
+            ("/admin/users", self.users, None, UsersRead, {}),
         ]
         for path, handler, body, answer, responses in posts:
             router.add_api_route(
@@ -109,6 +124,13 @@ class AdminRoutes:
                 openapi_extra=takes(body),
             )
         return router
+
+    async def users(self) -> Response:
+        """Read the users' file again, in this process at once and in all others within a second or two."""
+        if self._tenants is None or not self._tenants.has_file:
+            raise Conflict("this service has no file of users: its config names none", param="users")
+        await self._ask(self._tenants.read_again())
+        return json_response(UsersRead(self._tenants.num_users))
 
     async def pause(self, body: Pause) -> Response:
         """Pause generation on every replica until a resume. Idempotent."""

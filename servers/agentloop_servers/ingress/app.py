@@ -63,7 +63,7 @@ def create_app(
         reporter = endpoint.sessions.reporter  # theirs to close
     leases = SessionLeases(coordinator, connect, reporter, config=config)
     rollouts = RolloutRoutes(coordinator, leases, limits, tool_names, endpoint, tuple(image_roots), allowed_imports)
-    admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules)
+    admin = AdminRoutes(coordinator, limits, tuple(weight_roots), rules, endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +89,7 @@ def create_app(
         bodies += _include_endpoint(app, endpoint, keys)  # first: most requests are its
         app.include_router(routes_vllm.router(endpoint, keys, TokenCalls(endpoint.sessions.parts, leases)))
         app.include_router(VllmControlRoutes(coordinator, admin, endpoint, limits).router(keys))
-    own = rollouts.open_routes(), rollouts.generate_route(keys), rollouts.user_routes(keys), admin.router(keys)
+    own = (rollouts.open_routes(), rollouts.generate_route(keys), rollouts.user_routes(keys), admin.router(keys))
     for router in own:
         app.include_router(router)
     describe(app, bodies)

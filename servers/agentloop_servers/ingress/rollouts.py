@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -33,6 +34,7 @@ from agentloop.api import (
     SubmitBody,
     generation_answer,
     own_id,
+    owner_of,
     rollout_status,
     shown_id,
 )
@@ -187,7 +189,8 @@ class RolloutRoutes:
             for one in status.rollouts
             if sees_all or one.owner in names
         ]
-        return json_response({**codec.to_builtins(status), "rollouts": rollouts})
+        users = [codec.to_builtins(one) for one in status.users if sees_all or one.name in names]
+        return json_response({**codec.to_builtins(status), "rollouts": rollouts, "users": users})
 
     async def generate(self, request: Request, body: Generate) -> Response:
         """Token ids in, token ids out; aborted if the client leaves. Recorded if the request names a session."""
@@ -307,8 +310,10 @@ class RolloutRoutes:
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         engine = self._leases.engine(request.request_id)
+        tenants = None if self._endpoint is None else self._endpoint.tenants
         try:
-            return await engine.generate(request)
+            with nullcontext() if tenants is None else tenants.call(owner_of(request.request_id)):
+                return await engine.generate(request)
         finally:
             self._leases.end(request.request_id)
 

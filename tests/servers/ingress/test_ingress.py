@@ -329,6 +329,7 @@ async def test_the_openapi_page_tells_every_route_and_body(door: Door) -> None:
         "/rollouts/{rollout_id}/cancel",
         "/rollouts/{rollout_id}/resubmit_damaged",
         "/status",
+        "/admin/users",
         "/admin/pause",
         "/admin/resume",
         "/admin/weights",

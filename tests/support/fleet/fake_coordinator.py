@@ -22,11 +22,12 @@ from agentloop.api.coordinator import (
     UpdateReport,
     WorkerReport,
 )
-from agentloop.api.owners import own_id, owner_of, possible_ids
+from agentloop.api.owners import UsersNews, UserUsage, own_id, owner_of, possible_ids
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.codec import encode
 from agentloop.engine import ALL_MEMORY, MemoryTag, WeightUpdate
 from agentloop.errors import AgentLoopError, Conflict, NoHealthyReplica, NotFound, Overloaded, ServiceUnavailable
+from agentloop.scheduling.user_turns import UserTurns
 from agentloop.types import (
     Assignment,
     KVPolicy,
@@ -77,6 +78,7 @@ class FakeCoordinator:
         self.weight_dtypes: list[str | None] = [None]  # one for each replica
         self.replica_error: str | None = None
         self.on_update: Callable[[WeightUpdate], Awaitable[None]] | None = None  # plays the engines
+        self.users = UserTurns()
         self.is_ready = True
         self.num_status_calls = 0
         self.status_delay_s = 0.0
@@ -288,6 +290,13 @@ class FakeCoordinator:
     async def wake(self, tags: frozenset[MemoryTag]) -> None:
         self._raise_next()
         self.asleep -= tags
+
+    async def report_users(
+        self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
+    ) -> UsersNews:
+        if reads_again:
+            self.users.read_again()
+        return self.users.report(process_id, usage)
 
     async def drain(self) -> tuple[int, int]:
         return 0, 0

@@ -21,6 +21,7 @@ from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop_servers.app import (
     IngressProcess,
     tool_names,
+    user_table,
 )
 from agentloop_servers.balancing import balancer_config
 from agentloop_servers.chat_format import load_chat_format
@@ -85,6 +86,7 @@ async def whole_site(
                 initial_weights=initial_weights(config),
                 fleet=FleetConfig(entries=frozenset(entry.name for entry in config.entries)),
                 balancer=balancer_config(config),
+                read_users=lambda: user_table(config),
             ),
             RealClock(),
             probe=clients.probe,

@@ -1,0 +1,135 @@
+"""The users of one ingress process: what they have open, and the limits that they are held to.
+
+Counts of the other processes are those of the last report, a second ago: with several processes a limit may be
+passed by what begins within that second. The coordinator says when users are to be read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import structlog
+
+from agentloop.api import NO_LIMITS, UserLimits, UsersNews, UserUsage
+from agentloop.errors import AgentLoopError, InvalidRequest, Overloaded
+from agentloop_servers.http import Keys, User
+
+_REPORT_S = 1.0
+
+_log = structlog.stdlib.get_logger(__name__)
+
+
+class UsersPort(Protocol):
+    """The part of the coordinator that knows the users of all processes."""
+
+    async def report_users(
+        self, process_id: str, usage: tuple[UserUsage, ...], reads_again: bool = False
+    ) -> UsersNews:
+        """Tell what users have open here; returns what they have in all processes."""
+
+
+class Tenants:
+    """The users that one process serves. `start` it, and `close` it in the end."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        coordinator: UsersPort,
+        read: Callable[[], tuple[User, ...]] | None,
+        count_sessions: Callable[[], Awaitable[Mapping[str, int]]],
+    ) -> None:
+        """`read` reads the users anew; None: they are those of the environment, for good."""
+        self._keys = keys
+        self._coordinator = coordinator
+        self._read = read
+        self._count_sessions = count_sessions
+        self._process_id = uuid.uuid4().hex
+        self._generation: int | None = None
+        self._calls: Counter[str] = Counter()
+        self._sessions: Counter[str] = Counter()  # as counted last, and those since
+        self._elsewhere: dict[str, UserUsage] = {}  # with the tokens of all
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Report, now and until `close`."""
+        if not self._keys.is_open:
+            self._reporting = asyncio.create_task(self._report_for_ever(), name="users")
+
+    async def close(self) -> None:
+        """Report no more. Idempotent."""
+        if self._reporting is not None:
+            reporting, self._reporting = self._reporting, None
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+
+    @property
+    def has_file(self) -> bool:
+        """True if users can be read again."""
+        return self._read is not None
+
+    @property
+    def num_users(self) -> int:
+        return len(self._keys.users)
+
+    def check_health(self) -> None:
+        """Raises what ended the reports, if something did."""
+        if self._reporting is not None and self._reporting.done():
+            self._reporting.result()
+
+    @contextmanager
+    def call(self, owner: str) -> Iterator[None]:
+        """Hold one of a user's places for calls. Raises Overloaded if they are taken, or its tokens are used up."""
+        name, limits, elsewhere = self._known(owner)
+        if limits.open_calls is not None and self._calls[name] + elsewhere.open_calls >= limits.open_calls:
+            raise Overloaded(f"{name} has {limits.open_calls} calls open, as many as it may")
+        if limits.tokens_per_minute is not None and elsewhere.tokens_last_minute >= limits.tokens_per_minute:
+            raise Overloaded(f"{name} has used its {limits.tokens_per_minute} tokens of this minute")
+        self._calls[name] += 1
+        try:
+            yield
+        finally:
+            self._calls[name] -= 1
+
+    def add_session(self, owner: str) -> None:
+        """Count a session to come. Raises Overloaded if its user has as many as it may."""
+        name, limits, elsewhere = self._known(owner)
+        if limits.sessions is not None and self._sessions[name] + elsewhere.sessions >= limits.sessions:
+            raise Overloaded(f"{name} has {limits.sessions} sessions open, as many as it may")
+        self._sessions[name] += 1
+
+    async def read_again(self) -> None:
+        """Have all processes read the users anew. Raises InvalidRequest, and nothing changes then."""
+        await self._report(reads_again=True)
+
+    def _known(self, owner: str) -> tuple[str, UserLimits, UserUsage]:
+        user = self._keys.named(owner)
+        name = owner if user is None else user.name
+        return name, NO_LIMITS if user is None else user.limits, self._elsewhere.get(name, UserUsage(name))
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            try:
+                await self._report()
+            except AgentLoopError as error:
+                _log.warning("users_not_reported", code=error.code, error=str(error))
+            await asyncio.sleep(_REPORT_S)
+
+    async def _report(self, *, reads_again: bool = False) -> None:
+        sessions = Counter[str]()
+        for owner, number in (await self._count_sessions()).items():
+            sessions[self._known(owner)[0]] += number
+        self._sessions = sessions
+        own = {name: UserUsage(name, self._calls[name], sessions[name]) for name in {*self._calls, *sessions}}
+        news = await self._coordinator.report_users(self._process_id, tuple(own.values()), reads_again)
+        self._elsewhere = {one.name: one.without(own.get(one.name)) for one in news.usage}
+        if self._read is not None and news.generation != self._generation:
+            try:
+                self._keys.learn(self._read())
+            except InvalidRequest as error:  # changed since the coordinator read it
+                _log.error("users_not_read", error=str(error))
+            self._generation = news.generation
