@@ -99,8 +99,7 @@ class Session:
         return self._record.session_id
 
     @property
-    def shown_id(self) -> str:
-        """Its id, as its owner knows it."""
+    def shown_id(self) -> str:  # as its owner knows it
         return shown_id(self._record.session_id)
 
     @property
@@ -592,8 +591,8 @@ class Session:
         if not nodes:
             raise InvariantBroken(f"call {call.call_id} is committed, but has no turn")
         first = nodes[0]
-        before = () if first.parent_id is None else self._graph.context_ids(first.parent_id)
-        prompt_ids = (*before, *first.observed_ids.tolist())
+        prompt_ids = () if first.parent_id is None else self._graph.context_ids(first.parent_id)
+        prompt_ids = (*prompt_ids, *first.observed_ids.tolist())
         return ChatResult(call.call_id, call.created_at, self.shown_id, prompt_ids, nodes)
 
 

@@ -248,7 +248,7 @@ class Replicas:
     # --- places ---
 
     def report_failure(self, lease: Lease) -> None:
-        """Count a call under this lease that got no answer. A lease that has ended, as a lost worker's, counts not."""
+        """Count a call under this lease that got no answer. One that has ended, as a lost worker's, counts not."""
         replica, callers = self.fleet.get(lease.replica_id), self.balancer.callers(lease)
         if replica is not None and replica.url == lease.url and callers:
             is_shared = len(callers) > 1
