@@ -481,6 +481,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     `load_chat_format` raises: a model that would be rendered or read wrongly is refused before anything is started.
     """
     config = sized(config, run_dir)
+    if config.users is not None:  # for processes with working directories of their own
+        config = config.model_copy(update={"users": str(located(config.users))})
     keys = keys_of(config)  # here, and again in each ingress process, whose environment may be another
     if keys.notice is not None:
         _log.warning("open_admin_routes", because=keys.notice)
