@@ -86,7 +86,7 @@ from agentloop_servers.replica import EngineClients, Replica
 from agentloop_servers.serve_process import Closing, begin_process, ends_unless_done, on_sighup
 from agentloop_servers.sizing import sized
 from agentloop_servers.tcp import url_of, url_of_socket
-from agentloop_servers.users import load_users, table_of
+from agentloop_servers.users import keys_of, load_users, table_of
 from agentloop_tools import SHIPPED_TOOLS
 
 APP_NAME = "agentloop"
@@ -399,19 +399,6 @@ def private_host(config: ServiceConfig) -> str:
     return "::1" if ":" in config.host else "127.0.0.1"
 
 
-def keys_of(config: ServiceConfig) -> Keys:
-    """Return the service's keys: of its users' file, or of the environment.
-
-    Raises InvalidRequest for a file that is none, or if its host is beyond loopback and there are none.
-    """
-    if config.users is not None:
-        keys = Keys(load_users(located(config.users)), is_open=False)
-    else:
-        keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
-    keys.check_bind(config.host)
-    return keys
-
-
 def build_endpoint(
     config: ServiceConfig,
     store_path: Path,
@@ -496,6 +483,8 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
     or written.
     """
     config = sized(config, run_dir)
+    if config.users is not None:  # for processes with working directories of their own
+        config = config.model_copy(update={"users": str(located(config.users))})
     keys = keys_of(config)  # of which the ingress processes get the digests, and no other process anything
     if keys.notice is not None:
         _log.warning("open_admin_routes", because=keys.notice)

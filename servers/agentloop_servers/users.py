@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from agentloop.api import UserLimits, UserTable
 from agentloop.errors import InvalidRequest
-from agentloop_servers.http import User
+from agentloop_servers.config import ServiceConfig, located
+from agentloop_servers.http import Keys, User
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -81,3 +82,16 @@ def table_of(users: tuple[User, ...]) -> UserTable:
     """Return users as the coordinator knows them: by their names, without keys."""
     names = {name: user.name for user in users for name in user.names}
     return UserTable(names, {user.name: user.limits for user in users})
+
+
+def keys_of(config: ServiceConfig) -> Keys:
+    """Return the service's keys: of its users' file, or of the environment.
+
+    Raises InvalidRequest for a file that is none, or if its host is beyond loopback and there are none.
+    """
+    if config.users is not None:
+        keys = Keys(load_users(located(config.users)), is_open=False)
+    else:
+        keys = Keys.from_environment(config.keys.user_key_env, config.keys.admin_key_env)
+    keys.check_bind(config.host)
+    return keys
