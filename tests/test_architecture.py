@@ -102,7 +102,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "agentloop_servers.http": {"agentloop.api"},
     "agentloop_servers.tcp": set(),
-    "agentloop_servers.users": {"agentloop.api", "agentloop_servers.http"},
+    "agentloop_servers.users": {"agentloop.api", "agentloop_servers.config", "agentloop_servers.http"},
     "agentloop_servers.locks": set(),
     "agentloop_servers.host": set(),
     "agentloop_servers.sizing": {

@@ -1,11 +1,11 @@
-"""Samples on their way out: their demand on a replica, and the assignment that a worker gets."""
+"""Samples on their way out: the demand on a replica, the assignment of a worker, the record that no worker writes."""
 
 from __future__ import annotations
 
 from agentloop.api import group_key
 from agentloop.capabilities import NO_NEEDS, Needs, needs_of
-from agentloop.scheduling import Demand, Sample
-from agentloop.types import Assignment, Lease, RolloutTask, SamplingParams
+from agentloop.scheduling import Demand, PendingRecord, Sample
+from agentloop.types import Assignment, Lease, RolloutTask, SamplingParams, Timings, Trajectory
 
 _CHARS_PER_TOKEN = 4  # to predict a prompt's tokens before anybody has rendered it
 
@@ -49,3 +49,23 @@ def needs_of_task(task: RolloutTask) -> Needs:
 
 def _num_prompt_tokens(task: RolloutTask) -> int:
     return sum(len(message.content) for message in task.messages) // _CHARS_PER_TOKEN
+
+
+def owed_record(pending: PendingRecord) -> Trajectory:
+    """Return the record of a sample that no worker finishes any more."""
+    sample = pending.sample
+    return Trajectory(
+        task_id=sample.group.task.task_id,
+        group_id=sample.group.group_id,
+        sample_index=sample.sample_index,
+        paths=(),
+        task_messages=sample.group.task.messages,
+        stop_reason=pending.stop_reason,
+        is_complete=False,
+        error=pending.error,
+        attempt=sample.attempt,
+        timings=Timings(queue_s=sample.queued_s),
+        rollout_id=sample.assignment_id.partition("/")[0],
+        num_stale_attempts=sample.num_stale_attempts,
+        max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
+    )

@@ -44,7 +44,6 @@ from agentloop.scheduling import (
     COORDINATOR,
     BeginOutcome,
     Demand,
-    PendingRecord,
     ReportDesk,
     RolloutQueue,
     Sample,
@@ -57,10 +56,9 @@ from agentloop.types import (
     Lease,
     RolloutGroup,
     StopReason,
-    Timings,
     Trajectory,
 )
-from agentloop_servers.coordinator.assignments import assignment, demand, needs_of_task
+from agentloop_servers.coordinator.assignments import assignment, demand, needs_of_task, owed_record
 from agentloop_servers.coordinator.replicas import CoordinatorConfig, Replicas
 
 _TRIM_GAP_S = 0.02  # between two batches of deletions
@@ -303,7 +301,9 @@ class Rollouts:
         """Write the records that no worker will. Raises what the store raises; what failed stays owed."""
         owed = self.queue.pending_records(self._clock.now())
         for start in range(0, len(owed), MAX_COMMIT_BATCH):
-            batch = [(item.sample.assignment_id, _record(item)) for item in owed[start : start + MAX_COMMIT_BATCH]]
+            batch = [
+                (item.sample.assignment_id, owed_record(item)) for item in owed[start : start + MAX_COMMIT_BATCH]
+            ]
             await self._store.commit([trajectory for _, trajectory in batch])
             for name, trajectory in batch:
                 self._recorded(name, trajectory)
@@ -598,22 +598,3 @@ def _surplus(trajectory: Trajectory) -> Trajectory:
     """Return a complete record as that of a sample which its group needs no more: cancelled, and not trained on."""
     cancelled = replace(trajectory, stop_reason=StopReason.CANCELLED, is_complete=False, reward=None)
     return ended(replace(cancelled, error="its group had the samples that it keeps"))
-
-
-def _record(pending: PendingRecord) -> Trajectory:
-    sample = pending.sample
-    return Trajectory(
-        task_id=sample.group.task.task_id,
-        group_id=sample.group.group_id,
-        sample_index=sample.sample_index,
-        paths=(),
-        task_messages=sample.group.task.messages,
-        stop_reason=pending.stop_reason,
-        is_complete=False,
-        error=pending.error,
-        attempt=sample.attempt,
-        timings=Timings(queue_s=sample.queued_s),
-        rollout_id=sample.assignment_id.partition("/")[0],
-        num_stale_attempts=sample.num_stale_attempts,
-        max_staleness=sample.group.staleness.max_staleness if sample.group.staleness is not None else None,
-    )

@@ -133,10 +133,18 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         # use offset").
         arguments["enable_chunked_prefill"] = False
     else:
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-        arguments["max_num_batched_tokens"] = config.max_step_tokens
-        if not config.enforce_eager:
-            arguments["cudagraph_capture_sizes"] = graph_sizes(min(config.max_graph_tokens, config.max_step_tokens))
+        arguments |= _gpu_arguments(config)
+    return arguments
+
+
+def _gpu_arguments(config: VllmConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_batched_tokens": config.max_step_tokens,
+    }
+    if not config.enforce_eager:
+        most = min(config.max_graph_tokens, config.max_step_tokens)
+        arguments["cudagraph_capture_sizes"] = graph_sizes(most)
     return arguments
 
 
