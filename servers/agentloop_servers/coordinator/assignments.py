@@ -1,4 +1,4 @@
-"""Samples on their way out: the demand on a replica, the assignment of a worker, the record that no worker writes."""
+"""Samples on their way out: the demand on a replica, a worker's assignment, the record that no worker writes."""
 
 from __future__ import annotations
 
