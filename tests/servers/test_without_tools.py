@@ -30,5 +30,5 @@ async def test_a_service_without_tools_serves_plain_chat_and_refuses_tools(tmp_p
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as sdk:
             assert (await sdk.chat.completions.create(**asked)).choices[0].message.content is not None
             for choice in ("auto", "none", "required"):
-                with pytest.raises(openai.BadRequestError, match="tools|tool"):
+                with pytest.raises(openai.BadRequestError, match="tool"):
                     await sdk.chat.completions.create(**asked, tools=[TOOL], tool_choice=choice)
