@@ -463,7 +463,9 @@ class ChatBody(CallBase, TemplateBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.structured_outputs is not None and self.response_format is not None:
-            raise InvalidRequest("a reply has one form: response_format or this", param="structured_outputs")
+            raise InvalidRequest(
+                "response_format and structured_outputs exclude each other", param="structured_outputs"
+            )
         return self
 
 
