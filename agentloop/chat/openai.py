@@ -159,7 +159,7 @@ def _wanted(body: ChatBody) -> Constraint | None:
     return Constraint(ConstraintKind.JSON_OBJECT)
 
 
-def _structured(wanted: bodies.StructuredOutputs) -> Constraint:
+def _structured(wanted: bodies.StructuredOutputs) -> Constraint | None:
     """Return the constraint of what vLLM calls structured outputs."""
     if wanted.regex is not None:
         return Constraint(ConstraintKind.REGEX, wanted.regex)
@@ -167,9 +167,9 @@ def _structured(wanted: bodies.StructuredOutputs) -> Constraint:
         return Constraint(ConstraintKind.REGEX, "|".join(f"({re.escape(one)})" for one in wanted.choice))
     if wanted.structural_tag is not None:
         return Constraint(ConstraintKind.STRUCTURAL_TAG, wanted.structural_tag)
-    if wanted.json_ is None:
-        return Constraint(ConstraintKind.JSON_OBJECT)
-    return schema_constraint(wanted.json_)
+    if wanted.json_ is not None:
+        return schema_constraint(wanted.json_)
+    return Constraint(ConstraintKind.JSON_OBJECT) if wanted.json_object else None
 
 
 def _tools(

@@ -60,7 +60,10 @@ MAX_MODEL_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
 
 _UNSUPPORTED_PARTS = frozenset({"image", "input_audio", "audio", "file", "video_url", "video"})
-_UNSUPPORTED_CHAT = ("audio", "prediction", "functions", "function_call", "web_search_options")
+_UNSUPPORTED_CHAT = (
+    *("audio", "prediction", "functions", "function_call", "web_search_options"),
+    *("priority", "continue_final_message"),  # vLLM's: engines take calls as they come, and end what they began
+)
 _UNSUPPORTED_COMPLETION = ("best_of", "echo", "suffix")
 
 Text = Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)]
@@ -326,7 +329,9 @@ def _as_object(value: Any) -> Any:
 
 
 class StructuredOutputs(Body):
-    """vLLM's name for the form of an answer: exactly one of these."""
+    """vLLM's name for the form of an answer: one of these, or none."""
+
+    model_config = ConfigDict(json_schema_extra={"maxProperties": 1})
 
     json_: Annotated[dict[str, JsonValue], BeforeValidator(_as_object), Schema] | None = Field(
         default=None, alias="json"
@@ -346,7 +351,7 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         given = (self.json_, self.regex, self.choice, self.json_object or None, self.structural_tag)
-        if sum(one is not None for one in given) != 1:
+        if sum(one is not None for one in given) > 1:
             raise InvalidRequest(
                 "give one of json, regex, choice, json_object and structural_tag", param="structured_outputs"
             )
@@ -415,9 +420,7 @@ class ChatBody(CallBase, TemplateBody):
     max_completion_tokens: MaxTokens | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Whole] | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: Literal[True] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     strict_history: bool | None = None
@@ -460,12 +463,9 @@ class ChatBody(CallBase, TemplateBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.structured_outputs is not None and self.response_format is not None:
-            raise InvalidRequest("a reply has one form: response_format or this", param="structured_outputs")
-        if self.priority:
-            raise UnsupportedParameter("no engine of this service orders calls by priority", param="priority")
-        if self.continue_final_message or self.add_generation_prompt is False:
-            name = "continue_final_message" if self.continue_final_message else "add_generation_prompt"
-            raise UnsupportedParameter("a reply that is begun already cannot be continued", param=name)
+            raise InvalidRequest(
+                "response_format and structured_outputs exclude each other", param="structured_outputs"
+            )
         return self
 
 

@@ -66,7 +66,6 @@ def test_beside_tools_it_is_the_answer_or_a_call() -> None:
     ("fields", "error", "param"),
     [
         ({"structured_outputs": {"grammar": "x"}}, UnsupportedParameter, "structured_outputs.grammar"),
-        ({"structured_outputs": {}}, InvalidRequest, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, InvalidRequest, "structured_outputs"),
         ({"structured_outputs": {"json": "[1"}}, InvalidRequest, None),
         (
@@ -76,7 +75,7 @@ def test_beside_tools_it_is_the_answer_or_a_call() -> None:
         ),
         ({"priority": 3}, UnsupportedParameter, "priority"),
         ({"continue_final_message": True}, UnsupportedParameter, "continue_final_message"),
-        ({"add_generation_prompt": False}, UnsupportedParameter, "add_generation_prompt"),
+        ({"add_generation_prompt": False}, InvalidRequest, "add_generation_prompt"),
     ],
 )
 def test_what_cannot_be_is_named(fields: dict[str, Any], error: type[InvalidRequest], param: str | None) -> None:
@@ -87,3 +86,4 @@ def test_what_cannot_be_is_named(fields: dict[str, Any], error: type[InvalidRequ
 
 def test_what_asks_for_nothing_is_taken() -> None:
     assert asked(priority=0, continue_final_message=False, add_generation_prompt=True).sampling.constraint is None
+    assert asked(structured_outputs={"regex": None, "json_object": False}).sampling.constraint is None
