@@ -24,6 +24,7 @@
     ├── NoHealthyReplica                503
     ├── ServiceUnavailable              503  a part of the service is starting, restarting or gone
     ├── StorageFull                     507  the disk is full or cannot be written: nothing was lost, make room
+    ├── RecordsDamaged                  500  finished records cannot be read; all others were delivered
     ├── WeightUpdateFailed              500  no replica serves half-written weights; the message names who failed
     ├── TemplateError                   400  the chat template cannot be used
     │   └── TemplateNotPrefixStable          a later turn does not extend the earlier tokens

@@ -4,7 +4,6 @@ import io
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -14,15 +13,6 @@ import structlog
 from agentloop.logs import LogRotation, bound_to, close_logging, configure_logging
 
 log = structlog.stdlib.get_logger("agentloop.tests")
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    level = logging.getLogger().level
-    yield
-    close_logging()
-    logging.getLogger().setLevel(level)
-    structlog.reset_defaults()
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:

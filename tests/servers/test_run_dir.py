@@ -27,9 +27,11 @@ from agentloop_servers.locks import RUN_LOCK, take_run_lock
 
 def test_the_keys_of_sessions_are_good_after_another_deployment(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
-    key = SessionKeys(run_secret(folder)).key_of("s")
-    assert SessionKeys(run_secret(folder)).session_of(key) == "s"
-    assert SessionKeys(run_secret(tmp_path / "other")).session_of(key) is None
+    key = SessionKeys(run_secret(folder)).agent_key("s")
+    opened = SessionKeys(run_secret(folder)).opened_by(key)
+    assert opened is not None
+    assert opened.session_id == "s"
+    assert SessionKeys(run_secret(tmp_path / "other")).opened_by(key) is None
 
 
 def test_the_secret_is_one_and_its_owners(tmp_path: Path) -> None:
