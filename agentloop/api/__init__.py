@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from agentloop.api.coordinator import (
+    MAX_CALL_BYTES,
+    MAX_RECORD_BYTES,
     Consistency,
     EncodedPage,
     FleetPort,
@@ -102,9 +104,11 @@ from agentloop.api.sessions import (
 __all__ = [
     "DEFAULT_TTL_S",
     "ID_PATTERN",
+    "MAX_CALL_BYTES",
     "MAX_CURSOR",
     "MAX_PAGE",
     "MAX_PROMPT_TOKENS",
+    "MAX_RECORD_BYTES",
     "MAX_STOPS",
     "MAX_STOP_CHARS",
     "MAX_STOP_TOKEN_IDS",

@@ -17,6 +17,12 @@ from agentloop.codec import decode, encode
 from agentloop.engine import EngineInfo, HeldIn, MemoryTag, WeightUpdate
 from agentloop.types import Assignment, KVPolicy, Lease, Load, PauseMode, RolloutGroup, Trajectory
 
+MAX_CALL_BYTES = 256 * 2**20
+"""Bytes of one call: of a submission, or of one record."""
+
+MAX_RECORD_BYTES = MAX_CALL_BYTES - 2**16
+"""Bytes of a record, which its call carries beside the names of its worker and its sample."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRegistration:
@@ -229,7 +235,7 @@ class UpdateReport:
     version: int
     previous_version: int | None
     kv_policy: KVPolicy
-    replicas: tuple[ReplicaUpdate, ...]  # none: it came to its end after the coordinator was started again
+    replicas: tuple[ReplicaUpdate, ...]  # without times, if its coordinator died before its end
     total_ms: float
     consistency: Consistency = Consistency.REPLICA  # as it was: in one phase always FLEET
 

@@ -26,7 +26,10 @@ from agentloop.fleet.desired_state import WEIGHTS, UpdateSource
 from agentloop.fleet.parallel_step import within
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.fleet.replica_sync import ReplicaSync
+from agentloop.fleet.weight_update import READ_SLOWNESS
 from agentloop.types import PauseMode
+
+_MORE_PATIENCE = 4.0  # with each attempt: a stage that needs its whole timeout has it in the fourth
 
 
 class LateReplicas:
@@ -92,7 +95,10 @@ class LateReplicas:
             sleep=self._clock.sleep,
             reraise=True,
         )
-        return await retrying(self._attempt, replica_id)
+        async for attempt in retrying:
+            with attempt:
+                return await self._attempt(replica_id, self._patience_s(attempt.retry_state.attempt_number))
+        raise InvariantBroken("the last attempt raises its error")
 
     async def _run(self, replica_id: str) -> None:
         try:
@@ -124,7 +130,15 @@ class LateReplicas:
         has_peers = bool(self._fleet.placeable())
         return of_replica, self._fleet.weight_version, self._sync.desired.asleep, has_peers
 
-    async def _attempt(self, replica_id: str) -> bool:
+    def _patience_s(self, number: int) -> float:
+        """Return the time that a stage has in an attempt: first a straggler's beside the fleet's own stage, then
+        more each time, since its source may be slower than the fleet's was."""
+        report, config = self._sync.desired.weights.report, self._config
+        fleets_s = max((one.stage_ms / 1000.0 for one in report.replicas), default=0.0) if report else 0.0
+        patience_s = config.straggler_grace_s + READ_SLOWNESS * fleets_s
+        return min(config.stage_timeout_s, patience_s * _MORE_PATIENCE ** (number - 1))
+
+    async def _attempt(self, replica_id: str, stage_timeout_s: float) -> bool:
         await self._sync.until_idle()
         replica = self._fleet.get(replica_id)
         if replica is None:
@@ -132,7 +146,7 @@ class LateReplicas:
         if replica.state not in (ReplicaState.JOINING, ReplicaState.QUARANTINED):
             return replica.state is ReplicaState.READY
         with self._sync.claim([replica], "bringing it up was cut short"):
-            is_serving = await self._update(replica)
+            is_serving = await self._update(replica, stage_timeout_s)
         now = self._fleet.get(replica_id)
         if is_serving is None or now is None or now.state is ReplicaState.ASLEEP:
             return False
@@ -140,7 +154,7 @@ class LateReplicas:
             raise Conflict(f"the fleet has moved on while {replica_id} was brought up")
         return True
 
-    async def _update(self, replica: ReplicaRecord) -> bool | None:
+    async def _update(self, replica: ReplicaRecord, stage_timeout_s: float) -> bool | None:
         """Return whether it takes traffic now; None if there is nothing to be done for it yet."""
         is_asleep = bool(self._sync.desired.asleep)
         is_quarantined = replica.state is ReplicaState.QUARANTINED
@@ -149,7 +163,7 @@ class LateReplicas:
             return None
         source = None
         if not is_asleep and (is_quarantined or not self._fleet.is_current(replica)):
-            source = await self._staged(replica)
+            source = await self._staged(replica, stage_timeout_s)
             if source is None:
                 return None
         if self._fleet.begin_update(replica) is None:
@@ -158,11 +172,11 @@ class LateReplicas:
             await self._commit(replica, source)
         return await self._sync.apply(replica)
 
-    async def _stage(self, replica: ReplicaRecord, update: WeightUpdate) -> None:
+    async def _stage(self, replica: ReplicaRecord, update: WeightUpdate, timeout_s: float) -> None:
         engine = self._sync.connect(replica.url)
         if replica.registration.info.can_sleep:  # it may have slept through the fleet's wake
             await within(self._config.wake_timeout_s, engine.wake(WEIGHTS))
-        await within(self._config.stage_timeout_s, engine.stage(update))
+        await within(timeout_s, engine.stage(update))
 
     async def _commit(self, replica: ReplicaRecord, source: UpdateSource) -> None:
         engine = self._sync.connect(replica.url)
@@ -173,7 +187,7 @@ class LateReplicas:
 
     # --- where its weights come from ---
 
-    async def _staged(self, replica: ReplicaRecord) -> UpdateSource | None:
+    async def _staged(self, replica: ReplicaRecord, timeout_s: float) -> UpdateSource | None:
         """Have it stage the fleet's weights from a source that is there; None if there is none now.
 
         Their directory may be gone by now, or the trainer that pushed them: another replica then gives what it
@@ -185,7 +199,7 @@ class LateReplicas:
         refusals, failure = [], None
         if served.update.is_repeatable:
             try:
-                await self._stage(replica, served.update)
+                await self._stage(replica, served.update, timeout_s)
                 return served
             except CheckpointUnreadable as error:
                 failure = error
@@ -196,7 +210,7 @@ class LateReplicas:
             except (AgentLoopError, TimeoutError, OSError) as error:
                 refusals.append(f"{peer.replica_id}: {error or 'no answer'}")
                 continue
-            await self._stage(replica, relayed)
+            await self._stage(replica, relayed, timeout_s)
             return replace(served, update=relayed)
         if self._sync.served() != served:
             raise Conflict("the fleet has moved on while its replicas were asked for their weights")

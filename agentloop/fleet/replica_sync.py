@@ -31,7 +31,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from agentloop.aio import ChangeSignal, deadline_after
-from agentloop.api import Consistency, UpdateProgress, UpdateReport
+from agentloop.api import Consistency, ReplicaUpdate, UpdateProgress, UpdateReport
 from agentloop.clock import Clock
 from agentloop.engine import ALL_MEMORY, EngineControl, MemoryTag, WeightUpdate
 from agentloop.errors import (
@@ -347,8 +347,19 @@ class ReplicaSync:
     def _report_of(self, digest: str) -> UpdateReport | None:
         """Return the report of the update that made what is served, if it is that one and a replica holds it."""
         weights = self._desired.weights
-        is_it = weights.served is not None and weights.served.digest == digest
-        return weights.report if is_it and self._is_held(self._fleet.weight_version) else None
+        served = weights.served
+        if served is None or served.digest != digest or not self._is_held(self._fleet.weight_version):
+            return None
+        # A coordinator that died after the first commit has left no report, or none of its replicas.
+        report = weights.report or UpdateReport(served.version, None, served.kv_policy, (), 0.0)
+        return report if report.replicas else replace(report, replicas=self._outcomes(served.version))
+
+    def _outcomes(self, version: int) -> tuple[ReplicaUpdate, ...]:
+        """Return what a settled update meant for each replica of now: what it took is not known."""
+        return tuple(
+            ReplicaUpdate(one.replica_id, 0.0, 0.0, None if one.weight_version == version else _missing(one))
+            for one in self._fleet.replicas
+        )
 
     def _is_held(self, version: int | None) -> bool:
         return any(self._fleet.is_current(one) for one in self._fleet.replicas if one.weight_version == version)
@@ -573,6 +584,10 @@ class ReplicaSync:
         """Return the update that made what the fleet serves, if we know it."""
         source = self._desired.weights.served
         return source if source is not None and source.version == self._fleet.weight_version else None
+
+
+def _missing(replica: ReplicaRecord) -> str:
+    return replica.error or f"{replica.state}: the version is still to come"
 
 
 def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:

@@ -36,7 +36,7 @@ from agentloop.fleet.parallel_step import ReplicaProgress, StepLimits, failures,
 from agentloop.fleet.registry import Fleet, ReplicaRecord, ReplicaState
 from agentloop.types import KVPolicy, PauseMode
 
-_READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
+READ_SLOWNESS = 2.0  # a directory is read at the speed of each replica's own disk and cache
 _READ_SHARE = 0.5
 
 
@@ -163,7 +163,7 @@ class FleetUpdate:
             one.stage_s = self._clock.now() - started_at
 
         is_push = any(update.push is not None for update in updates.values())  # all receive it at once
-        share, slowness = (0.0, 0.0) if is_push else (_READ_SHARE, _READ_SLOWNESS)
+        share, slowness = (0.0, 0.0) if is_push else (_READ_SHARE, READ_SLOWNESS)
         limits = StepLimits(config.stage_timeout_s, config.straggler_grace_s, share, slowness)
         await on_all(unfailed(self.progress), "stage", stage, limits)
         failed = [one for one in self.progress if one.error is not None]
@@ -264,7 +264,7 @@ class _Switch:
             for step in steps:
                 await step(one)
 
-        limits = StepLimits(self._config.switch_timeout_s, self._config.straggler_grace_s, slowness=_READ_SLOWNESS)
+        limits = StepLimits(self._config.switch_timeout_s, self._config.straggler_grace_s, slowness=READ_SLOWNESS)
         await on_all(progress, "switch", follow, limits, self._failed)
 
     async def _pause(self, one: ReplicaProgress) -> None:

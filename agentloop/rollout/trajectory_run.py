@@ -19,7 +19,7 @@ import structlog
 from structlog.contextvars import bind_contextvars, get_contextvars
 
 from agentloop.aio import UserTasks, is_being_cancelled
-from agentloop.api import WorkerPort
+from agentloop.api import MAX_RECORD_BYTES, WorkerPort
 from agentloop.codec import decode, encode
 from agentloop.errors import (
     AgentLoopError,
@@ -78,6 +78,7 @@ class WorkerConfig:
     max_standstill_s: float = 4 * 3600.0  # of the service, for one trajectory; then it ends as ENGINE_FAILED
     grace_s: float = 5.0  # how long a loop that was cancelled may take to end
     commit_timeout_s: float = 600.0  # how long a finished record is offered to an absent coordinator
+    max_record_bytes: int = MAX_RECORD_BYTES  # a larger one is handed in without what its trajectory made
     sweep_s: float = 600.0  # between looks for journals of dead workers that nobody needs
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
 
@@ -178,7 +179,7 @@ class TrajectoryRun:
             if await self._loaded():
                 await self._to_end()
             record = self._finished()
-            decode(encode(record), Trajectory)  # what no store could hold must not be handed in
+            self._check(encode(record))
         except BaseException as error:
             if is_being_cancelled(error):
                 raise
@@ -195,6 +196,13 @@ class TrajectoryRun:
             total_s=round(record.timings.total_s, 3),
         )
         return record
+
+    def _check(self, record: bytes) -> None:
+        """Raises InvalidRequest for a record that no store could hold, or that no call could carry."""
+        limit = self._parts.config.max_record_bytes
+        if len(record) > limit:
+            raise InvalidRequest(f"it has {len(record)} bytes, of at most {limit}")
+        decode(record, Trajectory)
 
     async def _loaded(self) -> bool:
         """Load what the task names. False, and an outcome, for a task that cannot run."""

@@ -69,6 +69,31 @@ async def test_catching_up_is_tried_again_with_a_pause_in_between(clock):
     assert late.calls.count("stage") == 3
 
 
+@virtual
+async def test_a_stage_that_hangs_is_given_up_after_a_stragglers_time(clock):
+    site = FleetSite(clock, "a")
+    site.engines["a"].seconds = {"stage": 5.0}
+    await site.update(1)
+    late, begun_at = site.register("late"), clock.now()
+    late.seconds = {"stage": 1e9}
+    catching_up = asyncio.create_task(site.late.bring_up("late"))
+    await clock.sleep(1.0)
+    late.seconds = {}  # of the next attempt: only this one hangs
+    assert await catching_up
+    assert late.calls.count("stage") == 2
+    assert clock.now() - begun_at < CONFIG.straggler_grace_s + 2.0 * 5.0 + CONFIG.max_backoff_s < 100.0
+
+
+@virtual
+async def test_a_stage_that_is_slower_than_the_fleets_gets_more_time_with_each_attempt(clock):
+    site = FleetSite(clock, "a")
+    await site.update(1)
+    late = site.register("late")
+    late.seconds = {"stage": 0.9 * CONFIG.stage_timeout_s}
+    assert await site.late.bring_up("late")
+    assert late.calls.count("stage") == CONFIG.max_catch_up_attempts
+
+
 @pytest.mark.parametrize(
     ("verb", "state"),
     [

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from agentloop.aio import MAX_ABANDONED_THREADS, LoopWatch, num_abandoned_threads
 from agentloop.codec import decode, encode
+from agentloop.errors import InvalidRequest
 from agentloop.rollout.tool import ToolSpec, tool
 from agentloop.rollout.toolbox import Toolbox, capped
 from agentloop.types import Limits, Message, RolloutTask, StopReason, ToolCall, Trajectory
@@ -30,6 +31,40 @@ class Storing(FakeCoordinator):
 
     async def finish(self, worker_id, trajectory):
         await super().finish(worker_id, decode(encode(trajectory), Trajectory))
+
+
+class Bounded(FakeCoordinator):
+    """Takes records up to a bound, and refuses larger ones as the private port does."""
+
+    max_bytes = 3_000
+    num_refused = 0
+
+    async def finish(self, worker_id, trajectory):
+        if len(encode(trajectory)) > self.max_bytes:
+            self.num_refused += 1
+            raise InvalidRequest(f"a body of more than {self.max_bytes} bytes")
+        return await super().finish(worker_id, trajectory)
+
+
+async def test_a_record_beyond_the_bound_is_handed_in_once_without_what_its_trajectory_made():
+    feeder = Bounded([task("large", loop=f"{HERE}:Sprawls"), task("good")])
+    engines = {"sim://a": scripted_engine(CALL, ANSWER)}
+    async with running_worker(feeder, engines, max_record_bytes=feeder.max_bytes), asyncio.timeout(30):
+        await feeder.is_done.wait()
+    large = feeder.records["large/0"]
+    assert (large.stop_reason, large.attempt, large.is_complete) == (StopReason.LOOP_FAILED, 0, False)
+    assert "bytes, of at most 3000" in (large.error or "")
+    assert not large.paths
+    assert feeder.records["good/0"].reward == 1.0
+    assert feeder.num_refused == 0
+
+
+class Sprawls:
+    """Says more than a record may hold."""
+
+    async def run(self, task, ctx):
+        await ctx.sample()
+        ctx.set_metrics(**{f"{'metric' * 8}_{number}": 1.0 for number in range(50)})
 
 
 async def beside_good_ones(*bad: RolloutTask, timeout_s: float = 30, tools=(), **config):

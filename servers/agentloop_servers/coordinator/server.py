@@ -14,13 +14,12 @@ from typing import Any, get_type_hints
 
 from aiohttp import web
 
-from agentloop.api import FleetPort, FrontPort, LeasePort, ReplicaPort, RolloutPort, WorkerPort
+from agentloop.api import MAX_CALL_BYTES, FleetPort, FrontPort, LeasePort, ReplicaPort, RolloutPort, WorkerPort
 from agentloop.codec import decode
 from agentloop_servers.coordinator.coordinator import Coordinator
 from agentloop_servers.private_http import CommandKind, FencingGuard, PrivateServer, answer, token_of
 
 SERVER_NAME = "coordinator"
-MAX_CALL_BYTES = 256 * 2**20  # of a submission, or of one record
 _NONE = inspect.Parameter.empty
 CALLS_END_S = 0.5  # there are always calls that wait for work
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias
 
+from agentloop.api import MAX_CALL_BYTES
 from agentloop.codec import decode, encode
 from agentloop.engine import Progress
 from agentloop.errors import InvalidRequest
@@ -24,7 +25,6 @@ from agentloop_servers.config import ServiceConfig
 
 _FRAME = struct.Struct(">BI")
 MAX_TOOL_NAME = 256  # characters that tell tools apart
-MAX_MESSAGE_BYTES = 256 * 2**20  # as of a record in a call of the coordinator
 
 
 class WorkerCall(StrEnum):
@@ -145,7 +145,7 @@ async def next_frame(reader: asyncio.StreamReader) -> Frame | None:
     """Return the next value; None at the end. Raises InvalidRequest for what is no frame, or too long a one."""
     try:
         kind, length = _FRAME.unpack(await reader.readexactly(_FRAME.size))
-        if kind >= len(_KINDS) or length > MAX_MESSAGE_BYTES:
+        if kind >= len(_KINDS) or length > MAX_CALL_BYTES:
             raise InvalidRequest(f"no frame: kind {kind}, {length} bytes")
         value: Frame = decode(await reader.readexactly(length), _KINDS[kind])
         return value

@@ -440,7 +440,23 @@ async def test_a_coordinator_that_dies_after_the_first_commit_brings_the_others_
     assert coordinator.replicas.weight_version == 2
     assert await site.states() == {"a": "ready", "b": "ready", "c": "ready"}
     answer = await coordinator.replicas.update_weights(push(2), None)  # its answer was lost with the coordinator
-    assert (answer.version, answer.previous_version, answer.replicas) == (2, 1, ())
+    assert (answer.version, answer.previous_version) == (2, 1)
+    assert [(one.replica_id, one.error) for one in answer.replicas] == [("a", None), ("b", None), ("c", None)]
+
+
+@service("a", "b")
+async def test_a_repeat_of_an_update_whose_report_was_not_written_gets_its_replicas(site, coordinator):
+    site.engines["b"].seconds = {"pause": 20.0}  # the outcome is durable once `a` holds it, the report is not made
+    updating = asyncio.create_task(coordinator.replicas.update_weights(push(1), None))
+    await site.clock.sleep(1.0)
+    await site.stop()
+    await asyncio.gather(updating, return_exceptions=True)
+    coordinator = await site.start()
+    site.engines["b"].seconds = {}
+    await site.clock.sleep(1.0)
+    answer = await coordinator.replicas.update_weights(push(1), None)
+    assert (answer.version, [one.replica_id for one in answer.replicas]) == (1, ["a", "b"])
+    assert answer.replicas[0].error is None
 
 
 @service("a", "b")
