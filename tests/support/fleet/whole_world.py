@@ -236,11 +236,14 @@ class WholeWorld(World):
         await self._insist(lambda: front.submit(rollout_id, groups))
         self.ledger.accepted[rollout_id] = groups
         delivered = self.ledger.delivered.setdefault(rollout_id, [])
-        num_expected, cursor = sum(group.num_samples for group in groups), 0
+        num_expected, cursor, num_damaged = sum(group.num_samples for group in groups), 0, 0
         while len(delivered) < num_expected:
             page = (await self._insist(lambda cursor=cursor: front.read(rollout_id, cursor, 8, 1.0))).decoded()
             delivered += page.trajectories
             cursor = page.cursor
+            if page.status.is_done and not page.trajectories:
+                found = f"{len(delivered)} of {num_expected} records were delivered, {num_damaged} are damaged"
+                raise AssertionError(f"{rollout_id} is done and a record is lost: {found}")
 
     async def talk(self, session_id: str) -> None:
         """One agent in one session, which repeats what failed as an SDK does."""
