@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # --no-deps: the lock files are complete, and resolving again could bring CUDA builds beside a CPU torch.
 PIP := $(BIN)/python -m pip install -qq --no-deps --disable-pip-version-check
 
-.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults soak learn check bench bench-endpoint bench-balancer lock clean
+.PHONY: rollout test test-fast test-long test-clients test-trainers test-sglang test-faults test-mutations soak learn check bench bench-endpoint bench-balancer lock clean
 
 rollout: $(VENV)/.cpu
 	@$(BIN)/agentloop rollout $(ARGS)
@@ -74,6 +74,11 @@ learn: $(VENV)/.dev
 # A thousand seeded schedules of faults in virtual time; of one: ARGS="--seed 17", of many: ARGS="--count 10000".
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m tests.faults.run $(ARGS)
+
+# Planted faults, each killed by the fast tests of its files or by the first 300 schedules; at most an hour:
+# ARGS="--only cancel". No part of CI.
+test-mutations: $(VENV)/.dev
+	$(BIN)/python -m tests.faults.mutations $(ARGS)
 
 # The real service on both cores, its processes killed one after another, for 20 minutes: ARGS="--minutes 5".
 soak: $(VENV)/.dev

@@ -85,9 +85,15 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
     ledger = world.ledger
     for rollout_id, groups in ledger.accepted.items():
         wanted = {(group.group_id, index) for group in groups for index in range(group.num_samples)}
-        for what, records in (("stored", stored.get(rollout_id, [])), ("delivered", ledger.delivered[rollout_id])):
+        skipped = ledger.skipped[rollout_id]  # acknowledged: it may be deleted, and unread
+        read = {(one.group_id, one.sample_index) for one in ledger.delivered[rollout_id]}
+        deleted = skipped | (read if rollout_id in ledger.acknowledging else set())
+        for what, records, less in (
+            ("stored", stored.get(rollout_id, []), deleted),
+            ("delivered", ledger.delivered[rollout_id], skipped),
+        ):
             found = Counter((one.group_id, one.sample_index) for one in records)
-            if set(found) != wanted or set(found.values()) - {1}:
+            if set(found) | less != wanted or set(found.values()) - {1}:
                 yield f"{rollout_id}: of {len(wanted)} accepted {dict(found)} were {what}"
     sessions = Counter(one.group_id for one in stored.get("sessions", []))
     if sessions != Counter(set(ledger.finished)):
@@ -105,9 +111,11 @@ def record_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> I
 def keep_problems(world: WholeWorld, stored: dict[str, list[Trajectory]]) -> Iterator[str]:
     """Groups with more complete samples than they keep, or with cancelled ones although they have fewer.
 
-    Clients of a world cancel nothing themselves.
+    Not of rollouts that clients cancelled, or whose records were deleted.
     """
     for rollout_id, groups in world.ledger.accepted.items():
+        if rollout_id in world.ledger.cancelling | world.ledger.acknowledging:
+            continue
         for group in groups:
             own = [one for one in stored.get(rollout_id, []) if one.group_id == group.group_id]
             num_complete = sum(one.is_sound for one in own)

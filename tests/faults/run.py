@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--stop", action="store_true", help="at the first batch that finds something")
     options = parser.parse_args()
     if options.seed is not None:
         _be_quiet()
@@ -56,6 +57,9 @@ def main() -> None:
             num_wrong += len(wrong)
             for seed, problem in wrong.items():
                 print(f"seed {seed}: {problem}", flush=True)
+            if wrong and options.stop:
+                pool.shutdown(cancel_futures=True)
+                sys.exit(1)
     print(", ".join(f"{name} {count}" for name, count in sorted(totals.items())))
     print(f"{len(seeds)} schedules, {num_wrong} with problems, {time.monotonic() - started:.0f} s")
     sys.exit(1 if num_wrong else 0)

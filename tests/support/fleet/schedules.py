@@ -164,6 +164,8 @@ class World:
 
     async def crash_coordinator(self) -> None:
         """The process dies: its callers get no answers, its tasks stop wherever they are; a new one starts."""
+        if self._is_down:
+            return
         await self.coordinator.check_health()
         self._is_down = True
         for call in tuple(self._calls):

@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
 from math import inf
 from pathlib import Path
 from random import Random
@@ -16,7 +20,7 @@ from typing import Any, TypeVar, cast
 from agentloop.api.coordinator import FrontPort, WorkerPort
 from agentloop.chat.call import CallKey, ChatCall, ChatResult
 from agentloop.clock import VirtualClock
-from agentloop.errors import AgentLoopError, Conflict, InvalidRequest, ServiceUnavailable
+from agentloop.errors import AgentLoopError, Conflict, Gone, InvalidRequest, ServiceUnavailable
 from agentloop.generation import LeaseConfig
 from agentloop.generation.turn_reader import TurnReader
 from agentloop.parsers.by_name import get_parser
@@ -28,7 +32,8 @@ from agentloop.sessions.prompts import CallLimits, SessionParts
 from agentloop.sessions.session import Session
 from agentloop.simulation.engine import SimulatedSpec
 from agentloop.simulation.policy import Malformation
-from agentloop.storage.trajectory_store import TrajectoryStore
+from agentloop.storage import RetentionPolicy
+from agentloop.storage.trajectory_store import TrajectoryReader, TrajectoryStore
 from agentloop.types import (
     Limits,
     Message,
@@ -54,6 +59,7 @@ CALLS = calls_of(WorkerPort) | calls_of(FrontPort)
 EPOCH_S = 1e9
 MAX_TRIES = 400  # of a client's call; what needs more has been forgotten
 OWNER = ("",)
+BIG = "much to read " * 20_000  # in a record that holds its task's messages; no loop renders it
 _PARSER = get_parser("hermes")
 
 
@@ -92,6 +98,20 @@ class Ledger:
     delivered: dict[str, list[Trajectory]] = field(default_factory=dict)
     answers: dict[str, list[ChatResult]] = field(default_factory=dict)  # by session, turn by turn
     finished: dict[str, Trajectory] = field(default_factory=dict)
+    cancelling: set[str] = field(default_factory=set)  # from the first try on
+    cancelled: set[str] = field(default_factory=set)  # the answer was heard
+    acknowledging: set[str] = field(default_factory=set)
+    skipped: dict[str, set[tuple[str, int]]] = field(default_factory=dict)  # acknowledged, whether or not read
+
+
+class Word(StrEnum):
+    """What a client may say beside submit and read."""
+
+    NONE = "none"
+    CANCEL = "cancel"
+    ACKNOWLEDGE = "acknowledge"
+    REPEAT = "repeat"
+    DAMAGE = "damage"  # no word of its own: what makes it say `resubmit_damaged`
 
 
 class WholeWorld(World):
@@ -99,8 +119,15 @@ class WholeWorld(World):
 
     policy = ProvingPolicy()
 
-    def __init__(self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path) -> None:
+    def __init__(
+        self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path, *, has_words: bool = True
+    ) -> None:
+        """Without words clients submit and read, and no two processes die at one moment."""
         super().__init__(seed, clock, checkpoint)
+        self.has_words = has_words
+        self.say = Random(f"words {seed}")  # of its own: without words a seed is the schedule that it was
+        retention = RetentionPolicy(deletes_acknowledged=True)
+        self.config = replace(self.config, retention=retention, retention_interval_s=0.5)
         # What a dead ingress held is free again then.
         self.config = replace(self.config, balancer=replace(self.config.balancer, lease_ttl_s=40.0))
         self.disk = Disk(folder)
@@ -228,19 +255,101 @@ class WholeWorld(World):
             raise ServiceUnavailable("the ingress died")
         return task.result()
 
+    def watch(self) -> None:
+        super().watch()
+        for name in () if self._is_down else self.ledger.cancelled:
+            status = self.coordinator.rollouts.queue.status(name)
+            assert status is None or not status.num_queued, f"{name} was cancelled, and begins: {status}"
+
     # --- clients ---
 
     async def roll_out(self, rollout_id: str, groups: tuple[RolloutGroup, ...]) -> None:
         """Submit, and read every record as it comes, as the client's SDK does."""
+        if self.has_words and self.say.random() < 0.3:
+            big = RolloutTask("big", (Message("user", BIG),), loop=POISONS[-1])
+            groups = (*groups, replace(groups[0], group_id="big", task=big, num_samples=2, keep=None))
         front = cast(FrontPort, FaultyPort(self.network, CALLS, self._deliver, Stall(self.clock)))
         await self._insist(lambda: front.submit(rollout_id, groups))
         self.ledger.accepted[rollout_id] = groups
         delivered = self.ledger.delivered.setdefault(rollout_id, [])
-        num_expected, cursor = sum(group.num_samples for group in groups), 0
-        while len(delivered) < num_expected:
-            page = (await self._insist(lambda cursor=cursor: front.read(rollout_id, cursor, 8, 1.0))).decoded()
+        num_expected, cursor, num_damaged = sum(group.num_samples for group in groups), 0, 0
+        word = self.say.choice(tuple(Word)) if self.has_words else Word.NONE
+        self.ledger.cancelling |= {rollout_id} if word is Word.CANCEL else set()
+        self.ledger.acknowledging |= {rollout_id} if word is Word.ACKNOWLEDGE else set()
+        cancelling = asyncio.create_task(self._cancel(front, rollout_id)) if word is Word.CANCEL else None
+        if word is Word.REPEAT:
+            await self._repeat_with_other_work(front, rollout_id, groups)
+        skipped = self.ledger.skipped.setdefault(rollout_id, set())
+        while len({*map(_key, delivered)} | skipped) < num_expected:
+            if word is Word.DAMAGE and self._damage(rollout_id, cursor):
+                self.history.counts["damaged a record"] += 1
+            try:
+                page = (await self._insist(partial(front.read, rollout_id, cursor, 8, 1.0))).decoded()
+            except Gone:  # all of it was acknowledged
+                break
             delivered += page.trajectories
-            cursor = page.cursor
+            cursor, num_damaged = page.cursor, max(num_damaged, page.status.num_damaged)
+            if word is Word.ACKNOWLEDGE:
+                await self._acknowledge(front, rollout_id, cursor)
+            if not page.status.is_done or page.trajectories:
+                continue
+            num_found = len({*map(_key, delivered)} | skipped)
+            if num_found == num_expected:
+                break
+            if not num_damaged or num_found + num_damaged != num_expected:
+                found = f"{num_found} of {num_expected} records were delivered, {num_damaged} are damaged"
+                raise AssertionError(f"{rollout_id} is done and a record is lost: {found}")
+            await self._insist(lambda: front.resubmit_damaged(rollout_id))
+            self.history.counts["ran damaged ones again"] += num_damaged
+            num_damaged, word = 0, Word.NONE
+        if cancelling is not None:
+            await cancelling
+
+    async def _cancel(self, front: FrontPort, rollout_id: str) -> None:
+        """Nothing of it may begin once the answer is there."""
+        await self.clock.sleep(self.say.uniform(0.0, 4.0))
+        await self._insist(lambda: front.cancel(rollout_id))
+        self.ledger.cancelled.add(rollout_id)
+        self.history.counts["cancelled"] += 1
+
+    async def _repeat_with_other_work(
+        self, front: FrontPort, rollout_id: str, groups: tuple[RolloutGroup, ...]
+    ) -> None:
+        """As many samples of another task are another submission."""
+        messages = (Message("user", "Something else."),)
+        others = (replace(groups[0], task=replace(groups[0].task, messages=messages)), *groups[1:])
+        try:
+            await self._insist(lambda: front.submit(rollout_id, others))
+        except Conflict:
+            self.history.counts["refused other work"] += 1
+        else:
+            raise AssertionError(f"{rollout_id} was accepted again with other work")
+
+    async def _acknowledge(self, front: FrontPort, rollout_id: str, cursor: int) -> None:
+        """What was read, or beyond what exists: what there is by then counts as read, and nothing later."""
+        try:
+            if self.say.random() < 0.7:
+                await self._insist(lambda: front.acknowledge(rollout_id, cursor))
+                return
+            self.history.counts["acknowledged beyond"] += 1
+            await self.ask(lambda c: c.rollouts.acknowledge(rollout_id, cursor + 1000))
+        except Gone:
+            return
+        except AgentLoopError:  # it may have come through
+            while self._is_down:
+                await self.clock.sleep(0.1)
+        reader = TrajectoryReader(self.store_path)
+        found = reader.acknowledged() or frozenset()
+        reader.close()
+        self.ledger.skipped[rollout_id] |= {(group, index) for name, group, index in found if name == rollout_id}
+
+    def _damage(self, rollout_id: str, cursor: int) -> bool:
+        """Flip a byte of a record that was not read yet, if there is one."""
+        if self.say.random() < 0.5:
+            return False
+        with closing(sqlite3.connect(self.store_path, isolation_level=None)) as db:
+            statement = "UPDATE trajectories SET crc = crc + 1 WHERE seq = (SELECT MIN(seq) FROM trajectories"
+            return db.execute(f"{statement} WHERE rollout_id = ? AND seq > ?)", (rollout_id, cursor)).rowcount > 0
 
     async def talk(self, session_id: str) -> None:
         """One agent in one session, which repeats what failed as an SDK does."""
@@ -301,7 +410,7 @@ class WholeWorld(World):
             except TimeoutError:
                 self.history.counts["client left"] += 1
             except AgentLoopError as error:
-                if isinstance(error, InvalidRequest | Conflict):
+                if isinstance(error, InvalidRequest | Conflict | Gone):
                     raise
                 self.history.counts[f"client: {error.code}"] += 1
             await self.clock.sleep(0.25)
@@ -313,6 +422,8 @@ class WholeWorld(World):
         """As the fleet's, and what befalls workers, ingress, disk and clocks."""
         async with asyncio.TaskGroup() as group:
             group.create_task(super().befall())
+            if self.has_words and self.say.random() < 0.5:
+                group.create_task(self._kill_two())
             gap_s = self.rng.choice((0.4, 1.0, 3.0))
             while await self._goes_on(gap_s):
                 plague = self.rng.choice(self._plagues)
@@ -329,6 +440,8 @@ class WholeWorld(World):
         process.engine.faults.malformed.append(self.rng.choice(tuple(Malformation)))
 
     async def _kill_worker(self, process: Process) -> None:
+        if not self.workers:
+            return
         victim = self.rng.choice(self.workers)
         self.workers.remove(victim)
         self.dead.append(victim)
@@ -338,8 +451,17 @@ class WholeWorld(World):
         await self.clock.sleep(self.rng.choice((0.0, 1.0, 4.0)))
         self.start_worker()
 
+    async def _kill_two(self) -> None:
+        """The coordinator and a worker die at one moment."""
+        await self.clock.sleep(self.say.uniform(0.0, self.trouble_s))
+        if self._is_down or not self.workers:
+            return
+        self.history.counts["killed two"] += 1
+        await asyncio.gather(self.crash_coordinator(), self._kill_worker(next(iter(self.processes.values()))))
+
     async def _stall_worker(self, process: Process) -> None:
-        self.rng.choice(self.workers).stall.until = self.clock.now() + self.rng.choice((1.0, 6.0, 15.0))
+        if self.workers:
+            self.rng.choice(self.workers).stall.until = self.clock.now() + self.rng.choice((1.0, 6.0, 15.0))
 
     async def _kill_ingress(self, process: Process) -> None:
         old, self.ingress = self.ingress, None
@@ -427,3 +549,7 @@ def make_groups(rng: Random, rollout_id: str, poison_share: float) -> tuple[Roll
         return RolloutGroup(f"g{number}", made, num_samples, rollout_id, limit, keep)
 
     return tuple(group(number) for number in range(rng.randint(1, 4)))
+
+
+def _key(record: Trajectory) -> tuple[str, int]:
+    return record.group_id, record.sample_index
