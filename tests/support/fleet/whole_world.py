@@ -272,7 +272,8 @@ class WholeWorld(World):
         await self._insist(lambda: front.submit(rollout_id, groups))
         self.ledger.accepted[rollout_id] = groups
         delivered = self.ledger.delivered.setdefault(rollout_id, [])
-        num_expected, cursor, num_damaged = sum(group.num_samples for group in groups), 0, 0
+        num_expected = sum(group.num_samples for group in groups)
+        cursor = num_damaged = num_empty = 0
         word = self.say.choice(tuple(Word)) if self.has_words else Word.NONE
         self.ledger.cancelling |= {rollout_id} if word is Word.CANCEL else set()
         self.ledger.acknowledging |= {rollout_id} if word is Word.ACKNOWLEDGE else set()
@@ -289,6 +290,8 @@ class WholeWorld(World):
                 break
             delivered += page.trajectories
             cursor, num_damaged = page.cursor, max(num_damaged, page.status.num_damaged)
+            num_empty = 0 if page.trajectories else num_empty + 1
+            assert num_empty < MAX_TRIES, f"{rollout_id} has a lost record: {page.status}"
             if word is Word.ACKNOWLEDGE:
                 await self._acknowledge(front, rollout_id, cursor)
             if not page.status.is_done or page.trajectories:
