@@ -177,7 +177,7 @@ class TrajectoryStore:
 
     @property
     def is_full(self) -> bool:
-        """True from a write that found no room until there is room: nothing is accepted, no record written."""
+        """True from a write that found no room until there is some again: nothing is accepted, no record written."""
         return not self._reserve.take_back()
 
     @property
