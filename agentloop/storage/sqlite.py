@@ -76,8 +76,9 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             db.execute("PRAGMA journal_mode=WAL")
             db.execute(f"PRAGMA journal_size_limit={MAX_WAL_BYTES}")
             db.execute(f"PRAGMA synchronous={schema.synchronous}")
-            # Said again it would be a write: a store that is whole is opened on a full disk.
-            named = f"PRAGMA user_version={schema.version};" if version == 0 else ""
+            named = (
+                f"PRAGMA user_version={schema.version};" if version == 0 else ""
+            )  # it is a write, also of the same
             db.executescript(f"BEGIN IMMEDIATE; {schema.tables} {named} COMMIT;")
     except sqlite3.DatabaseError as error:
         db.close()

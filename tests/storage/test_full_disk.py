@@ -6,25 +6,19 @@ import asyncio
 import errno
 import sqlite3
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from agentloop.clock import RealClock
-from agentloop.engine import WeightUpdate
 from agentloop.errors import AgentLoopError, ServiceUnavailable, StorageFull
 from agentloop.sessions import SessionRecord
 from agentloop.storage.disk_room import DiskRoom, is_full
 from agentloop.storage.sqlite import BatchWriter, Schema, one_thread, open_database
 from agentloop.storage.trajectory_store import TrajectoryStore
-from agentloop_servers.coordinator.coordinator import Coordinator
-from agentloop_servers.coordinator.replicas import CoordinatorConfig
 from agentloop_servers.endpoint.session_store import SessionStore
-from tests.support.engine.engines import FakeEngine
-from tests.support.fleet.disk import Disk, no_room
+from tests.support.fleet.disk import no_room
 from tests.support.records.samples import make_group, make_trajectory
 
 SCHEMA = Schema("test store", 1, "CREATE TABLE IF NOT EXISTS blobs (n INTEGER PRIMARY KEY, b BLOB);", "NORMAL")
@@ -190,83 +184,3 @@ async def test_a_real_filesystem_fills_up_and_has_room_again(small_disk: Path) -
     assert await sessions.create(SessionRecord("after", 0.0, 60.0, "owner"))
     await store.close()
     await sessions.close()
-
-
-@asynccontextmanager
-async def coordinator_of(path: Path, engine: FakeEngine) -> AsyncIterator[tuple[Coordinator, TrajectoryStore]]:
-    """A coordinator over the store at `path`, as a service starts it, with one replica."""
-    store = TrajectoryStore(path)
-    await store.take_over()
-    config = CoordinatorConfig(restart_grace_s=0.0, heartbeat_interval_s=0.05)
-    coordinator = Coordinator(
-        store, lambda url: engine, config, RealClock(), probe=lambda url: asyncio.sleep(0, None)
-    )
-    await coordinator.start()
-    try:
-        await coordinator.replicas.register(engine.registration())
-        async with asyncio.timeout(30):
-            while not (await coordinator.status()).is_ready:
-                await asyncio.sleep(0.005)
-        yield coordinator, store
-    finally:
-        await coordinator.close()
-
-
-async def test_a_coordinator_starts_on_a_full_disk(small_disk: Path) -> None:
-    path, engine = small_disk / "t.sqlite", FakeEngine(RealClock(), "fake://a", 0)
-    store = TrajectoryStore(path)
-    await store.accept("r", [make_group("g", 1000)])
-    with pytest.raises(OSError, match="No space left"):
-        (small_disk / "ballast").write_bytes(bytes(4 << 20))
-    await store.close()  # its log and its shared memory are to be made again
-    async with coordinator_of(path, engine) as (coordinator, store):
-        first_epoch = await store.saved_state("epoch", int)
-        assert first_epoch == 1
-        num_stored = await fill_up(store)
-        assert any("disk is full" in line for line in (await coordinator.status()).degraded)
-        page = await coordinator.rollouts.read("r", 0, 1000, 0.0)
-        assert len(page.trajectories) == num_stored
-        await coordinator.rollouts.acknowledge("r", page.cursor)
-        assert (await coordinator.rollouts.cancel("r")).num_queued == 0
-        await coordinator.replicas.update_weights(WeightUpdate(1, "directory"), None)
-        with pytest.raises(StorageFull):
-            await coordinator.rollouts.submit("s", (make_group("g", 1),))
-    store = TrajectoryStore(path)
-    assert await store.take_over() == first_epoch + 1
-    assert (await store.terms("r")).is_cancelled
-    assert store.is_full
-    (small_disk / "ballast").unlink()
-    assert not store.is_full
-    await store.accept("s", [make_group("g", 1)])
-    await store.close()
-
-
-async def fill_up(store: TrajectoryStore) -> int:
-    """Commit records until there is no room; returns how many there was room for."""
-    for index in range(1000):
-        try:
-            await store.commit([make_trajectory("g", index)])
-        except StorageFull:
-            return index
-    raise AssertionError("it is not full")
-
-
-async def test_an_epoch_that_finds_no_room_at_all_is_written_later(tmp_path: Path) -> None:
-    path, disk = tmp_path / "t.sqlite", Disk(tmp_path)
-    store = TrajectoryStore(path, disk.executor())
-    await store.accept("r", [make_group("g", 2)])
-    assert await store.take_over() == 1
-    disk.is_full = True
-    assert await store.take_over() == 2
-    assert await store.counts("r") == (2, 0)
-    with pytest.raises(StorageFull):
-        await store.acknowledge("r", 1)
-    assert await store.saved_state("epoch", int) == 1
-    disk.is_full = False
-    other = TrajectoryStore(path)
-    assert await other.take_over() == 2  # it could not know
-    with pytest.raises(ServiceUnavailable, match="taken this run over"):
-        await store.commit([make_trajectory("g", 1)])
-    assert await other.commit([make_trajectory("g", 1)]) == 1
-    await store.close()
-    await other.close()

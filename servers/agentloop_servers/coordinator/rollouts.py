@@ -39,7 +39,7 @@ from agentloop.api import (
 )
 from agentloop.capabilities import NO_NEEDS, Needs
 from agentloop.clock import Clock, SteadyTime
-from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable, StorageFull
+from agentloop.errors import Conflict, Gone, InvalidRequest, NotFound, ServiceUnavailable
 from agentloop.scheduling import (
     COORDINATOR,
     BeginOutcome,
@@ -398,8 +398,7 @@ class Rollouts:
         cancellation = self.queue.cancel(rollout_id)
         self._changed.notify()
         await self._store.cancel(rollout_id)  # before the answer: the next coordinator goes on with it
-        with suppress(StorageFull):  # the records stay owed
-            await self.write_owed()
+        await self.write_owed()
         num_dropped, num_running = len(cancellation.dropped), len(cancellation.running)
         self._log.info("rollout_cancelled", rollout=rollout_id, num_queued=num_dropped, num_running=num_running)
         return await self._by_id(rollout_id)
