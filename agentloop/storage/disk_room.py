@@ -2,21 +2,15 @@
 
 What is under way may use what is left below the watermark: records of work that was accepted, and turns of sessions
 that exist.
-
-A store keeps a reserve beside it, and gives it up when the disk is full: the room is for an owner's epoch, orders,
-cancels and what trainers acknowledge. Records and new work wait until there is room for the reserve again.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -24,8 +18,6 @@ import structlog
 from agentloop.errors import StorageFull
 
 _LOOK_EVERY_S = 1.0
-_RESERVE_BYTES = 1 << 20
-_RESERVE_SHARE = 16  # of the disk at most: small ones have a smaller reserve
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 _FULL_CODES = frozenset(
     {
@@ -90,45 +82,3 @@ class DiskRoom:
                 f"{self._free >> 20} MiB are free on the run's disk, and new work needs"
                 f" {self._min_free_bytes >> 20} MiB: make room, or acknowledge what was read"
             )
-
-
-class Reserve:
-    """A file that holds room on the disk. Methods may be called from any thread."""
-
-    def __init__(self, path: Path) -> None:
-        """Takes the room, if there is any."""
-        self._path = path
-        self._is_held = path.is_file()
-        self._lock = threading.Lock()
-        self.take_back()
-
-    def take_back(self) -> bool:
-        """Take the room again, if there is twice as much: what is written next needs some too. False: it is not
-        held."""
-        with self._lock:
-            if not self._is_held:
-                try:
-                    num_bytes = min(_RESERVE_BYTES, shutil.disk_usage(self._path.parent).total // _RESERVE_SHARE)
-                    with open(self._path, "wb", opener=_private) as file:
-                        os.posix_fallocate(file.fileno(), 0, 2 * num_bytes)
-                        file.truncate(num_bytes)
-                    self._is_held = True
-                except OSError:
-                    self._remove()
-            return self._is_held
-
-    def give_up(self) -> bool:
-        """Give the room to what is written next. False: it was given up before."""
-        with self._lock:
-            was_held, self._is_held = self._is_held, False
-            return was_held and self._remove()
-
-    def _remove(self) -> bool:
-        with suppress(OSError):
-            self._path.unlink()
-            return True
-        return False
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -76,10 +76,7 @@ def open_database(path: Path, schema: Schema, *, is_read_only: bool = False) -> 
             db.execute("PRAGMA journal_mode=WAL")
             db.execute(f"PRAGMA journal_size_limit={MAX_WAL_BYTES}")
             db.execute(f"PRAGMA synchronous={schema.synchronous}")
-            named = (
-                f"PRAGMA user_version={schema.version};" if version == 0 else ""
-            )  # it is a write, also of the same
-            db.executescript(f"BEGIN IMMEDIATE; {schema.tables} {named} COMMIT;")
+            db.executescript(f"BEGIN IMMEDIATE; {schema.tables} PRAGMA user_version={schema.version}; COMMIT;")
     except sqlite3.DatabaseError as error:
         db.close()
         if not is_read_only and _has_no_room(error, path.parent):

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import secrets
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -29,8 +27,8 @@ from agentloop.api import RolloutTerms, owner_of, shown_id
 from agentloop.errors import Conflict, Gone, NotFound, ServiceUnavailable, StorageFull
 from agentloop.images import IMAGES_FOLDER, ImageFiles
 from agentloop.storage import retention
-from agentloop.storage.disk_room import DiskRoom, Reserve, is_full
-from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, Work, one_thread, open_database, packed
+from agentloop.storage.disk_room import DiskRoom, is_full
+from agentloop.storage.sqlite import BatchWriter, RowChecker, Schema, one_thread, open_database, packed
 from agentloop.storage.summary import RecordKey
 from agentloop.types import RolloutGroup, Trajectory
 
@@ -86,7 +84,6 @@ _SET_TERMS = "INSERT OR REPLACE INTO rollout_terms VALUES (?, ?, ?)"
 _ADD_GROUP = "INSERT OR IGNORE INTO groups (rollout_id, group_id, num_samples, value, crc) VALUES (?, ?, ?, ?, ?)"
 _SAVE_STATE = "INSERT OR REPLACE INTO service_state VALUES (?, ?, ?)"
 _EPOCH = "epoch"  # the number of coordinators that this store has had
-_OWNER = "owner"  # the random name of the last one
 _ADD_RECORD = (
     "INSERT OR IGNORE INTO trajectories (rollout_id, group_id, sample_index, value, crc) VALUES (?, ?, ?, ?, ?)"
 )
@@ -153,14 +150,11 @@ class TrajectoryStore:
         if its disk is full or read-only."""
         self._room = DiskRoom(Path(path).parent, min_free_bytes)
         self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
-        self._reserve = Reserve(Path(path).with_suffix(".reserve"))
-        db = self._opened(Path(path))
+        db = open_database(Path(path), _SCHEMA)
         self._images = ImageFiles(Path(path).parent / IMAGES_FOLDER)
         self._rows = RowChecker(_SCHEMA.kind)
         self._damaged: dict[str, set[int]] = {}  # rows found so, by rollout
         self._epoch: int | None = None
-        self._is_epoch_owed = False  # there was no room for it
-        self._name = secrets.randbits(63)
         self._successor: int | None = None
         self._writer = BatchWriter(
             db,
@@ -174,11 +168,6 @@ class TrajectoryStore:
     def num_corrupt_rows(self) -> int:
         """Distinct rows met so far whose checksum or content was wrong."""
         return self._rows.num_corrupt_rows
-
-    @property
-    def is_full(self) -> bool:
-        """True from a write that found no room until there is some again: nothing is accepted, no record written."""
-        return not self._reserve.take_back()
 
     @property
     def successor(self) -> int | None:
@@ -215,7 +204,7 @@ class TrajectoryStore:
             if not is_full(error):
                 raise
             raise StorageFull("the disk of the run's images is full or cannot be written") from error
-        await self._write(work)
+        await self._writer.run(work)
 
     async def commit(self, trajectories: Sequence[Trajectory]) -> int:
         """Store terminal records together; returns how many were new. The first of a key stays."""
@@ -223,7 +212,7 @@ class TrajectoryStore:
         def work(db: sqlite3.Connection) -> int:
             return max(db.executemany(_ADD_RECORD, map(_row, trajectories)).rowcount, 0)
 
-        return await self._write(work)
+        return await self._writer.run(work)
 
     async def claim(self, rollout_id: str, owner: str) -> None:
         """Keep a rollout for its owner's sessions. Raises Conflict if it accepted groups."""
@@ -233,7 +222,7 @@ class TrajectoryStore:
             db.execute(_ADD_ROLLOUT, (rollout_id,))
             db.execute(_ADD_TERMS, (rollout_id, *packed(RolloutTerms(owner))))
 
-        await self._write(work)
+        await self._writer.run(work)
 
     async def record(self, trajectory: Trajectory, owner: str | None = None) -> bool:
         """Store a finished session, which nobody submitted; returns whether it is new. A repeat changes nothing.
@@ -268,7 +257,7 @@ class TrajectoryStore:
                 raise Conflict(f"{name} is the record of another session", param="sample_index")
             return False
 
-        return await self._write(work)
+        return await self._writer.run(work)
 
     async def terms(self, rollout_id: str) -> RolloutTerms:
         """Return the terms that a rollout was accepted on; the default ones for an unknown rollout."""
@@ -281,7 +270,7 @@ class TrajectoryStore:
             terms = dataclasses.replace(self._terms(db, rollout_id), is_cancelled=True)
             db.execute(_SET_TERMS, (rollout_id, *packed(terms)))
 
-        await self._write(work, is_small=True)
+        await self._writer.run(work)
 
     async def check_owner(self) -> None:
         """Raises ServiceUnavailable once another owner has taken the store over."""
@@ -342,7 +331,7 @@ class TrajectoryStore:
 
     async def acknowledge(self, rollout_id: str, cursor: int) -> None:
         """Note that a trainer has a rollout's records up to a cursor: the policy may let them go."""
-        await self._write(lambda db: retention.acknowledge(db, rollout_id, cursor), is_small=True)
+        await self._writer.run(lambda db: retention.acknowledge(db, rollout_id, cursor))
 
     async def last_mark(self) -> float:
         """Return the time of the last mark that `trim` made; 0 if there is none."""
@@ -354,7 +343,7 @@ class TrajectoryStore:
         def forget() -> None:
             self._settled.clear()
 
-        return await self._write(lambda db: retention.trim(db, policy, now, unfinished), forget, is_small=True)
+        return await self._writer.run(lambda db: retention.trim(db, policy, now, unfinished), forget)
 
     def num_damaged(self, rollout_id: str) -> int:
         """Count the records of a rollout that were found damaged so far, when they were read."""
@@ -373,7 +362,7 @@ class TrajectoryStore:
             self._settled.pop(rollout_id, None)
             self._damaged.pop(rollout_id, None)
 
-        return await self._write(work, forget, is_small=True)
+        return await self._writer.run(work, forget)
 
     async def unfinished(self, rollout_id: str | None = None) -> list[tuple[RolloutGroup, tuple[int, ...]]]:
         """Return the groups that lack records, in order of acceptance, with the samples each still owes.
@@ -407,22 +396,18 @@ class TrajectoryStore:
         """Become the store's only writer, under a new epoch: greater than any before and than `above`.
 
         From now on the writes of every earlier owner raise ServiceUnavailable. Again gives the owner a greater one.
-        On a disk without any room it is written with the next write that finds some: what commanded the fleet under
-        the same epoch meanwhile is outrun (`fencing.py`).
         """
 
-        def work(db: sqlite3.Connection) -> None:
-            self._epoch, self._is_epoch_owed = max(self._stored_epoch(db) or 0, above) + 1, True
+        def work(db: sqlite3.Connection) -> int:
+            epoch = self._epoch = max(self._stored_epoch(db) or 0, above) + 1
+            db.execute(_SAVE_STATE, (_EPOCH, *packed(epoch)))
+            return epoch
 
-        await self._writer.run(work)
-        with suppress(StorageFull):
-            await self._write(lambda db: None, is_small=True)
-        assert self._epoch is not None, "just taken"
-        return self._epoch
+        return await self._writer.run(work)
 
     async def save_state(self, name: str, value: object) -> None:
         """Remember one named value of the service's state, in place of the one before."""
-        await self._write(lambda db: db.execute(_SAVE_STATE, (name, *packed(value))).rowcount, is_small=True)
+        await self._writer.run(lambda db: db.execute(_SAVE_STATE, (name, *packed(value))).rowcount)
 
     async def saved_state(self, name: str, kind: type[T]) -> T | None:
         """Return the value that was saved last under a name; None if there is none, or it is damaged."""
@@ -431,40 +416,6 @@ class TrajectoryStore:
     async def close(self) -> None:
         """Finish what waits, then let go of the file. Idempotent."""
         await self._writer.close()
-
-    def _opened(self, path: Path) -> sqlite3.Connection:
-        """Open the file, with the reserve's room if it needs some."""
-        try:
-            return open_database(path, _SCHEMA)
-        except StorageFull:
-            if not self._reserve.give_up():
-                raise
-        return open_database(path, _SCHEMA)
-
-    async def _write(
-        self, work: Work[T], on_committed: Callable[[], None] | None = None, *, is_small: bool = False
-    ) -> T:
-        """Do what writes. On a full disk what `is_small` has the room of the reserve, and all else is refused."""
-
-        def owned(db: sqlite3.Connection) -> T:
-            if not is_small and not self._reserve.take_back():
-                raise StorageFull("the run's disk is full: make room, or acknowledge what was read")
-            if self._is_epoch_owed:
-                db.execute(_SAVE_STATE, (_EPOCH, *packed(self._epoch)))
-                db.execute(_SAVE_STATE, (_OWNER, *packed(self._name)))
-            return work(db)
-
-        def committed() -> None:
-            self._is_epoch_owed = False
-            if on_committed is not None:
-                on_committed()
-
-        try:
-            return await self._writer.run(owned, committed)
-        except StorageFull:
-            if not self._reserve.give_up() or not is_small:
-                raise
-        return await self._writer.run(owned, committed)
 
     def _terms(self, db: sqlite3.Connection, rollout_id: str) -> RolloutTerms:
         statement = "SELECT CAST(value AS BLOB), crc FROM rollout_terms WHERE rollout_id = ?"
@@ -481,10 +432,7 @@ class TrajectoryStore:
 
     def _check_owner(self, db: sqlite3.Connection) -> None:
         """Raises ServiceUnavailable once another process has taken the store over."""
-        if self._epoch is None or (stored := self._stored_epoch(db)) is None:
-            return
-        is_same = self._is_epoch_owed and stored == self._epoch  # as another's, unless it has just been written
-        if stored > self._epoch or (is_same and self._state(db, _OWNER, int) != self._name):
+        if self._epoch is not None and (stored := self._stored_epoch(db)) is not None and stored > self._epoch:
             if self._successor is None:
                 _log.error("store_taken_over", epoch=stored, own_epoch=self._epoch)
             self._successor = stored

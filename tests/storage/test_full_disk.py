@@ -128,14 +128,9 @@ def test_a_store_on_a_filesystem_without_a_right_or_room_to_write(small_disk: Pa
         with pytest.raises(StorageFull):
             open_database(small_disk / name, SCHEMA)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    old = open_database(small_disk / "old", SCHEMA)  # to be read
-    assert count(old) == 0
-    with pytest.raises(sqlite3.OperationalError) as refusal:
-        add(1)(old)
-    assert is_full(refusal.value)
-    old.close()
-    with pytest.raises(StorageFull):
-        open_database(small_disk / "newer", SCHEMA)
+    for name in ("old", "newer"):
+        with pytest.raises(StorageFull):
+            open_database(small_disk / name, SCHEMA)
 
 
 @pytest.fixture
