@@ -356,10 +356,9 @@ class ReplicaSync:
 
     def _outcomes(self, version: int) -> tuple[ReplicaUpdate, ...]:
         """Return what a settled update meant for each replica of now: what it took is not known."""
-        return tuple(
-            ReplicaUpdate(one.replica_id, 0.0, 0.0, None if one.weight_version == version else _missing(one))
-            for one in self._fleet.replicas
-        )
+        told = {one: one.error or f"{one.state}: the version is still to come" for one in self._fleet.replicas}
+        told |= dict.fromkeys((one for one in told if one.weight_version == version), "")
+        return tuple(ReplicaUpdate(one.replica_id, 0.0, 0.0, error or None) for one, error in told.items())
 
     def _is_held(self, version: int | None) -> bool:
         return any(self._fleet.is_current(one) for one in self._fleet.replicas if one.weight_version == version)
@@ -584,10 +583,6 @@ class ReplicaSync:
         """Return the update that made what the fleet serves, if we know it."""
         source = self._desired.weights.served
         return source if source is not None and source.version == self._fleet.weight_version else None
-
-
-def _missing(replica: ReplicaRecord) -> str:
-    return replica.error or f"{replica.state}: the version is still to come"
 
 
 def _addressed(update: WeightUpdate, replicas: Sequence[ReplicaRecord]) -> dict[str, WeightUpdate]:

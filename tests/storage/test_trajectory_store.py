@@ -295,13 +295,3 @@ async def test_the_counts_of_a_done_rollout_are_looked_up_once(tmp_path: Path) -
     assert [await store.counts("r") for _ in range(100)] == [(2, 2)] * 100
     assert thread.num_calls == num_calls
     await store.close()
-
-
-async def test_a_commit_waits_for_the_disk(tmp_path):
-    """B9: with anything less than FULL a power cut takes what was acknowledged; no schedule can see that."""
-    store = TrajectoryStore(tmp_path / "s")
-    try:
-        (level,) = await store._writer.run(lambda db: db.execute("PRAGMA synchronous").fetchone())
-    finally:
-        await store.close()
-    assert level == 2

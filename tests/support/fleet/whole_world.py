@@ -120,7 +120,7 @@ class WholeWorld(World):
     policy = ProvingPolicy()
 
     def __init__(
-        self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path, *, has_words: bool = True
+        self, seed: int, clock: VirtualClock, checkpoint: Path, folder: Path, *, has_words: bool = False
     ) -> None:
         """Without words clients submit and read, and no two processes die at one moment."""
         super().__init__(seed, clock, checkpoint)
