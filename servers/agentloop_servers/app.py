@@ -356,12 +356,7 @@ class IngressProcess:
         endpoint.public_url = None if name is None else name.rstrip("/")
         closing.push_async_callback(router.close)
         await router.start(url)
-        self._health_checks = [
-            sessions.check_health,
-            server.check_health,
-            router.check_health,
-            tenants.check_health,
-        ]
+        self._health_checks = [part.check_health for part in (sessions, server, router, tenants)]
         self.app, self.sessions, self.direct_url = app, sessions, url
 
     def check_health(self) -> None:
@@ -516,7 +511,12 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
         ).bind(*common, coordinator, index)
         for index, entry in enumerate(config.entries)
     ]
-    workers = processes(AgentLoopWorkerDeployment, "AgentLoopWorker", config.workers.replicas or 1)
+    workers = processes(
+        AgentLoopWorkerDeployment,
+        "AgentLoopWorker",
+        config.workers.replicas or 1,
+        health_check_timeout_s=config.workers.silent_after_s / 2,  # by the second check its work is another's
+    )
     ingress = processes(IngressDeployment, "Ingress", config.num_ingress, max_ongoing_requests=10_000)
     # Serve deploys what the ingress is bound to: the engines and workers are named here for that reason alone.
     return ingress.bind(*common, keys, coordinator, *engines, workers.bind(*where, worker_key(secret), coordinator))
