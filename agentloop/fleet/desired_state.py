@@ -161,6 +161,12 @@ class SavedValue(Generic[T]):
         self._save = save
         self._is_owed = False
         self._num_begun = 0
+        self.has_failed = False  # the last save that ended; one that the disk still has is none of them
+
+    @property
+    def is_owed(self) -> bool:
+        """Tell if the store does not have the value."""
+        return self._is_owed
 
     def owe(self, value: T) -> None:
         """Have a value stand in place of the last; `save_owed` writes it."""
@@ -174,6 +180,11 @@ class SavedValue(Generic[T]):
         self._num_begun += 1
         value, number = self._value, self._num_begun
         if self._save is not None:
-            await self._save(value)
+            try:
+                await self._save(value)
+            except Exception:
+                self.has_failed = True
+                raise
+        self.has_failed = False
         if number == self._num_begun and value == self._value:
             self._is_owed = False

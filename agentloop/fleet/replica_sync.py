@@ -40,6 +40,7 @@ from agentloop.errors import (
     InvalidRequest,
     NoHealthyReplica,
     ServiceUnavailable,
+    StorageFull,
     WeightUpdateFailed,
 )
 from agentloop.fleet.desired_state import DesiredState, FleetWeights, SavedValue, StandingOrders, UpdateSource
@@ -198,8 +199,8 @@ class ReplicaSync:
     async def sleep(self, level: int, reason: str = "") -> None:
         """Freeze every replica and give its memory back; those that join meanwhile follow. Idempotent.
 
-        Raises InvalidRequest, with nothing touched, if a replica cannot sleep; EngineLost naming those that did not
-        follow. Waits for a weight update to end.
+        Raises InvalidRequest, with nothing touched, if a replica cannot sleep, and StorageFull if level 2
+        would discard an outcome that is not saved; EngineLost naming those that did not follow. Waits for a weight update to end.
         """
         with self._order(f"sleep {level}"):
             if level not in (1, 2):
@@ -210,6 +211,8 @@ class ReplicaSync:
                     replicas = self._fleet.replicas
                     if unable := [one.replica_id for one in replicas if not one.registration.info.can_sleep]:
                         raise InvalidRequest(f"cannot sleep: {', '.join(unable)}")
+                    if level == 2 and self._saved_weights.is_owed:  # then replicas are the only ones to know
+                        raise StorageFull("the last update's outcome is not saved: only its replicas hold it")
                     await self._ordered(self._desired.orders.put_to_sleep(level, reason, self._wall_time()))
                     await self._sleep_all()
 
@@ -509,13 +512,17 @@ class ReplicaSync:
 
     @contextmanager
     def _order(self, name: str | None = None) -> Iterator[None]:
-        """Tell of a change at the end, and log an order with a name."""
+        """Tell of a change at the end, and log an order with a name. Raises StorageFull if it is not saved."""
         try:
             yield
         finally:
             self._on_change()  # also after a failure: those that did not follow are behind now
         if name is not None:
             self._log.info("fleet_ordered", order=name)
+            if self._saved_orders.has_failed:
+                raise StorageFull(
+                    f"{name}: done, but not saved: a restart of the coordinator forgets it; repeat it"
+                )
 
     @contextmanager
     def _fleet_wide(self, name: str) -> Iterator[None]:

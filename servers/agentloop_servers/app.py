@@ -506,7 +506,6 @@ def application(config: ServiceConfig, run_dir: Path) -> serve.Application:
             engine_deployment(config, entry),
             entry.replicas,
             actor=engine_actor_options(config, entry),
-            health_check_timeout_s=10.0,  # three are what the coordinator waits for a sign of life
             ends_within_s=10.0,
         ).bind(*common, coordinator, index)
         for index, entry in enumerate(config.entries)
@@ -530,7 +529,7 @@ def processes(
     actor: dict[str, Any] | None = None,
     max_ongoing_requests: int = 100,
     health_check_period_s: float = 2.0,
-    health_check_timeout_s: float = 30.0,  # a loop that user code blocks answers late
+    health_check_timeout_s: float = 10.0,  # three are what the coordinator waits for a sign of life
     stays_s: float = 0.1,
     ends_within_s: float = 5.0,
 ) -> serve.Deployment:

@@ -491,7 +491,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "a replica's process stands still for good",
         "its work goes on elsewhere; the process is ended within a minute, and another is started",
-        (f"{_SERVICE}a_replica_that_stands_still_for_good_is_replaced", _SCHEDULES),
+        (f"{_SERVICE}a_part_that_stands_still_for_good_is_replaced", _SCHEDULES),
     ),
     Row(
         "an engine hangs in its start, in whatever language",

@@ -15,6 +15,7 @@ from agentloop.errors import (
     NoHealthyReplica,
     NotFound,
     ServiceUnavailable,
+    StorageFull,
     WeightUpdateFailed,
 )
 from agentloop.fleet.desired_state import FleetWeights
@@ -507,6 +508,18 @@ async def test_an_update_that_cannot_be_recorded_does_not_begin(site, coordinato
         await coordinator.replicas.update_weights(push(1), None)
     assert await site.states() == {"a": "ready", "b": "ready"}
     assert [engine.calls for engine in site.engines.values()] == [["resume", "stage"]] * 2
+
+
+@service("a", info=SLEEPER)
+async def test_weights_are_not_discarded_while_the_outcome_of_their_update_is_unsaved(site, coordinator):
+    site.engines["a"].on_commit = lambda: setattr(site.store, "is_broken", True)
+    await coordinator.replicas.update_weights(push(1), None)
+    with pytest.raises(StorageFull, match="not saved"):
+        await coordinator.replicas.sleep(2)
+    assert coordinator.replicas.sync.desired.asleep == frozenset()
+    site.store.is_broken = False
+    await site.clock.sleep(5.0)
+    await coordinator.replicas.sleep(2)
 
 
 @service("a", "b")

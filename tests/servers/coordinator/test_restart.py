@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from agentloop.api import HeldLease, LeaseReport, TurnBegun, session_holder
 from agentloop.engine import ALL_MEMORY, MemoryTag
-from agentloop.errors import ServiceUnavailable
+from agentloop.errors import ServiceUnavailable, StorageFull
 from agentloop.storage.trajectory_store import TrajectoryStore
 from agentloop.types import Lease, PauseMode, StopReason
 from tests.support.engine.engines import SLEEPER
@@ -79,7 +79,8 @@ async def test_an_operators_pause_holds(site, coordinator):
 @service("a", config=replace(CONFIG, heartbeat_interval_s=1.0))
 async def test_the_fleet_obeys_while_the_disk_fails_and_the_order_is_saved_later(site, coordinator):
     site.store.is_broken = True
-    await coordinator.replicas.pause(PauseMode.KEEP)
+    with pytest.raises(StorageFull, match="not saved"):
+        await coordinator.replicas.pause(PauseMode.KEEP)
     assert site.engines["a"].is_paused
     site.store.is_broken = False
     await site.clock.sleep(3.0)

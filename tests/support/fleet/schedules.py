@@ -29,6 +29,7 @@ from agentloop.errors import (
     InvalidRequest,
     NoHealthyReplica,
     ServiceUnavailable,
+    StorageFull,
     WeightUpdateFailed,
 )
 from agentloop.fleet.registry import FleetConfig
@@ -73,7 +74,15 @@ CONFIG = CoordinatorConfig(
         catch_up_pause_s=2.0,
     ),
 )
-REFUSALS = (Conflict, InvalidRequest, NoHealthyReplica, WeightUpdateFailed, ServiceUnavailable, OSError)
+REFUSALS = (
+    Conflict,
+    InvalidRequest,
+    NoHealthyReplica,
+    WeightUpdateFailed,
+    ServiceUnavailable,
+    StorageFull,
+    OSError,
+)
 _SILENT = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger(CRITICAL))
 
 
@@ -172,14 +181,13 @@ class World:
             call.cancel()
         await self.coordinator.close()
         await self.clock.sleep(self.rng.uniform(0.0, 0.5))
-        served = self.coordinator.replicas.weight_version
+        served = self.coordinator.replicas.sync.desired.weights.served_version
         await self.start_coordinator()
         restored = self.coordinator.replicas.weight_version
         is_settling = self.coordinator.replicas.sync.desired.weights.pending is not None
-        if served and not (
-            restored is None and is_settling
-        ):  # 0 is what replicas brought along, and will bring again
-            assert (restored or 0) >= served, f"{served} before the crash, then {restored}"
+        # A version that no update made served is what replicas brought along, and will bring again.
+        if served and not (restored is None and is_settling):
+            assert (-1 if restored is None else restored) >= served, f"{served} before the crash, then {restored}"
         self._is_down = False
 
     async def boot(self, replica_id: str, version: int | None) -> None:
@@ -336,8 +344,8 @@ class World:
             try:
                 await self.ask(lambda c: c.replicas.pause(self.rng.choice(tuple(PauseMode))))
                 self.history.counts["operator paused"] += 1
-            except (EngineLost, ServiceUnavailable):
-                paused = None  # it holds for the others only
+            except (EngineLost, ServiceUnavailable, StorageFull):
+                paused = None  # it holds for the others only, or was not saved
             for _ in range(self.rng.randint(0, 8)):
                 await self.clock.sleep(0.1)
                 if paused is self.coordinator and self.network.is_perfect:  # a coordinator forgets it in a crash
@@ -350,7 +358,7 @@ class World:
         try:
             await self.ask(lambda c: c.replicas.sleep(level))
             self.history.counts[f"slept {level}"] += 1
-        except (EngineLost, ServiceUnavailable):
+        except (EngineLost, ServiceUnavailable, StorageFull):
             self.history.counts["sleep failed"] += 1
         await self.clock.sleep(self.rng.uniform(0.0, 1.0))
         if self.rng.random() < 0.3:
@@ -378,7 +386,7 @@ class World:
         for _ in range(100):
             try:
                 await self.ask(lambda c: c.replicas.resume())
-            except (EngineLost, ServiceUnavailable):
+            except (EngineLost, ServiceUnavailable, StorageFull):
                 await self.clock.sleep(0.2)
             else:
                 self.history.is_operator_paused = False
