@@ -35,6 +35,7 @@ from agentloop.chat.sampling import sampling_params, template_kwargs
 from agentloop.errors import InvalidRequest, UnsupportedParameter
 from agentloop.generation import CallDelta, TurnPiece, arguments_text, finish_of
 from agentloop.images import Image, ImageRef, each_once, shown
+from agentloop.parsers import Parser
 from agentloop.rendering import NAMED_ROLES
 from agentloop.trajectory import Node, tools_key
 from agentloop.types import JSON, Constraint, ConstraintKind, Message, SamplingParams
@@ -103,7 +104,20 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         timeout_s=model.timeout_s,
         constraint_param="response_format" if body.structured_outputs is None else "structured_outputs",
         images=images,
+        continues=_continues(body, request.messages, model.parser),
     )
+
+
+def _continues(body: ChatBody, messages: Sequence[CachedMessage], parser: Parser) -> bool:
+    """Tell if the last message begins the reply. Raises InvalidRequest where it cannot be gone on from."""
+    if not body.continue_final_message:
+        return False
+    last, marks, param = messages[-1].message, parser.marks.thoughts, "continue_final_message"
+    if last.role != "assistant" or not last.content.strip():
+        raise InvalidRequest("the last message is an assistant's, with a text to continue", param=param)
+    if last.tool_calls or last.reasoning or marks.open in last.content or marks.close in last.content:
+        raise UnsupportedParameter("thoughts and tool calls are not continued, text is", param=param)
+    return True
 
 
 def conversation_of(

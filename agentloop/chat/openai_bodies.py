@@ -60,10 +60,7 @@ MAX_MODEL_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
 
 _UNSUPPORTED_PARTS = frozenset({"image", "input_audio", "audio", "file", "video_url", "video"})
-_UNSUPPORTED_CHAT = (
-    *("audio", "prediction", "functions", "function_call", "web_search_options"),
-    *("priority", "continue_final_message"),  # vLLM's: engines take calls as they come, and end what they began
-)
+_UNSUPPORTED_CHAT = ("audio", "prediction", "functions", "function_call", "web_search_options")
 _UNSUPPORTED_COMPLETION = ("best_of", "echo", "suffix")
 
 Text = Annotated[str, Field(max_length=MAX_CHAT_CONTENT_CHARS)]
@@ -420,7 +417,8 @@ class ChatBody(CallBase, TemplateBody):
     max_completion_tokens: MaxTokens | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     strict_history: bool | None = None
@@ -462,6 +460,11 @@ class ChatBody(CallBase, TemplateBody):
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.add_generation_prompt not in (None, not self.continue_final_message):
+            raise InvalidRequest(
+                "add_generation_prompt is false with continue_final_message, and true without",
+                param="add_generation_prompt",
+            )
         if self.structured_outputs is not None and self.response_format is not None:
             raise InvalidRequest(
                 "response_format and structured_outputs exclude each other", param="structured_outputs"

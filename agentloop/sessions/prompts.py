@@ -127,6 +127,7 @@ async def make_question(
             keys=chat.keys,
             tools_key=chat.tools_key,
             template_kwargs=chat.template_kwargs,
+            continues=chat.continues,
         )
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
@@ -158,12 +159,15 @@ async def make_prompt(
     keys: Sequence[bytes] = (),
     tools_key: bytes | None = None,
     template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+    continues: bool = False,
 ) -> Prompt:
-    """Make the prompt of messages, as it extends `graph`; keys as in `ChatCall`. Raises as `make_question`.
+    """Make the prompt of messages, as it extends `graph`; fields as in `ChatCall`. Raises as `make_question`.
 
     A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
     is rendered, as it is under other tools: the session's own messages, thoughts included, in place of their echo.
     """
+    begun = messages[-1:] if continues else ()
+    messages, keys = messages[: len(messages) - len(begun)], keys[: len(messages) - len(begun)]
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
     renderer = parts.renderer
@@ -175,14 +179,19 @@ async def make_prompt(
     match = graph.match(messages, told, is_strict=is_strict, keys=keys, tools_key=tools_key)
     cause = ""
     if match.parent is not None:
-        prompt = await _bridged(match.parent, match, tools, template_kwargs, graph, parts, asker, len(messages))
+        prompt = await _bridged(
+            match.parent, match, begun, tools, template_kwargs, graph, parts, asker, len(messages)
+        )
         if isinstance(prompt, Prompt):
             return prompt
         cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
     elif match.echoed is not None:
         echoed = _own_messages(graph, match.echoed)
         messages = (*echoed, *messages[len(echoed) :])
-    written = await _rendered(messages, lambda: renderer.render(messages, tools, template_kwargs), template_kwargs)
+    shown = (*messages, *begun)
+    written = await _rendered(
+        shown, lambda: renderer.render(shown, tools, template_kwargs, is_open=continues), template_kwargs
+    )
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
         return _root(ids, images, messages, match.tools_key, match.split)
@@ -198,6 +207,7 @@ async def make_prompt(
 async def _bridged(
     parent: Node,
     match: Match,
+    begun: Sequence[Message],
     tools: Sequence[Mapping[str, JSON]],
     template_kwargs: Mapping[str, JSON],
     graph: TurnGraph,
@@ -210,9 +220,12 @@ async def _bridged(
     if not appended or appended[0].role == "assistant":
         return "an assistant's message follows the reply"
     end = parts.reader.end_of(parent.reply, _own_messages(graph, parent)[:-1])
+    shown = (*appended, *begun)
     try:
         written = await _rendered(
-            appended, lambda: renderer.bridge(appended, tools, end, template_kwargs), template_kwargs
+            shown,
+            lambda: renderer.bridge(shown, tools, end, template_kwargs, is_open=bool(begun)),
+            template_kwargs,
         )
     except TemplateNotPrefixStable as refused:
         return refused.message
@@ -226,7 +239,7 @@ async def _bridged(
 def _own_messages(graph: TurnGraph, node: Node) -> list[Message]:
     """Return the conversation up to the node's reply as the session has it."""
     path = graph.path_of(node.node_id)
-    return [message for turn in path for message in (*turn.observed, turn.reply.message)]
+    return [message for turn in path for message in turn.messages]
 
 
 def _given_prompt(prompt_ids: tuple[int, ...], graph: TurnGraph, parts: SessionParts) -> Prompt:

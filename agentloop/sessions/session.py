@@ -220,10 +220,20 @@ class Session:
         tools: Sequence[Mapping[str, JSON]],
         images: Sequence[Image] = (),
         template_kwargs: Mapping[str, JSON] = NO_KWARGS,
+        *,
+        continues: bool = False,
     ) -> Prompt:
         """Return the prompt that these messages would make, and how it extends the session. Changes nothing."""
         asker = ImageAsker({image.sha256: image for image in images}, self._engine, f"{self.session_id}:preview")
-        return await make_prompt(messages, tools, self._graph, self._parts, asker, template_kwargs=template_kwargs)
+        return await make_prompt(
+            messages,
+            tools,
+            self._graph,
+            self._parts,
+            asker,
+            template_kwargs=template_kwargs,
+            continues=continues,
+        )
 
     def _enter(self, chat: ChatCall, key: CallKey, *, is_streamed: bool) -> LiveCall | ChatResult:
         """Decide what the call is, without an await."""
@@ -493,7 +503,7 @@ class Session:
             tools=chat.tools,
             reads_calls=question.reads_calls,
             shows_unread_calls=not self._record.gives_unread_calls,
-            reads_thoughts=chat.prompt_ids is None,
+            reads_thoughts=chat.prompt_ids is None and not chat.continues,
             timeout_s=chat.timeout_s,
             deadline=live.deadline,
             trajectory_id=self.session_id,
@@ -537,6 +547,7 @@ class Session:
                 tools_key=prompt.tools_key,
                 split=prompt.split,
                 images=prompt.observed_images,
+                begun=live.chat.begun,
             )
             for choice_index, reply in enumerate(replies)
         )

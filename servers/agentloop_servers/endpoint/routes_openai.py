@@ -200,13 +200,14 @@ class OpenAiRoutes:
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
             session = await session_of(request, endpoint, body.named_session)
-            preview = await session.preview(call.messages, call.tools, call.images, call.template_kwargs)
+            given = call.messages, call.tools, call.images, call.template_kwargs
+            preview = await session.preview(*given, continues=call.continues)
             ids, parent, split = list(preview.ids), preview.parent_id, preview.split
         else:
             if call.images:
                 raise UnsupportedParameter("a prompt with images is shown in a session only", param="messages")
-            given = call.messages, call.tools, call.template_kwargs
-            ids = await asyncio.to_thread(endpoint.renderer.render, *given)
+            shown = call.messages, call.tools, call.template_kwargs
+            ids = await asyncio.to_thread(partial(endpoint.renderer.render, *shown, is_open=call.continues))
             parent, split = None, None
         text = await asyncio.to_thread(endpoint.renderer.decode, ids)
         reason, detail = (None, None) if split is None else (split.reason.value, split.detail)
