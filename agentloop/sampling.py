@@ -43,7 +43,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling distribution and its limits.
+    """The sampling distribution and its limits, and the request's place among those that wait in an engine.
 
     From the model's logits every engine makes it in this order, which is vLLM's: the constraint's mask; biases; the
     ban on `stop_token_ids` of the first `min_tokens` tokens; the repetition penalty (a logit above 0 is divided by
@@ -72,6 +72,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """The model's own stop tokens are not added to `stop_token_ids`: it is for a session, which fills them in.
     Engines stop at `stop_token_ids` alone in any case."""
+    priority: int = 0  # lower goes first; above 0 after those that name none
 
     @property
     def looks_back(self) -> bool:

@@ -91,7 +91,7 @@ def to_call(request: ChatRequest, model: ChatModel) -> ChatCall:
         messages=_conversation(request.messages),
         keys=tuple(message.key for message in request.messages),
         tools_key=request.tools.key if tools is request.tools.definitions else None,
-        sampling=sampling_of(body, max_tokens, model.vocab_size, body.top_logprobs or 0, constraint),
+        sampling=sampling_of(body, max_tokens, model.vocab_size, body.top_logprobs or 0, constraint, body.priority),
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,
@@ -137,7 +137,12 @@ def _refuse_images(messages: Sequence[CachedMessage], reason: str) -> None:
 
 
 def sampling_of(
-    body: ChoiceFields, max_tokens: int | None, vocab_size: int, num_top: int, constraint: Constraint | None = None
+    body: ChoiceFields,
+    max_tokens: int | None,
+    vocab_size: int,
+    num_top: int,
+    constraint: Constraint | None = None,
+    priority: int | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a body. Raises InvalidRequest."""
     sampling = sampling_params(body, max_tokens, vocab_size)
@@ -151,6 +156,7 @@ def sampling_of(
         logit_bias=tuple(biases),
         num_top_logprobs=num_top,
         constraint=constraint,
+        priority=priority or 0,
     )
 
 

@@ -57,6 +57,7 @@ MAX_CHAT_MESSAGES = 8192
 MAX_CHOICES = 128
 MAX_ANSWERS = 512  # texts that an answer may be
 MAX_MODEL_CHARS = 256
+MAX_CALL_PRIORITY = (1 << 31) - 1
 MAX_TOOL_NAME_CHARS = 128
 
 _UNSUPPORTED_PARTS = frozenset({"image", "input_audio", "audio", "file", "video_url", "video"})
@@ -388,11 +389,13 @@ class ChoiceFields(SamplingFields):
 class CallBase(SampledBody, ChoiceFields):
     """The fields that chat completions and completions share; `user` and `metadata` are ignored.
 
+    `priority` is vLLM's: of the requests that wait in an engine, those of lower numbers go first.
     `return_tokens_as_token_ids`: logprobs name tokens as `token_id:N`, whatever their text.
     """
 
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_CALL_PRIORITY, le=MAX_CALL_PRIORITY), Whole] | None = None
     stream_options: StreamOptions | None = None
     user: ShortText | None = None
     metadata: Json = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from agentloop.capabilities import CONSTRAINTS, SAMPLING, bits_of
+from agentloop.capabilities import CONSTRAINTS, SAMPLING, Feature, bits_of
 from agentloop.chat import ChatCall, ToolChoice
 from agentloop.checks import check_sampling
 from agentloop.clock import Clock, RealClock
@@ -143,7 +143,8 @@ async def make_question(
         constraint = behind_thought(sampling.constraint, parts.parser.marks.thoughts)
         sampling = replace(sampling, constraint=constraint)
     # The ids are within the vocabulary: they were rendered, stored, or checked above.
-    features = bits_of(SAMPLING | CONSTRAINTS if parts.can_constrain else SAMPLING)
+    given = SAMPLING | {Feature.PRIORITY}  # by some engines: placement knows
+    features = bits_of(given | CONSTRAINTS if parts.can_constrain else given)
     check_sampling(sampling, parts.vocab_size, features=features, engine="session")
     return Question(prompt, sampling, reads_calls)
 

@@ -86,6 +86,7 @@ def engine_arguments(config: VllmConfig, kv_endpoint: str) -> dict[str, Any]:
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "scheduling_policy": config.scheduling_policy,
         "block_size": config.block_size,
         **_parallel_arguments(config),
         "seed": config.seed,
