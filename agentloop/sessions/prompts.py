@@ -30,7 +30,7 @@ from agentloop.errors import (
 from agentloop.generation import ImageAsker, ImagePlacer, LeasedEngine, TurnReader
 from agentloop.images import Image, ImageFiles, ImageSpan, shifted_images
 from agentloop.parsers import Parser, behind_thought
-from agentloop.rendering import NO_KWARGS, Renderer, off_loop
+from agentloop.rendering import Renderer, off_loop
 from agentloop.trajectory import Match, Node, Split, TurnGraph
 from agentloop.trajectory import tools_key as key_of_tools
 from agentloop.types import JSON, Constraint, IntArray, KVPolicy, Message, SamplingParams
@@ -117,18 +117,7 @@ async def make_question(
     if chat.prompt_ids is not None:
         prompt = _given_prompt(chat.prompt_ids, graph, parts)
     else:
-        prompt = await make_prompt(
-            chat.messages,
-            chat.tools,
-            graph,
-            parts,
-            ImageAsker({image.sha256: image for image in chat.images}, engine, request_id),
-            is_strict=chat.is_strict,
-            keys=chat.keys,
-            tools_key=chat.tools_key,
-            template_kwargs=chat.template_kwargs,
-            continues=chat.continues,
-        )
+        prompt = await make_prompt(chat, graph, parts, engine, request_id)
     num_prompt = len(prompt.ids)
     room = parts.max_context_tokens - num_prompt
     if room <= 0:
@@ -150,39 +139,29 @@ async def make_question(
 
 
 async def make_prompt(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, JSON]],
-    graph: TurnGraph,
-    parts: SessionParts,
-    asker: ImageAsker,
-    *,
-    is_strict: bool = False,
-    keys: Sequence[bytes] = (),
-    tools_key: bytes | None = None,
-    template_kwargs: Mapping[str, JSON] = NO_KWARGS,
-    continues: bool = False,
+    chat: ChatCall, graph: TurnGraph, parts: SessionParts, engine: LeasedEngine, request_id: str
 ) -> Prompt:
-    """Make the prompt of messages, as it extends `graph`; fields as in `ChatCall`. Raises as `make_question`.
+    """Make the prompt of a call's messages, as it extends `graph`. Raises as `make_question`.
 
     A prompt extends only a turn under the same tools and template arguments. Where the turn cannot be bridged, all
     is rendered, as it is under other tools: the session's own messages, thoughts included, in place of their echo.
     """
-    begun = messages[-1:] if continues else ()
-    messages, keys = messages[: len(messages) - len(begun)], keys[: len(messages) - len(begun)]
+    num_messages = len(chat.messages) - chat.continues
+    messages, begun = chat.messages[:num_messages], chat.messages[num_messages:]
     if not messages:
         raise InvalidRequest("there are no messages", param="messages")
-    renderer = parts.renderer
-    told = tools
+    renderer, template_kwargs = parts.renderer, chat.template_kwargs
+    asker = ImageAsker({image.sha256: image for image in chat.images}, engine, request_id)
+    told, tools_key = chat.tools, chat.tools_key
     if template_kwargs:  # they shape the prompt as tools do
-        own = key_of_tools(tools) if tools_key is None else tools_key
+        own = key_of_tools(chat.tools) if tools_key is None else tools_key
         arguments = {"name": "template arguments", "arguments": template_kwargs}
-        told, tools_key = (*tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
-    match = graph.match(messages, told, is_strict=is_strict, keys=keys, tools_key=tools_key)
+        told, tools_key = (*chat.tools, arguments), key_of_tools([{"tools": own.hex()}, arguments])
+    keys = chat.keys[:num_messages]
+    match = graph.match(messages, told, is_strict=chat.is_strict, keys=keys, tools_key=tools_key)
     cause = ""
     if match.parent is not None:
-        prompt = await _bridged(
-            match.parent, match, begun, tools, template_kwargs, graph, parts, asker, len(messages)
-        )
+        prompt = await _bridged(match.parent, match, chat, graph, parts, asker)
         if isinstance(prompt, Prompt):
             return prompt
         cause, messages = prompt, (*_own_messages(graph, match.parent), *match.appended)
@@ -191,7 +170,7 @@ async def make_prompt(
         messages = (*echoed, *messages[len(echoed) :])
     shown = (*messages, *begun)
     written = await _rendered(
-        shown, lambda: renderer.render(shown, tools, template_kwargs, is_open=continues), template_kwargs
+        shown, lambda: renderer.render(shown, chat.tools, template_kwargs, is_open=chat.continues), template_kwargs
     )
     ids, images = await parts.placer.place(written, messages, asker)
     if match.parent is None:
@@ -206,26 +185,19 @@ async def make_prompt(
 
 
 async def _bridged(
-    parent: Node,
-    match: Match,
-    begun: Sequence[Message],
-    tools: Sequence[Mapping[str, JSON]],
-    template_kwargs: Mapping[str, JSON],
-    graph: TurnGraph,
-    parts: SessionParts,
-    asker: ImageAsker,
-    num_messages: int,
+    parent: Node, match: Match, chat: ChatCall, graph: TurnGraph, parts: SessionParts, asker: ImageAsker
 ) -> Prompt | str:
     """Make the prompt of the parent's ids and what is new, or say why this template cannot append it."""
-    appended, renderer = match.appended, parts.renderer
+    appended, renderer, template_kwargs = match.appended, parts.renderer, chat.template_kwargs
     if not appended or appended[0].role == "assistant":
         return "an assistant's message follows the reply"
     end = parts.reader.end_of(parent.reply, _own_messages(graph, parent)[:-1])
-    shown = (*appended, *begun)
+    num_messages = len(chat.messages) - chat.continues
+    shown = (*appended, *chat.messages[num_messages:])
     try:
         written = await _rendered(
             shown,
-            lambda: renderer.bridge(shown, tools, end, template_kwargs, is_open=bool(begun)),
+            lambda: renderer.bridge(shown, chat.tools, end, template_kwargs, is_open=chat.continues),
             template_kwargs,
         )
     except TemplateNotPrefixStable as refused:

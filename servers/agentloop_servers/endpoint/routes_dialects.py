@@ -16,8 +16,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from agentloop.chat import CountTokensBody, MessagesBody, ResponsesBody, anthropic, read_body, responses
+from agentloop.chat import ChatCall, CountTokensBody, MessagesBody, ResponsesBody, anthropic, read_body, responses
 from agentloop.errors import AgentLoopError
+from agentloop.types import SamplingParams
 from agentloop_servers.endpoint.call_handler import CallHandler, as_call, check_model, session_of, typed_events
 from agentloop_servers.endpoint.endpoint import Endpoint
 from agentloop_servers.http import (
@@ -141,7 +142,8 @@ class DialectRoutes:
         arguments = anthropic.template_arguments(body, self._endpoint.served)
         if names_session(request):
             session = await session_of(request, self._endpoint, None)
-            num_tokens = len((await session.preview(messages, tools, (), arguments)).ids)
+            counted = ChatCall(messages, SamplingParams(1), tools=tools, template_kwargs=arguments)
+            num_tokens = len((await session.preview(counted)).ids)
         else:
             render = self._endpoint.renderer.render
             num_tokens = len(await asyncio.to_thread(render, messages, tools, arguments))

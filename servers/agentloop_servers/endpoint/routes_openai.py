@@ -200,8 +200,7 @@ class OpenAiRoutes:
         endpoint = self._endpoint
         if names_session(request) or body.named_session is not None:
             session = await session_of(request, endpoint, body.named_session)
-            given = call.messages, call.tools, call.images, call.template_kwargs
-            preview = await session.preview(*given, continues=call.continues)
+            preview = await session.preview(call)
             ids, parent, split = list(preview.ids), preview.parent_id, preview.split
         else:
             if call.images:
