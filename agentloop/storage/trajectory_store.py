@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sqlite3
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -89,10 +90,19 @@ _ADD_RECORD = (
 )
 
 
-def groups_digest(groups: Sequence[RolloutGroup]) -> str:
-    """Return the SHA-256 of a submission's work, in hex: equal for the same groups in whatever order."""
-    encoded = (codec.encode(dataclasses.replace(group, rollout_id="")) for group in groups)
-    return hashlib.sha256(b"".join(sorted(encoded))).hexdigest()
+def encoded_groups(groups: Sequence[RolloutGroup]) -> list[bytes]:
+    """Return groups as a store keeps them: without their rollout's id, which their rows have."""
+    return [
+        codec.encode(dataclasses.replace(group, rollout_id="") if group.rollout_id else group) for group in groups
+    ]
+
+
+def groups_digest(encoded: Sequence[bytes]) -> str:
+    """Return the SHA-256 of a submission's work, in hex: equal for the same encoded groups in whatever order."""
+    digest = hashlib.sha256()
+    for group in sorted(encoded):
+        digest.update(group)
+    return digest.hexdigest()
 
 
 class TrajectoryReader:
@@ -179,23 +189,29 @@ class TrajectoryStore:
         rollout_id: str,
         groups: Sequence[RolloutGroup],
         terms: RolloutTerms = RolloutTerms(),  # noqa: B008 - frozen
+        encoded: Sequence[bytes] | None = None,
     ) -> None:
         """Record work as accepted, and keep its images beside the store. Groups already accepted stay as they are,
         so a repeat is harmless.
 
-        Raises Conflict for a rollout of recorded sessions, and StorageFull.
+        `encoded` are the groups as `encoded_groups` makes them. Raises Conflict for a rollout of recorded sessions,
+        and StorageFull.
         """
         self._room.check()
-        digest = groups_digest(groups)
+        rows = encoded_groups(groups) if encoded is None else encoded
+        digest = groups_digest(rows)
 
         def work(db: sqlite3.Connection) -> None:
             if _holds_sessions(db, rollout_id):
                 raise Conflict(f"rollout {rollout_id} holds recorded sessions", param="rollout_id")
-            owned = [dataclasses.replace(group, rollout_id=rollout_id) for group in groups]
             db.execute(_ADD_ROLLOUT, (rollout_id,))
             db.execute(_ADD_TERMS, (rollout_id, *packed(dataclasses.replace(terms, groups_digest=digest))))
             db.executemany(
-                _ADD_GROUP, [(rollout_id, group.group_id, group.num_samples, *packed(group)) for group in owned]
+                _ADD_GROUP,
+                (
+                    (rollout_id, group.group_id, group.num_samples, row, zlib.crc32(row))
+                    for group, row in zip(groups, rows, strict=True)
+                ),
             )
 
         try:
@@ -387,7 +403,7 @@ class TrajectoryStore:
                 missing = tuple(sample for sample in range(num_samples) if sample not in finished)
                 group = self._rows.value("groups", RolloutGroup, *stored) if missing else None
                 if group is not None:
-                    owed.append((group, missing))
+                    owed.append((dataclasses.replace(group, rollout_id=rollout_id), missing))
             return owed
 
         return await self._writer.run(work)
