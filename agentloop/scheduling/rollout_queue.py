@@ -111,8 +111,8 @@ class RolloutQueue:
     ) -> None:
         """Claim room and the name before the work is made durable; `add` or `unreserve` follows.
 
-        `lengths` are the encoded groups', where they are known. Raises InvalidRequest (a bad id or limit, no groups,
-        a group twice, no samples), Conflict (the rollout is live) or Overloaded, and then changes nothing.
+        `lengths` are the encoded groups', where known. Raises InvalidRequest (a bad id or limit, no groups, a group
+        twice, no samples), Conflict (the rollout is live) or Overloaded, and then changes nothing.
         """
         if not rollout_id or "/" in rollout_id:
             raise InvalidRequest("a rollout id is not empty and holds no slash", param="rollout_id")
