@@ -176,12 +176,15 @@ class BatchWriter:
         *,
         max_batch: int,
         guard: Callable[[sqlite3.Connection], None] = lambda db: None,
+        is_read_only: bool = False,
     ) -> None:
         """`executor` runs one call at a time; a transaction has at most `max_batch` pieces of work.
 
-        Each begins with `guard`: what that raises is the outcome of all of them.
+        Each begins with `guard`: what that raises is the outcome of all of them. With `is_read_only` no work
+        writes, and none waits for another connection's commit.
         """
         self._guard = guard
+        self._is_read_only = is_read_only
         self._db = db
         self._kind = kind
         self._executor = executor
@@ -252,7 +255,7 @@ class BatchWriter:
         try:
             num_changes = db.total_changes
             # Where nothing can be written, what only reads shall not ask for the right to write.
-            db.execute("BEGIN" if self._is_full else "BEGIN IMMEDIATE")
+            db.execute("BEGIN" if self._is_full or self._is_read_only else "BEGIN IMMEDIATE")
             self._guard(db)
             outcomes = [_outcome(work, db) for work in works]
             db.execute("COMMIT")

@@ -154,9 +154,11 @@ class TrajectoryStore:
     as it comes when it fails otherwise: nothing was stored then.
     """
 
-    def __init__(self, path: str | Path, executor: Executor | None = None, *, min_free_bytes: int = 0) -> None:
-        """`executor` runs one call at a time; a thread of its own by default. With fewer than `min_free_bytes` free
-        on the disk nothing is accepted. Raises InvalidRequest if `path` is not a trajectory store, and StorageFull
+    def __init__(
+        self, path: str | Path, new_thread: Callable[[str], Executor] = one_thread, *, min_free_bytes: int = 0
+    ) -> None:
+        """`new_thread` makes an executor that runs one call at a time. With fewer than `min_free_bytes` free on the
+        disk nothing is accepted. Raises InvalidRequest if `path` is not a trajectory store, and StorageFull
         if its disk is full or read-only."""
         self._room = DiskRoom(Path(path).parent, min_free_bytes)
         self._settled: OrderedDict[str, tuple[int, int]] = OrderedDict()  # counts that change no more
@@ -169,9 +171,18 @@ class TrajectoryStore:
         self._writer = BatchWriter(
             db,
             _SCHEMA.kind,
-            executor or one_thread("trajectories"),
+            new_thread("trajectories"),
             max_batch=MAX_COMMIT_BATCH,
             guard=self._check_owner,
+        )
+        # What only reads what was committed: hand-outs and trainers do not wait for the disk's next commit.
+        self._reader = BatchWriter(
+            open_database(Path(path), _SCHEMA, is_read_only=True),
+            _SCHEMA.kind,
+            new_thread("trajectory-reads"),
+            max_batch=MAX_COMMIT_BATCH,
+            guard=self._check_owner,
+            is_read_only=True,
         )
 
     @property
@@ -290,7 +301,7 @@ class TrajectoryStore:
 
     async def check_owner(self) -> None:
         """Raises ServiceUnavailable once another owner has taken the store over."""
-        await self._writer.run(lambda db: None)
+        await self._reader.run(lambda db: None)
 
     async def has_record(self, trajectory: Trajectory) -> bool:
         """Tell if there is a record of a trajectory's sample, also a deleted one. Raises NotFound, Gone, of its
@@ -322,7 +333,7 @@ class TrajectoryStore:
                 damaged.add(seq)
             return good
 
-        rows = await self._writer.run(lambda db: _read(db, rollout_id, after, limit, checked))
+        rows = await self._reader.run(lambda db: _read(db, rollout_id, after, limit, checked))
         if damaged:
             self._damaged.setdefault(rollout_id, set()).update(damaged)
         return rows
@@ -336,7 +347,7 @@ class TrajectoryStore:
         settled = self._settled.get(rollout_id)
         if settled is not None:
             return settled
-        num_accepted, num_finished, is_submitted = await self._writer.run(
+        num_accepted, num_finished, is_submitted = await self._reader.run(
             lambda db: (*_counts(db, rollout_id), _is_submitted(db, rollout_id))
         )
         if is_submitted and num_finished >= num_accepted:
@@ -431,6 +442,7 @@ class TrajectoryStore:
 
     async def close(self) -> None:
         """Finish what waits, then let go of the file. Idempotent."""
+        await self._reader.close()
         await self._writer.close()
 
     def _terms(self, db: sqlite3.Connection, rollout_id: str) -> RolloutTerms:

@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -284,8 +285,9 @@ class CountingThread(ThreadPoolExecutor):
 
 
 async def test_the_counts_of_a_done_rollout_are_looked_up_once(tmp_path: Path) -> None:
-    thread = CountingThread(1)
-    store = TrajectoryStore(tmp_path / "t.sqlite", thread)
+    thread = CountingThread(1)  # of the reads
+    threads = {"trajectories": CountingThread(1), "trajectory-reads": thread}
+    store = TrajectoryStore(tmp_path / "t.sqlite", threads.pop)
     await store.accept("r", [make_group("g", 2)])
     await store.commit([make_trajectory("g", 0)])
     assert await store.counts("r") == (2, 1)
@@ -295,3 +297,26 @@ async def test_the_counts_of_a_done_rollout_are_looked_up_once(tmp_path: Path) -
     assert [await store.counts("r") for _ in range(100)] == [(2, 2)] * 100
     assert thread.num_calls == num_calls
     await store.close()
+
+
+async def test_reads_and_the_look_at_the_owner_wait_for_no_commit(tmp_path: Path) -> None:
+    disk, may_go_on = ThreadPoolExecutor(1), threading.Event()
+    store = TrajectoryStore(
+        tmp_path / "t.sqlite", lambda name: disk if name == "trajectories" else ThreadPoolExecutor(1)
+    )
+    try:
+        await store.accept("r", [make_group("g", 2)])
+        await store.commit([make_trajectory("g", 0)])
+        disk.submit(may_go_on.wait)  # a disk that takes its time
+        committing = asyncio.create_task(store.commit([make_trajectory("g", 1)]))
+        async with asyncio.timeout(60.0):
+            await store.check_owner()
+            assert await store.counts("r") == (2, 1)
+            assert len(await store.read("r", 0, 10)) == 1
+        assert not committing.done()
+        may_go_on.set()
+        await committing
+        assert len(await store.read("r", 0, 10)) == 2
+    finally:
+        may_go_on.set()
+        await store.close()

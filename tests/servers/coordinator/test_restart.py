@@ -90,7 +90,7 @@ async def test_the_fleet_obeys_while_the_disk_fails_and_the_order_is_saved_later
 
 async def test_a_store_that_was_taken_over_takes_nothing_more(tmp_path):
     path = tmp_path / "trajectories.sqlite"
-    old, new = TrajectoryStore(path, Inline()), TrajectoryStore(path, Inline())
+    old, new = TrajectoryStore(path, Inline), TrajectoryStore(path, Inline)
     epoch = await old.take_over()
     await old.save_state("x", 1)
     taken = await new.take_over()
@@ -110,7 +110,7 @@ async def test_a_store_that_was_taken_over_takes_nothing_more(tmp_path):
 async def test_a_coordinator_whose_run_was_taken_over_says_so_once_and_asks_to_be_ended(site, coordinator):
     await site.store.take_over()
     await coordinator.check_health()
-    other = TrajectoryStore(site.path / "trajectories.sqlite", Inline())
+    other = TrajectoryStore(site.path / "trajectories.sqlite", Inline)
     epoch = await other.take_over()
     with capture_logs() as logs:
         for number in range(3):
@@ -224,7 +224,7 @@ async def test_a_coordinator_whose_run_was_taken_over_hands_out_nothing(site, co
     """B6: it found out only with its next write."""
     await site.store.take_over()
     await coordinator.rollouts.submit("r", (make_group("g", 4),))
-    other = TrajectoryStore(site.path / "trajectories.sqlite", Inline())
+    other = TrajectoryStore(site.path / "trajectories.sqlite", Inline)
     await other.take_over()
     await other.close()
     with pytest.raises(ServiceUnavailable, match="another coordinator"):

@@ -25,7 +25,7 @@ class Disk:
     def is_good(self) -> bool:
         return self.slowness_s == 0.0 and not self.is_full
 
-    def executor(self) -> DiskThread:
+    def executor(self, name: str = "") -> DiskThread:
         """The thread of one file."""
         return DiskThread(self)
 

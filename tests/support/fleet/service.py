@@ -31,6 +31,9 @@ CONFIG = CoordinatorConfig(
 class Inline(Executor):
     """Runs a call at once: a thread would not exist for virtual time."""
 
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
     def submit(self, fn, /, *args, **kwargs):
         future = Future()
         try:
@@ -70,7 +73,7 @@ class Service:
         self.silent = set()
 
     async def start(self):
-        self.store = FlakyStore(self.path / "trajectories.sqlite", Inline())
+        self.store = FlakyStore(self.path / "trajectories.sqlite", Inline)
         self.coordinator = Coordinator(self.store, self.connect, self.config, self.clock, probe=self.probe)
         await self.coordinator.start()
         self.heartbeats = asyncio.create_task(self.heartbeat())

@@ -164,7 +164,7 @@ class WholeWorld(World):
         if self._num_coordinators > 1:
             self.store_path = self.disk.after_a_kill(self.store_path)
         self.disk.slowness_s, self.disk.is_full = 0.0, False  # it is opened at once
-        self.run_store = TrajectoryStore(self.store_path, self.disk.executor())
+        self.run_store = TrajectoryStore(self.store_path, self.disk.executor)
         return self.run_store
 
     def start_worker(self) -> None:
