@@ -793,6 +793,10 @@ async def test_damaged_records_are_told_and_run_again_by_a_word(site, coordinato
     with pytest.raises(Conflict, match="when it has ended"):
         await rollouts.resubmit_damaged("r")
     await rollouts.finish("w", record(assignments[2]))
+    await site.stop()
+    rollouts = (coordinator := await site.start()).rollouts
+    await site.join("a")
+    assert (await read_page(coordinator, "r", 10, 10, 0.0)).status.num_damaged == 1
     status = await rollouts.resubmit_damaged("r")
     assert (status.num_queued, status.num_finished, status.num_damaged) == (1, 2, 0)
     (again,) = (await rollouts.take(report(), 1.0)).start
