@@ -25,6 +25,7 @@ from agentloop_servers.http import (
     ERROR_SCHEMA,
     STREAMED,
     Keys,
+    add_route,
     admit,
     errors,
     json_body,
@@ -32,7 +33,6 @@ from agentloop_servers.http import (
     names_session,
     speaks,
     sse,
-    takes,
 )
 
 BODIES = (ResponsesBody, MessagesBody, CountTokensBody)
@@ -89,28 +89,10 @@ def router(endpoint: Endpoint, keys: Keys) -> APIRouter:
         dependencies=[Depends(_speak), is_admitted], responses=errors(_MESSAGES_ERROR), tags=["messages"]
     )
     for prefix in _PREFIXES:
-        openai.add_api_route(
-            f"{prefix}/responses",
-            routes.create_response,
-            methods=["POST"],
-            response_model=None,
-            openapi_extra=takes(ResponsesBody),
-        )
-        messages.add_api_route(
-            f"{prefix}/messages",
-            routes.create_message,
-            methods=["POST"],
-            response_model=None,
-            responses={200: _ANSWER},
-            openapi_extra=takes(MessagesBody),
-        )
-        messages.add_api_route(
-            f"{prefix}/messages/count_tokens",
-            routes.count_tokens,
-            methods=["POST"],
-            response_model=TokenCount,
-            openapi_extra=takes(CountTokensBody),
-        )
+        add_route(openai, "POST", f"{prefix}/responses", routes.create_response, ResponsesBody)
+        add_route(messages, "POST", f"{prefix}/messages", routes.create_message, MessagesBody, None, {200: _ANSWER})
+        counting = f"{prefix}/messages/count_tokens"
+        add_route(messages, "POST", counting, routes.count_tokens, CountTokensBody, TokenCount)
     both = APIRouter()
     both.include_router(openai)
     both.include_router(messages)
