@@ -21,6 +21,7 @@ from agentloop.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    UnsupportedParameter,
 )
 from agentloop.storage.retention import RetentionPolicy
 from agentloop.storage.summary import summarize
@@ -90,6 +91,14 @@ async def test_as_many_tasks_as_may_wait_are_accepted_in_one_private_call_in_tim
     with pytest.raises(Overloaded, match="no room for 1 more trajectories: 100000 wait, of at most 100000"):
         await coordinator.rollouts.submit("more", (make_group("g", 1),))
     await coordinator.close()
+
+
+@service("a")
+async def test_tasks_that_no_engine_can_serve_are_refused_at_once(site, coordinator):
+    task = replace(make_group().task, priority=1)
+    with pytest.raises(UnsupportedParameter, match="scheduling_policy: priority") as refused:
+        await coordinator.rollouts.submit("r", (RolloutGroup("g", task, 1),))
+    assert refused.value.param == "priority"
 
 
 @service("a")
